@@ -1,0 +1,44 @@
+# Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
+# and the packages it already has instead: no .venv, no network.
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(CURDIR)/.venv/bin/python
+READY := .venv/.ready
+endif
+
+WORKERS ?= 2
+
+help:  ## list the targets
+	@awk -F ':.*##' '/^[a-z]+:.*##/ { printf "  make %-8s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch comes first and alone, so that no later requirement can bring another build of it.
+.venv/.ready: pyproject.toml
+	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is older than 3.11: use PYTHON=...")'
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet torch==2.13.0
+	.venv/bin/python -m pip install --quiet -e '.[cli,dev]'
+	@touch $@
+
+demo: $(READY)  ## train a real model twice, plain and inside half of its memory, and compare
+	$(PY) -m torchdelta demo
+
+test: $(READY)  ## run the test suite (WORKERS=2 processes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+check: $(READY)  ## format, lint, types, import direction, exports
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath $(PY)
+	$(PY) -m pytest -q tests/test_imports.py tests/test_exports.py
+
+bench: $(READY)  ## measure: writes into benchmarks/results/
+	$(PY) -m benchmarks
+
+clean:  ## remove .venv and the caches
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
