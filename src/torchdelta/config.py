@@ -1,0 +1,125 @@
+"""The options of a budget: one frozen dataclass, checked when it is made.
+
+Everything has a default that is right for most; a wrong value is an error that names the allowed ones, at the line
+that wrote it and not deep inside the first training step.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torchdelta.errors import ConfigError, SizeError
+from torchdelta.units import parse_size
+
+__all__ = ["DECISIONS", "POLICIES", "TIERS", "VERIFY", "Config", "SavedBuffer"]
+
+# The reactive policies; the runtime's registry is held equal to this by a test.
+POLICIES: Final = ("torchdelta", "delta-2022", "dtr", "largest-first", "lru", "recompute-only", "swap-only")
+DECISIONS: Final = ("recompute", "swap", "keep")
+TIERS: Final = ("disk", "memory")
+VERIFY: Final = ("first-step",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedBuffer:
+    """What a `decisions` callable is told about a buffer that autograd has just saved for backward.
+
+    Attributes:
+        index: Position among the buffers saved in this step, from 0.
+        op: The op that made it, such as "aten.mm.default"; empty where no op is known (a parameter, an input).
+        module: Path of the module whose forward was running, such as "transformer.h.0.attn"; empty outside of all.
+        shape: Shape of the saved tensor.
+        dtype: Its dtype without the prefix, such as "float32".
+        size_bytes: Bytes of the storage behind it.
+    """
+
+    index: int
+    op: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How a budget is held. `Config()` is right for most.
+
+    Attributes:
+        policy: Who leaves when the budget is reached, and how. "torchdelta" weighs recomputing against swapping;
+            "delta-2022" is the paper, literal; "dtr", "largest-first" and "lru" are known rules to compare with;
+            "recompute-only" and "swap-only" do one of the two.
+        decisions: Forces the decision for every saved buffer when it is saved, and the budget is not consulted:
+            "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
+            tests and comparisons.
+        tier: Where swapped bytes go: "disk" (an unlinked file) or "memory" (a copy in host memory).
+        swap_dir: Directory of the swap file. None means TORCHDELTA_SWAP_DIR, else the system's directory for
+            temporary files. It should be on a real disk: a tmpfs is memory.
+        host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit.
+        disk_budget: Most bytes of disk; None is no limit but the free space.
+        verify: "first-step" hashes what is dropped in the first step and compares it when it is recomputed.
+
+    Raises:
+        ConfigError: A value is not allowed; the message names those that are.
+    """
+
+    policy: str = "torchdelta"
+    decisions: str | Callable[[SavedBuffer], str] | None = None
+    tier: Literal["disk", "memory"] = "disk"
+    swap_dir: str | os.PathLike[str] | None = None
+    host_budget: int | str | None = None
+    disk_budget: int | str | None = None
+    verify: Literal["first-step"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _check_choice("policy", self.policy, POLICIES)
+        if self.decisions is not None and not callable(self.decisions):
+            _check_choice("decisions", self.decisions, DECISIONS, or_else="None, or a callable taking a SavedBuffer")
+        _check_choice("tier", self.tier, TIERS)
+        if self.verify is not None:
+            _check_choice("verify", self.verify, VERIFY, or_else="None")
+        _check_directory(self.swap_dir)
+        _check_size("host_budget", self.host_budget)
+        _check_size("disk_budget", self.disk_budget)
+
+    @property
+    def swap_directory(self) -> Path:
+        """Where the swap file goes: the option, else TORCHDELTA_SWAP_DIR, else the system's temporary directory."""
+        return Path(self.swap_dir or os.environ.get("TORCHDELTA_SWAP_DIR") or tempfile.gettempdir())
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        """The host budget as bytes; None is no limit."""
+        return None if self.host_budget is None else parse_size(self.host_budget, name="host_budget")
+
+    @property
+    def disk_budget_bytes(self) -> int | None:
+        """The disk budget as bytes; None is no limit."""
+        return None if self.disk_budget is None else parse_size(self.disk_budget, name="disk_budget")
+
+
+def _check_choice(option: str, value: Any, allowed: tuple[str, ...], *, or_else: str = "") -> None:
+    if isinstance(value, str) and value in allowed:
+        return
+    names = ", ".join(repr(name) for name in allowed)
+    raise ConfigError(f"{option}={value!r} is not allowed: use {names}{' or ' + or_else if or_else else ''}")
+
+
+def _check_directory(swap_dir: Any) -> None:
+    if swap_dir is not None and not isinstance(swap_dir, (str, os.PathLike)):
+        raise ConfigError(f"swap_dir={swap_dir!r} is not allowed: use the path of a directory, or None")
+    if swap_dir is not None and not os.path.isdir(swap_dir):  # noqa: PTH112 - os.PathLike of any kind
+        raise ConfigError(f"swap_dir={os.fspath(swap_dir)!r} is no directory: make it, or name another one")
+
+
+def _check_size(option: str, size: Any) -> None:
+    if size is None:
+        return
+    try:
+        parse_size(size, name=option)
+    except SizeError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,69 @@
+"""The errors of torchdelta that need no torch.
+
+    TorchdeltaError (Exception)
+    |-- SizeError (ValueError)             a size that cannot be read: "8 potatoes", 0.8, "-1GiB"
+    |-- ConfigError (ValueError)           an option with a value that is not allowed
+    |-- TraceFileError                     a trace file that is damaged, foreign or of another version
+    |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, used twice, or stopped before it was started
+    |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or has gone
+    |-- ReplayError (RuntimeError)         a recomputation that did not give what was dropped
+    |-- TierError (RuntimeError)           a swap tier that cannot do what was asked
+    |   |-- TierFullError                  no room left in it
+    |   `-- TierIOError                    a read or write that failed or came back short
+    `-- BudgetError (torch.OutOfMemoryError)   the budget cannot be held (in runtime/errors.py: needs torch)
+
+Each message is one line that says what failed, with the numbers and their units, and what to change.
+"""
+
+__all__ = [
+    "ConfigError",
+    "ReplayError",
+    "SavedTensorError",
+    "ScopeError",
+    "SizeError",
+    "TierError",
+    "TierFullError",
+    "TierIOError",
+    "TorchdeltaError",
+    "TraceFileError",
+]
+
+
+class TorchdeltaError(Exception):
+    """Everything that torchdelta raises on purpose."""
+
+
+class SizeError(TorchdeltaError, ValueError):
+    """A size or budget cannot be read, or makes no sense."""
+
+
+class ConfigError(TorchdeltaError, ValueError):
+    """An option has a value that is not allowed."""
+
+
+class TraceFileError(TorchdeltaError):
+    """A trace file is damaged, is no trace file, or has a version that is not known here."""
+
+
+class ScopeError(TorchdeltaError, RuntimeError):
+    """A MemoryBudget is used where it has no meaning: nested, from a second thread, or stopped before its start."""
+
+
+class SavedTensorError(TorchdeltaError, RuntimeError):
+    """A tensor saved for backward was changed in place afterwards, or is no longer to be had."""
+
+
+class ReplayError(TorchdeltaError, RuntimeError):
+    """A recomputation did not give what was dropped."""
+
+
+class TierError(TorchdeltaError, RuntimeError):
+    """A swap tier cannot do what was asked of it."""
+
+
+class TierFullError(TierError):
+    """A swap tier has no room left."""
+
+
+class TierIOError(TierError):
+    """A read or write of a swap tier failed, or came back short."""

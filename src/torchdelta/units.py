@@ -1,0 +1,125 @@
+"""Sizes as people write them, and back: "8GiB", "512MB", "80%", 1073741824.
+
+GiB is 2**30 and GB is 10**9, in any case of letters. A final "b" never means bits. A bare float is refused, because
+0.8 is read as "80 %" by one half of the world and as "0.8 GiB" by the other.
+"""
+
+import math
+import re
+from fractions import Fraction
+from typing import Final
+
+from torchdelta.errors import SizeError
+
+__all__ = ["format_bytes", "parse_size"]
+
+_UNIT_BYTES: Final = {
+    "": 1,
+    "b": 1,
+    "byte": 1,
+    "bytes": 1,
+    **{prefix + "b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
+    **{prefix + "ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
+}
+_UNITS_TEXT: Final = "B, kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024) or %"
+# Twenty digits on either side are more than a size needs; without a bound a long text would cost real time to read.
+_SIZE_PATTERN: Final = re.compile(r"(?P<number>[0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*(?P<unit>[a-z]*|%)")
+# A file offset and a torch size are signed 64-bit numbers.
+_MAX_BYTES: Final = 2**63 - 1
+_BINARY_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def parse_size(size: object, *, total_bytes: int | None = None, name: str = "size") -> int:
+    """Turn a size as a person writes it into bytes.
+
+    Args:
+        size: An int of bytes, or text such as "8GiB", "512 MB", "1.5gib" or "80%". Fractions of a byte are cut off.
+        total_bytes: What a percentage is taken of. Without it a percentage is refused.
+        name: What the size is for, as the message should call it.
+
+    Returns:
+        A number of bytes, at least 1.
+
+    Raises:
+        SizeError: The size cannot be read, is a bare float, or is not positive. The message is one line.
+
+    Example:
+        >>> parse_size("8GiB")
+        8589934592
+        >>> parse_size("80%", total_bytes=1000)
+        800
+    """
+    # bool is an int to Python; True as one byte is never what was meant.
+    if isinstance(size, int) and not isinstance(size, bool):
+        return _checked(size, size, name)
+    if isinstance(size, float):
+        raise SizeError(_float_message(size, name))
+    if not isinstance(size, str):
+        raise SizeError(f"{name} must be an int of bytes or text such as '8GiB' or '80%', not {type(size).__name__}")
+    match = _SIZE_PATTERN.fullmatch(size.strip().lower())
+    if match is None:
+        hint = " (a size is positive)" if size.strip().startswith("-") else ""
+        raise SizeError(f"{name} {_shown(size)} is no size{hint}: write a number and one of {_UNITS_TEXT}")
+    # Fraction is exact where a float would be off by bytes: "0.1GB" is 100000000.
+    number, unit = Fraction(match["number"]), match["unit"]
+    if unit == "%":
+        return _checked(_share_bytes(number, total_bytes, size, name), size, name)
+    if unit == "" and "." in match["number"]:
+        raise SizeError(_float_message(size.strip(), name))
+    if unit not in _UNIT_BYTES:
+        raise SizeError(f"{name} {_shown(size)} has an unknown unit: use one of {_UNITS_TEXT}")
+    return _checked(int(number * _UNIT_BYTES[unit]), size, name)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write bytes for people, in powers of 1024 and three digits or so.
+
+    Example:
+        >>> format_bytes(4_617_089_843)
+        '4.30 GiB'
+        >>> format_bytes(-2048)
+        '-2.00 KiB'
+    """
+    if size_bytes < 0:
+        return "-" + format_bytes(-size_bytes)
+    if size_bytes < 1024:
+        return f"{size_bytes:.0f} B"
+    # From 1023.995 on two decimals would round up to 1024.00 of this unit.
+    power = 1
+    while size_bytes / 1024**power >= 1023.995 and power < len(_BINARY_UNITS):
+        power += 1
+    return f"{size_bytes / 1024**power:.2f} {_BINARY_UNITS[power - 1]}"
+
+
+def _share_bytes(percent: Fraction, total_bytes: int | None, size: str, name: str) -> int:
+    if percent > 100:
+        raise SizeError(f"{name} {_shown(size)} is more than there is: a percentage ends at 100%")
+    if total_bytes is None:
+        raise SizeError(f"{name} {_shown(size)} is a share of nothing here: write bytes, such as '8GiB'")
+    return int(percent * total_bytes / 100)
+
+
+def _checked(size_bytes: int, size: object, name: str) -> int:
+    if size_bytes <= 0:
+        raise SizeError(f"{name} {_shown(size)} is {size_bytes} bytes: a size is at least 1 byte")
+    if size_bytes > _MAX_BYTES:
+        raise SizeError(f"{name} {_shown(size)} is more than {_MAX_BYTES} bytes, the largest that can be counted here")
+    return size_bytes
+
+
+def _float_message(number: float | str, name: str) -> str:
+    if isinstance(number, float) and not math.isfinite(number):
+        return f"{name} {number} is no size: write bytes as an int, or text such as '8GiB' or '80%'"
+    if isinstance(number, float) and number <= 0:
+        return f"{name} {number} is no size: a size is at least 1 byte, written as an int or as text such as '8GiB'"
+    if float(number) > 1:
+        return f"{name} {number} has two readings: write '{number}GiB' for an amount, or a percentage such as '80%'"
+    percent = f"{float(Fraction(str(number)) * 100):.6g}%"
+    return (
+        f"{name} {number} has two readings: write '{percent}' for a share of the memory, or '{number}GiB' for an amount"
+    )
+
+
+def _shown(size: object) -> str:
+    text = repr(size)
+    return text if len(text) <= 60 else text[:57] + "..."

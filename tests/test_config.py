@@ -1,0 +1,73 @@
+"""A Config is right from the start, or an error names the values that would be."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from torchdelta.config import POLICIES, Config, SavedBuffer
+from torchdelta.errors import ConfigError
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_known_policy_is_allowed(policy):
+    """The registered names are accepted."""
+    assert Config(policy=policy).policy == policy
+
+
+@pytest.mark.parametrize("decisions", [None, "recompute", "swap", "keep", lambda _buffer: "keep"])
+def test_decisions_are_a_name_or_a_callable(decisions):
+    """All three forms of the option are accepted."""
+    assert Config(decisions=decisions).decisions is decisions
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"policy": "belady"}, ["policy='belady'", "'torchdelta'", "'delta-2022'", "'swap-only'"]),
+        ({"policy": None}, ["policy=None"]),
+        ({"decisions": "drop"}, ["decisions='drop'", "'recompute'", "callable"]),
+        ({"decisions": 3}, ["decisions=3"]),
+        ({"tier": "tape"}, ["tier='tape'", "'disk'", "'memory'"]),
+        ({"verify": "always"}, ["verify='always'", "'first-step'", "None"]),
+        ({"verify": True}, ["verify=True"]),
+        ({"swap_dir": 3}, ["swap_dir=3", "directory"]),
+        ({"swap_dir": "/nonexistent/swap"}, ["/nonexistent/swap", "no directory"]),
+        ({"host_budget": "much"}, ["host_budget 'much'"]),
+        ({"host_budget": 0.5}, ["host_budget 0.5", "'0.5GiB'"]),
+        ({"disk_budget": "50%"}, ["disk_budget '50%'", "'8GiB'"]),
+        ({"disk_budget": 0}, ["disk_budget 0"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_allowed_ones(options, parts):
+    """The message is one line with the option, its value and what would be right."""
+    with pytest.raises(ConfigError) as caught:
+        Config(**options)
+    assert str(caught.value).isprintable()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_sizes_are_read():
+    """Budgets of host memory and disk come out as bytes, or as no limit."""
+    config = Config(host_budget="1GiB", disk_budget=10**9)
+    assert (config.host_budget_bytes, config.disk_budget_bytes) == (2**30, 10**9)
+    assert (Config().host_budget_bytes, Config().disk_budget_bytes) == (None, None)
+
+
+def test_the_swap_directory_is_option_then_environment_then_system(monkeypatch, tmp_path):
+    """An explicit directory wins over TORCHDELTA_SWAP_DIR, which wins over the system's."""
+    monkeypatch.delenv("TORCHDELTA_SWAP_DIR", raising=False)
+    assert Config().swap_directory == Path(tempfile.gettempdir())
+    monkeypatch.setenv("TORCHDELTA_SWAP_DIR", "/from/environment")
+    assert Config().swap_directory == Path("/from/environment")
+    assert Config(swap_dir=tmp_path).swap_directory == tmp_path
+
+
+@pytest.mark.parametrize("cls", [Config, SavedBuffer])
+def test_data_are_frozen_keyword_only_and_slotted(cls):
+    """Nothing can be changed, set by position, or misspelled into existence."""
+    assert cls.__dataclass_params__.frozen
+    assert all(field.kw_only for field in dataclasses.fields(cls))
+    assert hasattr(cls, "__slots__")

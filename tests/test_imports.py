@@ -1,0 +1,162 @@
+"""Imports run one way, and what needs no torch brings none along."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchdelta
+
+ROOT = Path(torchdelta.__file__).parent
+
+# For each room (a module or a package right under torchdelta): the rooms it may import, beside itself.
+BASE = {"units", "errors", "config"}
+MAY_IMPORT = {
+    "errors": set(),
+    "units": {"errors"},
+    "config": {"errors", "units"},
+    "summary": BASE,
+    "trace": BASE,
+    "machine": {*BASE, "trace"},
+    "plan": {*BASE, "trace", "machine"},
+    "simulate": {*BASE, "trace", "machine", "plan"},
+    "planners": {*BASE, "trace", "machine", "plan", "simulate"},
+    "pool": {*BASE, "trace", "plan"},
+    "_torch": BASE,
+    "runtime": {*BASE, "summary", "_torch", "trace", "plan"},
+    "budget": {*BASE, "summary", "runtime", "trace"},
+    "__init__": {*BASE, "summary", "runtime", "budget"},
+    # Leaves: nothing above imports them.
+    "cli": {
+        *BASE,
+        "__init__",
+        "summary",
+        "runtime",
+        "budget",
+        "trace",
+        "machine",
+        "plan",
+        "simulate",
+        "planners",
+        "pool",
+    },
+    "__main__": {"cli"},
+}
+# Rooms that must start without torch; a single module may be named as "room.module" in NEEDS_TORCH.
+TORCH_FREE = {
+    "__init__",
+    "units",
+    "errors",
+    "config",
+    "summary",
+    "trace",
+    "machine",
+    "plan",
+    "simulate",
+    "planners",
+    "pool",
+}
+NEEDS_TORCH = {"trace.symbolic", "machine.probe"}
+
+
+def module_files() -> dict[str, Path]:
+    """Every module of the package by its name below torchdelta, "runtime.tiers.base" for example."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+        found[name] = path
+    return found
+
+
+MODULES = module_files()
+
+
+def imported_rooms(module: str) -> set[str]:
+    """The rooms that a module imports anywhere in its text, also inside functions and under TYPE_CHECKING."""
+    rooms = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="ascii"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} line {node.lineno}: relative import"
+            base = node.module or ""
+            names = [f"{base}.{alias.name}" for alias in node.names] if base == "torchdelta" else [base]
+        else:
+            continue
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "torchdelta":
+                room = rest.split(".")[0]
+                rooms.add(room if (ROOT / room).is_dir() or (ROOT / f"{room}.py").is_file() else "__init__")
+    return rooms
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    """A module imports only the rooms that the table allows to its own."""
+    room = module.split(".")[0]
+    assert room in MAY_IMPORT, f"{room} has no rule yet: add it to MAY_IMPORT"
+    forbidden = imported_rooms(module) - MAY_IMPORT[room] - {room}
+    assert not forbidden, f"torchdelta.{module} must not import {sorted(forbidden)}"
+
+
+def test_the_table_has_no_circle():
+    """The allowed directions can be put in one order."""
+    seen = set()
+
+    def visit(room, path):
+        assert room not in path, f"circle: {' -> '.join([*path, room])}"
+        if room not in seen:
+            for below in MAY_IMPORT[room]:
+                visit(below, [*path, room])
+            seen.add(room)
+
+    for room in MAY_IMPORT:
+        visit(room, [])
+    assert seen == set(MAY_IMPORT)
+
+
+def test_torch_free_modules_bring_no_torch():
+    """Importing all of them in a fresh interpreter leaves torch (and numpy, typer, rich, tqdm) out of sys.modules."""
+    names = [m for m in MODULES if m.split(".")[0] in TORCH_FREE and m not in NEEDS_TORCH]
+    lines = ["import importlib, sys", "before = set(sys.modules)"]
+    lines += [f"importlib.import_module('torchdelta{'' if name == '__init__' else '.' + name}')" for name in names]
+    lines += ["print(sorted({m.split('.')[0] for m in sys.modules if m not in before}))"]
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(result.stdout))
+    assert "torchdelta" in loaded
+    assert not loaded & {"torch", "numpy", "typer", "rich", "tqdm", "transformers"}
+
+
+def test_private_torch_is_named_in_one_file():
+    """Only _torch.py names torch._C, torch._ops and the like."""
+    offenders = []
+    for module, path in MODULES.items():
+        if module == "_torch":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="ascii"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            else:
+                continue
+            offenders += [f"{module}:{node.lineno} {name}" for name in names if _is_private_torch(name)]
+    assert not offenders
+
+
+def _is_private_torch(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
+
+
+def test_sources_are_ascii_and_of_readable_length():
+    """Sources hold ASCII only, and no file passes 500 lines."""
+    for path in MODULES.values():
+        assert path.read_bytes().isascii(), path
+        assert len(path.read_text(encoding="ascii").splitlines()) <= 500, path
