@@ -1,0 +1,55 @@
+"""The memory of the host is read as a container sees it."""
+
+from torchdelta.host import HostMemory, read_host_memory
+
+MEMINFO = "MemTotal:       8000000 kB\nMemFree:         100 kB\nMemAvailable:   6000000 kB\nHugePages_Total:       0\n"
+
+
+def fake_host(root, cgroup, limits):
+    """Write the files of /proc and /sys that are read."""
+    files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup, **limits}
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return read_host_memory(root)
+
+
+def test_without_a_limit_all_memory_is_usable(tmp_path):
+    """No control group limits this process."""
+    host = fake_host(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "max\n"})
+    assert host == HostMemory(ram_bytes=8_192_000_000, available_bytes=6_144_000_000, cgroup_limit_bytes=None)
+    assert host.usable_bytes == host.ram_bytes
+
+
+def test_the_lowest_limit_of_the_groups_above_counts(tmp_path):
+    """A job inside a slice: the slice's limit holds for the job too."""
+    limits = {
+        "sys/fs/cgroup/slice/job/memory.max": "4000000000\n",
+        "sys/fs/cgroup/slice/memory.max": "3000000000\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+    }
+    host = fake_host(tmp_path, "0::/slice/job\n", limits)
+    assert host.cgroup_limit_bytes == host.usable_bytes == 3_000_000_000
+
+
+def test_version_one_groups_are_read_too(tmp_path):
+    """The older hierarchy names its controllers, and writes "no limit" as a huge number."""
+    limits = {
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "2000000000\n",
+    }
+    host = fake_host(tmp_path, "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n", limits)
+    assert host.cgroup_limit_bytes == 2_000_000_000
+
+
+def test_a_limit_above_the_memory_gives_no_more_than_the_memory(tmp_path):
+    """The lesser of the two is usable."""
+    host = fake_host(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "99000000000\n"})
+    assert host.usable_bytes == host.ram_bytes
+
+
+def test_this_machine_has_memory():
+    """The real files give something sensible."""
+    host = read_host_memory()
+    assert 2**26 < host.usable_bytes <= host.ram_bytes
