@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _thaw() -> Iterator[None]:
+    """Give back to the collector, at the end of a file, what its tests left out."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _comparable() -> Iterator[None]:
     """Run on one thread, and leave the objects of earlier imports out of this test's many collections.
@@ -24,4 +31,3 @@ def _comparable() -> Iterator[None]:
     gc.freeze()
     yield
     torch.set_num_threads(num_threads)
-    gc.unfreeze()
