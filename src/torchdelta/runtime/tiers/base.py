@@ -34,7 +34,7 @@ class Slot:
     Opaque to callers but for its size; each tier extends it with where the bytes are.
     """
 
-    __slots__ = ("size_bytes",)
+    __slots__ = ("__weakref__", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes

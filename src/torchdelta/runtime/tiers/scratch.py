@@ -1,0 +1,147 @@
+"""The file that swapped bytes go to: it has no name, so it goes with the process, however that ends.
+
+`O_TMPFILE` makes it without ever giving it a name; where a file system cannot, it is made and unlinked at once.
+Direct I/O keeps swapped bytes out of the page cache, which would otherwise eat the very memory that is to be saved.
+Whether a directory's file system really has it is found by a real aligned write, since some accept the flag only.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from torchdelta.errors import TierError
+
+__all__ = ["BLOCK_BYTES", "ScratchFile", "open_scratch_file", "swap_directory"]
+
+# The granule of direct I/O in offset, length and memory address: no disk in use has larger logical blocks.
+BLOCK_BYTES: Final = 4096
+_PROBE_BYTES: Final = 4 << 20
+_FALLBACK_BYTES_PER_S: Final = 500e6  # where there is no room for a probe
+_LEAST_BYTES_PER_S: Final = 20e6
+_LARGEST_BYTES_PER_S: Final = 20e9
+_ENVIRONMENT_NAME: Final = "TORCHDELTA_SWAP_DIR"
+_REMEDY: Final = f"name another directory with swap_dir or {_ENVIRONMENT_NAME}"
+
+
+class ScratchFile(NamedTuple):
+    """An open nameless file, and what a first write and read told about it."""
+
+    descriptor: int
+    directory: Path
+    is_direct: bool
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+
+def swap_directory(swap_dir: str | os.PathLike[str] | None) -> Path:
+    """Choose the directory: the option, else TORCHDELTA_SWAP_DIR, else the system's for temporary files."""
+    if swap_dir is not None:
+        return Path(swap_dir)
+    named = os.environ.get(_ENVIRONMENT_NAME)
+    if named:
+        return Path(named)
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise TierError(f"no directory for the swap file: {_reason(error)}; {_REMEDY}") from error
+
+
+def open_scratch_file(directory: Path, *, capacity_bytes: int | None) -> ScratchFile:
+    """Open a nameless file, with direct I/O if the file system has it, and measure it once, for milliseconds.
+
+    Args:
+        directory: Where the file is to lie.
+        capacity_bytes: The most that may be written, the probe included.
+
+    Raises:
+        TierError: The directory is missing or cannot be written.
+    """
+    descriptor = _open_nameless(directory)
+    try:
+        probe_bytes = _PROBE_BYTES if capacity_bytes is None else min(_PROBE_BYTES, capacity_bytes)
+        probe_bytes = probe_bytes // BLOCK_BYTES * BLOCK_BYTES
+        is_direct = probe_bytes > 0 and _set_direct(descriptor) and _accepts_direct(descriptor)
+        if not is_direct:
+            _clear_direct(descriptor)
+        write_bytes_per_s, read_bytes_per_s = _probe(descriptor, probe_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return ScratchFile(descriptor, directory, is_direct, write_bytes_per_s, read_bytes_per_s)
+
+
+def _open_nameless(directory: Path) -> int:
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise TierError(f"the swap directory {str(directory)!r} {what}; create it, or {_REMEDY}")
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except (OSError, AttributeError):  # not on this file system, not on this platform: the way below is for all
+        pass
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="torchdelta-", suffix=".swap", dir=directory)
+    except OSError as error:
+        raise TierError(
+            f"the swap directory {str(directory)!r} cannot be written: {_reason(error)}; {_REMEDY}"
+        ) from error
+    Path(path).unlink()
+    return descriptor
+
+
+def _set_direct(descriptor: int) -> bool:
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _clear_direct(descriptor: int) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
+
+
+def _accepts_direct(descriptor: int) -> bool:
+    with mmap.mmap(-1, BLOCK_BYTES) as buffer:
+        try:
+            return os.pwrite(descriptor, buffer, 0) == BLOCK_BYTES and os.preadv(descriptor, [buffer], 0) == BLOCK_BYTES
+        except OSError:
+            return False
+
+
+def _probe(descriptor: int, probe_bytes: int) -> tuple[float, float]:
+    """Write and read once, for the first estimates; the running ones take over from there."""
+    estimates = (_FALLBACK_BYTES_PER_S, _FALLBACK_BYTES_PER_S)
+    if probe_bytes > 0:
+        with mmap.mmap(-1, probe_bytes) as buffer:
+            buffer.write(b"\xa5" * probe_bytes)  # an untouched page would be measured as a page fault
+            try:
+                os.ftruncate(descriptor, probe_bytes)
+                start_s = time.perf_counter()
+                num_written = os.pwrite(descriptor, buffer, 0)
+                middle_s = time.perf_counter()
+                num_read = os.preadv(descriptor, [buffer], 0)
+                end_s = time.perf_counter()
+            except OSError as error:
+                if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
+                    raise
+            else:
+                estimates = (_bandwidth(num_written, middle_s - start_s), _bandwidth(num_read, end_s - middle_s))
+    os.ftruncate(descriptor, 0)
+    return estimates
+
+
+def _bandwidth(num_bytes: int, time_s: float) -> float:
+    return min(max(num_bytes / max(time_s, 1e-9), _LEAST_BYTES_PER_S), _LARGEST_BYTES_PER_S)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
