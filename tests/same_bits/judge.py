@@ -77,7 +77,10 @@ def bits_of(value: Any) -> Any:
             return ("sparse", tuple(tensor.shape), bits_of(tensor._indices()), bits_of(tensor._values()))
         if tensor.layout is not torch.strided:
             return (str(tensor.layout), bits_of(tensor.to_dense()))
-        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        if tensor._is_zerotensor():
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        compact = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        flat = compact.reshape(-1).view(torch.uint8)
         return Bits(dtype=str(tensor.dtype), shape=tuple(tensor.shape), content=flat.numpy().tobytes())
     if isinstance(value, Mapping):
         return {key: bits_of(item) for key, item in value.items()}

@@ -1,0 +1,58 @@
+"""Same bits on every differentiable operator that torch ships samples for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.same_bits.judge import DECISIONS, Step, judge, plain_outcome
+from tests.same_bits.op_database import NUM_CHUNKS, differentiable_operators, operator_calls, operator_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# The samples provoke torch's own warnings on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import the database before the collector is told to leave imports out."""
+    differentiable_operators()
+
+
+def offending(named_steps: Iterable[tuple[str, Step]]) -> tuple[dict[str, list[str]], int]:
+    """Judge steps in every kind of decisions; where plain raises, ours has to raise the same.
+
+    Returns:
+        The differences by "name decisions", and the number of steps that plain finished.
+    """
+    found: dict[str, list[str]] = {}
+    num_finished = 0
+    for name, step in named_steps:
+        plain = plain_outcome(step)
+        num_finished += plain.raised is None
+        for kind, decisions in DECISIONS.items():
+            differences = judge(step, decisions, plain)
+            if differences:
+                found[f"{name} {kind}"] = differences[:2]
+    return found, num_finished
+
+
+def test_the_database_is_the_whole_one() -> None:
+    """The promise speaks of every differentiable operator; a filter that drops many must not pass unseen."""
+    assert len(differentiable_operators()) >= 500
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_every_operator_leaves_the_same_bits(chunk: int) -> None:
+    """Outputs, gradients and generators of up to four samples of each operator equal the plain run's."""
+    named_steps = (
+        (name, operator_step(operator, arguments))
+        for op in differentiable_operators()[chunk::NUM_CHUNKS]
+        for name, operator, arguments in operator_calls(op)
+    )
+    found, num_finished = offending(named_steps)
+    assert found == {}
+    assert num_finished >= 80
