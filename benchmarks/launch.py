@@ -1,0 +1,82 @@
+"""Starts workers and reads what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class WorkerError(Exception):
+    """A worker crashed, ran out of time or distrusts its own measure."""
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a measured process: quiet, and with a fixed number of threads."""
+    paths = [str(REPOSITORY / "src"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+def run_worker(*arguments: object, threads: int = 1, timeout_s: float = 600) -> dict[str, Any]:
+    """Run `benchmarks.worker` with these arguments and return its record.
+
+    Raises:
+        WorkerError: The worker crashed, exceeded `timeout_s` or reported that its measure cannot be trusted.
+    """
+    record = run_module("worker", *arguments, "--json", threads=threads, timeout_s=timeout_s)
+    if record["outcome"] == "meter_error":
+        raise WorkerError(record["message"])
+    return record
+
+
+def run_module(module: str, *arguments: object, threads: int, timeout_s: float) -> dict[str, Any]:
+    """Run a module of this package in a process of its own and return the JSON object that it prints last.
+
+    Its messages on stderr are passed on only when it fails.
+
+    Raises:
+        WorkerError: It printed no object, or exceeded `timeout_s`.
+    """
+    return _run_json(f"benchmarks.{module}", [*map(str, arguments), "--threads", str(threads)], threads, timeout_s)
+
+
+def run_script_peak(script: Path, arguments: list[str], *, threads: int, timeout_s: float) -> int:
+    """Run an ordinary script under the allocator meter and return its peak in bytes.
+
+    Raises:
+        WorkerError: It failed, or exceeded `timeout_s`.
+    """
+    return _run_json("benchmarks.script_peak", [str(script), *arguments], threads, timeout_s)["peak_bytes"]
+
+
+def _run_json(module: str, words: list[str], threads: int, timeout_s: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", module, *words]
+    try:
+        finished = subprocess.run(
+            command,
+            capture_output=True,
+            check=False,
+            cwd=REPOSITORY,
+            env=worker_environment(threads),
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(f"{module} {' '.join(words)}: not finished after {timeout_s:.0f} s") from error
+    lines = [line for line in finished.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        tail = "\n".join(finished.stderr.splitlines()[-15:])
+        raise WorkerError(f"{module} {' '.join(words)}: exit code {finished.returncode}\n{tail}")
+    return json.loads(lines[-1])
