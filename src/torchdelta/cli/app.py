@@ -1,0 +1,59 @@
+"""The commands, put together."""
+
+import logging
+import os
+from typing import Annotated, Final
+
+import typer
+
+import torchdelta
+from torchdelta.cli.demo import demo
+from torchdelta.cli.env import env
+from torchdelta.cli.run import run
+
+__all__ = ["make_app"]
+
+_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def make_app() -> typer.Typer:
+    """Build the typer application."""
+    # Exceptions of a user's script are shown by `run` as Python shows them; ours are one line. typer adds nothing.
+    app = typer.Typer(
+        name="torchdelta", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP
+    )
+    app.callback()(_common)
+    # From the first word that is no option (the script) on, everything is the script's.
+    app.command(context_settings={"allow_interspersed_args": False})(run)
+    app.command()(demo)
+    app.command()(env)
+    return app
+
+
+_HELP: Final = "Train any PyTorch model inside a byte budget, with the same bits as without it."
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torchdelta {torchdelta.__version__}")
+        raise typer.Exit
+
+
+def _common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    level = os.environ.get("TORCHDELTA_LOG_LEVEL", "")
+    if not level:
+        return
+    if level.upper() not in _LEVELS:
+        typer.echo(f"torchdelta: TORCHDELTA_LOG_LEVEL={level!r} is not allowed: use {', '.join(_LEVELS)}", err=True)
+        raise typer.Exit(2)
+    # Only the library's own logger: the script keeps the root logger to itself.
+    logger = logging.getLogger("torchdelta")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False

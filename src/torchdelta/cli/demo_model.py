@@ -1,0 +1,103 @@
+"""What the demo's two processes tell each other, and the promises that the comparison checks."""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from torchdelta.units import format_bytes
+
+__all__ = ["DemoResult", "DemoRun", "DemoStep", "broken_promises", "differing_steps"]
+
+# The peak counted at the allocator may pass the budget by this share: what an op allocates inside itself.
+PEAK_TOLERANCE: Final = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoRun:
+    """One run: the defaults are the demo of the README, a model of GPT-2's size.
+
+    Attributes:
+        budget_bytes: The budget; None is a plain run.
+        policy: The policy that holds it.
+        layers: Transformer blocks.
+        width: Size of the hidden state.
+        heads: Attention heads; they divide the width.
+        sequence: Tokens of a window.
+        batch: Windows of a step.
+        steps: Training steps.
+        seed: Of the weights, the dropout and the windows.
+    """
+
+    budget_bytes: int | None = None
+    policy: str = "torchdelta"
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    sequence: int = 256
+    batch: int = 8
+    steps: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoStep:
+    """One finished step; `loss_hex` carries the loss to the last bit."""
+
+    index: int
+    loss: float
+    loss_hex: str
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoResult:
+    """What one run came to.
+
+    Attributes:
+        budget_bytes: The budget it ran under; None for the plain run.
+        peak_bytes: Highest live bytes, counted at the allocator.
+        rss_peak_bytes: High-water mark of the process's resident memory, with the interpreter and torch itself in it.
+        num_parameters: Parameters of the model.
+        parameters_sha256: Over all final parameters.
+        rng_sha256: Over the final state of torch's random number generator.
+        steps: One entry a step.
+        summary: The budget's own summary.
+    """
+
+    budget_bytes: int | None
+    peak_bytes: int
+    rss_peak_bytes: int
+    num_parameters: int
+    parameters_sha256: str
+    rng_sha256: str
+    steps: tuple[DemoStep, ...]
+    summary: dict[str, Any] | None
+
+    @property
+    def step_time_s(self) -> float:
+        """Median over the steps."""
+        return median(step.time_s for step in self.steps)
+
+
+def differing_steps(plain: DemoResult, budgeted: DemoResult) -> list[int]:
+    """The steps whose losses are not the same to the last bit."""
+    pairs = zip(plain.steps, budgeted.steps, strict=True)
+    return [first.index for first, second in pairs if first.loss_hex != second.loss_hex]
+
+
+def broken_promises(plain: DemoResult, budgeted: DemoResult) -> list[str]:
+    """Compare the two runs; each broken promise is one line, and none is what the demo is to show."""
+    broken: list[str] = []
+    if differing := differing_steps(plain, budgeted):
+        broken.append(f"the loss differs in step {', '.join(str(index + 1) for index in differing)}")
+    if plain.parameters_sha256 != budgeted.parameters_sha256:
+        broken.append("the final parameters differ")
+    if plain.rng_sha256 != budgeted.rng_sha256:
+        broken.append("the state of the random number generator differs")
+    budget_bytes = budgeted.budget_bytes
+    if budget_bytes is None:
+        broken.append("the second run had no budget")
+    elif budgeted.peak_bytes > budget_bytes * (1 + PEAK_TOLERANCE):
+        share = budgeted.peak_bytes / budget_bytes - 1
+        broken.append(f"the peak passes the budget of {format_bytes(budget_bytes)} by {share:.1%}")
+    return broken

@@ -1,0 +1,134 @@
+"""`torchdelta env`: what a bug report needs to know about this machine."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import torchdelta
+from torchdelta.config import Config
+from torchdelta.host import read_host_memory
+from torchdelta.units import format_bytes
+
+__all__ = ["env", "file_system_type", "read_env"]
+
+_PACKAGES = ("transformers", "accelerate", "lightning", "trl", "numpy", "msgspec", "typer")
+_VARIABLES = (
+    "TORCHDELTA_MEMORY_BUDGET",
+    "TORCHDELTA_SWAP_DIR",
+    "TORCHDELTA_LOG_LEVEL",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Print what a bug report needs: versions, memory, device, swap directory."""
+    facts = read_env()
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}  {_text(name, value)}")
+
+
+def read_env() -> dict[str, Any]:
+    """The facts by name; sizes are ints of bytes under names that end in `_bytes`."""
+    memory = read_host_memory()
+    swap_directory = Config().swap_directory
+    return {
+        "torchdelta": torchdelta.__version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "num_cores": os.cpu_count(),
+        "num_usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ram_bytes": memory.ram_bytes,
+        "available_bytes": memory.available_bytes,
+        "cgroup_limit_bytes": memory.cgroup_limit_bytes,
+        **_torch_facts(),
+        **{name: _version(name) for name in _PACKAGES},
+        "swap_dir": str(swap_directory),
+        "swap_dir_file_system": file_system_type(swap_directory),
+        "swap_dir_free_bytes": shutil.disk_usage(swap_directory).free if swap_directory.is_dir() else None,
+        **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def file_system_type(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The type of the file system that holds a path ("ext4", "tmpfs"); None where the kernel does not say."""
+    try:
+        lines = mountinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    real = path.resolve()
+    best: tuple[int, str] | None = None
+    for line in lines:
+        # "36 35 98:0 /root /mount/point options [tags] - type device options"; blanks in paths are written as \040.
+        left, _, right = line.partition(" - ")
+        mount_point = Path(left.split()[4].replace("\\040", " "))
+        depth = len(mount_point.parts)
+        # Of two mounts at one place the later one lies on top.
+        if real.is_relative_to(mount_point) and (best is None or depth >= best[0]):
+            best = (depth, right.split()[0])
+    return None if best is None else best[1]
+
+
+def _torch_facts() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        return {"torch": f"cannot be imported: {error}"}
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "torch_git": torch.version.git_version,
+        "torch_cuda": torch.version.cuda,
+        "torch_hip": torch.version.hip,
+        "torch_debug": torch.version.debug,
+        "torch_num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if not torch.cuda.is_available():
+        return facts | {"device": "cpu"}
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return facts | {
+        "device": ", ".join(device.name for device in devices),
+        "device_memory_bytes": [device.total_memory for device in devices],
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    # The metadata says it without importing the package, which can take seconds.
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes"):
+        sizes = value if isinstance(value, list) else [value]
+        return ", ".join(f"{format_bytes(size_bytes)} ({size_bytes})" for size_bytes in sizes)
+    if name == "python":
+        return f"{value} ({sys.executable})"
+    return str(value)

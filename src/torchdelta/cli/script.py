@@ -1,0 +1,125 @@
+"""Runs a script or a module inside this process as `python SCRIPT` or `python -m MODULE` would.
+
+The script must not be able to tell: it is `__main__`, sys.argv and sys.path[0] are what Python would have made them,
+its exit code is kept, and a traceback begins at its own first line.
+"""
+
+import builtins
+import io
+import os
+import runpy
+import sys
+import traceback
+import zipfile
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Final
+
+__all__ = ["Outcome", "run_script", "show_error"]
+
+# What a shell reports for a process that ended by Ctrl-C.
+EXIT_INTERRUPTED: Final = 130
+_OWN_FILES: Final = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a script ended.
+
+    Attributes:
+        exit_code: What the process should exit with.
+        error: The exception that nobody caught, its traceback cut to the script's own frames; None for a plain end
+            and for sys.exit().
+    """
+
+    exit_code: int
+    error: BaseException | None = None
+
+
+def run_script(target: str, arguments: list[str], *, is_module: bool) -> Outcome:
+    """Run a script to its end.
+
+    Args:
+        target: Path of a script (or of a directory or zip file with a `__main__.py`), or name of a module.
+        arguments: What follows in its sys.argv, untouched.
+        is_module: True for `-m`.
+    """
+    sys.argv[:] = [target, *arguments]
+    if not sys.flags.safe_path:  # under `python -P` no directory was put in front, so there is none to replace
+        sys.path[0] = _import_directory(target, is_module=is_module)
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        elif _is_plain_file(target):
+            _run_file(target)
+        else:  # a directory or zip file: runpy finds its __main__.py and puts it into sys.path
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as error:
+        return Outcome(exit_code=_exit_code(error))
+    except BaseException as error:  # noqa: BLE001 - everything the script can raise is reported, Ctrl-C included
+        own = _script_frames(error.__traceback__)
+        if own is None and is_module and isinstance(error, ImportError):
+            # Raised by runpy itself: there is no such module, or it cannot be run.
+            _print_error(f"{sys.executable}: {error}")
+            return Outcome(exit_code=1)
+        exit_code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        return Outcome(exit_code=exit_code, error=error.with_traceback(own))
+    return Outcome(exit_code=0)
+
+
+def _is_plain_file(target: str) -> bool:
+    return Path(target).is_file() and not zipfile.is_zipfile(target)
+
+
+def _import_directory(target: str, *, is_module: bool) -> str:
+    """What Python puts in front of sys.path; for a script it is where the file really lies, behind all links."""
+    if is_module:
+        return str(Path.cwd())
+    return str(Path(target).resolve().parent) if _is_plain_file(target) else target
+
+
+def _run_file(path: str) -> None:
+    """Execute a file as `__main__`.
+
+    runpy.run_path would give a relative `__file__` (Python makes it absolute), and would take the module away at the
+    end, while functions registered with atexit still look for it.
+    """
+    absolute = os.path.abspath(path)  # noqa: PTH100 - links are kept, as Python keeps them
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=absolute, __cached__=None, __builtins__=builtins)
+    module.__loader__ = SourceFileLoader("__main__", absolute)
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)  # noqa: S102 - running the user's script is what the command is for
+
+
+def show_error(error: BaseException) -> None:
+    """Show an uncaught exception as Python would, by the script's own sys.excepthook if it set one."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:  # noqa: BLE001 - as Python does: a broken hook must not hide the error
+        traceback.print_exc()
+        traceback.print_exception(error)
+
+
+def _script_frames(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on; None if it never got there."""
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+        frames = frames.tb_next
+    return frames
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF  # what the operating system would have kept of it
+    _print_error(str(error.code))
+    return 1
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

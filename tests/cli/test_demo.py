@@ -1,0 +1,95 @@
+"""`torchdelta demo` compares two runs, and says so when a promise breaks."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.cli.command import torchdelta
+from torchdelta.cli.demo_model import DemoResult, DemoStep, broken_promises
+from torchdelta.cli.demo_train import read_stdlib_source
+
+STEPS = tuple(DemoStep(index=i, loss=5.0 - i, loss_hex=(5.0 - i).hex(), time_s=1.0) for i in range(3))
+PLAIN = DemoResult(
+    budget_bytes=None,
+    peak_bytes=2000,
+    rss_peak_bytes=3000,
+    num_parameters=10,
+    parameters_sha256="aa",
+    rng_sha256="bb",
+    steps=STEPS,
+    summary=None,
+)
+BUDGETED = replace(PLAIN, budget_bytes=1000, peak_bytes=1010, summary={})
+
+
+def test_a_small_model_trains_to_the_same_bits_inside_a_budget():
+    """The whole command on a small model: both runs, the comparison, one JSON object."""
+    options = ("--layers", 3, "--width", 128, "--batch", 8, "--steps", 2, "--memory-budget", "60%")
+    report = json.loads(torchdelta("demo", "--json", *options).stdout)
+    assert report["identical"] is True
+    assert report["broken_promises"] == []
+    assert report["budget_bytes"] == report["plain_peak_bytes"] * 60 // 100
+    assert report["peak_bytes"] <= report["budget_bytes"] * 1.01
+    assert len(report["plain"]["steps"]) == len(report["torchdelta"]["steps"]) == 2
+    assert report["torchdelta"]["summary"]["budget_bytes"] == report["budget_bytes"]
+
+
+def test_the_table_says_identical():
+    """For people: a table with peaks, times and losses, the verdict below it."""
+    options = ("--layers", 1, "--width", 64, "--batch", 2, "--steps", 1, "--memory-budget", "90%")
+    done = torchdelta("demo", *options)
+    for part in ("counted at the allocator", "high-water", "step time", "loss, step 1", "identical: yes"):
+        assert part in done.stdout
+
+
+def test_an_impossible_budget_fails_with_the_line_of_the_error():
+    """The demo does not pass when a run did not finish."""
+    options = ("--layers", 1, "--width", 64, "--batch", 1, "--steps", 1, "--memory-budget", "5%")
+    done = torchdelta("demo", *options, code=1)
+    assert " out of memory." in done.stderr
+    assert "the run inside" in done.stderr
+
+
+def test_what_the_demo_promises_holds():
+    """Equal bits and a peak within one percent of the budget break nothing."""
+    assert broken_promises(PLAIN, BUDGETED) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": (*STEPS[:2], replace(STEPS[2], loss_hex="0x1.8p+1"))}, "the loss differs in step 3"),
+        ({"parameters_sha256": "ab"}, "the final parameters differ"),
+        ({"rng_sha256": "ab"}, "random number generator differs"),
+        ({"peak_bytes": 1011}, "the peak passes the budget of 1000 B by 1.1%"),
+        ({"budget_bytes": None}, "no budget"),
+    ],
+)
+def test_each_broken_promise_is_named(change, message):
+    """The comparison can fail, in each of its parts."""
+    broken = broken_promises(PLAIN, replace(BUDGETED, **change))
+    assert len(broken) == 1
+    assert message in broken[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory-budget", "0.5"], "two readings"),
+        (["--policy", "belady"], "policy='belady'"),
+        (["--width", "100"], "multiple of 64"),
+    ],
+)
+def test_wrong_usage_is_found_before_the_plain_run(options, message):
+    """What cannot work costs no minute."""
+    done = torchdelta("demo", *options, code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_text_is_the_standard_library():
+    """The training data are on every machine that has Python, and large enough."""
+    text = read_stdlib_source()
+    assert len(text) > 2**20
+    assert b"import " in text

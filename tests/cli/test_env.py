@@ -1,0 +1,51 @@
+"""`torchdelta env` tells what a bug report needs."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.cli.command import torchdelta
+from torchdelta.cli.env import file_system_type
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:25 / /volatile rw shared:4 - tmpfs tmpfs rw
+31 22 8:2 / /scratch\\040disk rw - xfs /dev/sdb1 rw
+32 30 8:3 / /volatile rw - btrfs /dev/sdc1 rw
+"""
+
+
+def test_json_is_one_object_with_sizes_as_ints(tmp_path):
+    """Versions, memory, device and swap directory are there; a variable that is set is shown."""
+    done = torchdelta("env", "--json", env={"TORCHDELTA_SWAP_DIR": str(tmp_path)})
+    facts = json.loads(done.stdout)
+    assert facts["torch"] == torch.__version__
+    assert facts["ram_bytes"] > 2**26
+    assert facts["num_usable_cores"] >= 1
+    assert facts["swap_dir"] == facts["TORCHDELTA_SWAP_DIR"] == str(tmp_path)
+    assert facts["swap_dir_free_bytes"] >= 0
+    assert done.stderr == ""
+
+
+def test_text_has_one_fact_a_line():
+    """The same facts for people, sizes with their unit."""
+    lines = torchdelta("env").stdout.splitlines()
+    by_name = {line.split()[0]: line for line in lines}
+    assert {"torchdelta", "python", "torch", "device", "swap_dir"} <= set(by_name)
+    assert "GiB (" in by_name["ram_bytes"]
+
+
+def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path):
+    """Of two mounts at one place the later lies on top; blanks in paths are escaped by the kernel."""
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(MOUNTS)
+    assert file_system_type(Path("/usr"), mountinfo) == "ext4"
+    assert file_system_type(Path("/volatile/x"), mountinfo) == "btrfs"
+    assert file_system_type(Path("/scratch disk/swap"), mountinfo) == "xfs"
+    assert file_system_type(Path("/usr"), tmp_path / "missing") is None
+
+
+def test_the_version_is_shown():
+    """`--version` answers without torch."""
+    assert torchdelta("--version").stdout.startswith("torchdelta 0.")

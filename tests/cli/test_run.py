@@ -1,0 +1,227 @@
+"""`torchdelta run` leaves a script unchanged: its arguments, exit code, output and traceback are its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.command import torchdelta
+
+BUDGET = ("--memory-budget", "1GiB")
+SHOW = """\
+import json, sys
+import helper
+print(json.dumps({"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "helper": helper.VALUE}))
+"""
+TRAIN = """\
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    loss = model(torch.randn(16, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a script (and a module beside it that it can import); returns a function that takes its text."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "helper.py").write_text("VALUE = 7\n")
+    (tmp_path / "jobs" / "__init__.py").write_text("")
+
+    def write(text):
+        path = tmp_path / "jobs" / "train.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def python(*arguments, cwd):
+    """What plain Python does with the same script."""
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--lr", "3", "-x", "--json", "--help"],
+        ["a b", "", "--", "--memory-budget", "2GiB", "-m", "--"],
+    ],
+)
+def test_arguments_reach_the_script_untouched(script, tmp_path, arguments):
+    """sys.argv, sys.path[0], __name__ and __file__ are what plain Python gives, whatever the arguments look like."""
+    script(SHOW)
+    inside = torchdelta("run", *BUDGET, "jobs/train.py", *arguments, cwd=tmp_path)
+    assert inside.stdout == python("jobs/train.py", *arguments, cwd=tmp_path).stdout
+    assert json.loads(inside.stdout)["argv"] == ["jobs/train.py", *arguments]
+
+
+def test_a_module_runs_as_with_python_m(script, tmp_path):
+    """`-m` takes a module of the current directory, and what follows is the module's."""
+    script(SHOW.replace("import helper", "from jobs import helper"))
+    arguments = ["--lr", "3", "-m", "--policy"]
+    inside = torchdelta("run", *BUDGET, "-m", "jobs.train", *arguments, cwd=tmp_path)
+    assert inside.stdout == python("-m", "jobs.train", *arguments, cwd=tmp_path).stdout
+    assert json.loads(inside.stdout)["argv"][1:] == arguments
+
+
+def test_a_directory_with_a_main_runs(tmp_path):
+    """As with Python, a directory (or zip file) is run by its `__main__.py`, which imports from it."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "side.py").write_text("VALUE = 8\n")
+    (tmp_path / "job" / "__main__.py").write_text("import side, sys\nprint(__name__, side.VALUE, sys.argv[1:])\n")
+    assert torchdelta("run", *BUDGET, "job", "-x", cwd=tmp_path).stdout == "__main__ 8 ['-x']\n"
+
+
+def test_what_the_script_leaves_for_the_end_still_runs(script):
+    """Functions registered with atexit find the script's globals and its `__main__`, after the summary."""
+    path = script("import atexit, __main__\nvalue = 3\natexit.register(lambda: print(value, __main__.value))\n")
+    assert torchdelta("run", *BUDGET, path).stdout == "3 3\n"
+
+
+def test_the_script_is_the_main_module(script):
+    """Classes of the script pickle, as they do in plain Python."""
+    path = script("import pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(A())).__class__.__module__)\n")
+    assert torchdelta("run", *BUDGET, path).stdout == "__main__\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit('no data')", 1, "no data\n"),
+        ("raise SystemExit(255)", 255, ""),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ],
+)
+def test_the_exit_code_is_the_scripts(script, text, code, message):
+    """However the script ends, the process ends with its code."""
+    done = torchdelta("run", *BUDGET, script(text), code=code)
+    assert message in done.stderr
+    assert ("Traceback" in done.stderr) == (message == "KeyboardInterrupt")
+
+
+def test_a_traceback_is_the_scripts_own(script, tmp_path):
+    """An uncaught exception shows what plain Python shows, without a frame of torchdelta, and exits with 1."""
+    script("def fail():\n    return {}['key']\n\nfail()\n")
+    inside = torchdelta("run", *BUDGET, "jobs/train.py", cwd=tmp_path, code=1)
+    plain = python("jobs/train.py", cwd=tmp_path)
+    frames = [line for line in inside.stderr.splitlines() if line.lstrip().startswith("File ")]
+    assert "KeyError: 'key'" in inside.stderr
+    assert [frame.split(", line")[1] for frame in frames] == [
+        line.split(", line")[1] for line in plain.stderr.splitlines() if line.lstrip().startswith("File ")
+    ]
+    assert "torchdelta/cli" not in inside.stderr
+
+
+def test_a_syntax_error_is_shown(script):
+    """A script that cannot be compiled exits with 1 and names its line."""
+    done = torchdelta("run", *BUDGET, script("x = = 1\n"), code=1)
+    assert "SyntaxError" in done.stderr
+    assert "x = = 1" in done.stderr
+
+
+def test_the_scripts_own_excepthook_is_called(script):
+    """A script that reports its errors in its own way still does."""
+    path = script("import sys\nsys.excepthook = lambda kind, error, frames: print('hook', kind.__name__)\n1 / 0\n")
+    assert torchdelta("run", *BUDGET, path, code=1).stdout == "hook ZeroDivisionError\n"
+
+
+def test_an_impossible_budget_is_one_line_and_its_own_code(script):
+    """BudgetError that nobody catches: no traceback, exit code 78, and the least budget that would do."""
+    done = torchdelta("run", "--memory-budget", "2kB", script(TRAIN), code=78)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("torchdelta: ")]
+    assert len(lines) == 1
+    assert " out of memory." in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_training_script_gives_the_same_bits_and_a_summary(script, tmp_path):
+    """An unchanged training loop prints the same losses; the summary goes to stderr and into a file."""
+    path = script(TRAIN)
+    inside = torchdelta("run", *BUDGET, "--json", "--summary-json", tmp_path / "summary-{rank}.json", path)
+    assert inside.stdout == python(path, cwd=tmp_path).stdout
+    assert len(inside.stdout.split()) == 3
+    summary = json.loads(inside.stderr.splitlines()[-1])
+    assert summary == json.loads((tmp_path / "summary-0.json").read_text())
+    assert summary["budget_bytes"] == 2**30
+    assert len(summary["steps"]) == 3
+
+
+def test_the_summary_is_for_people_without_json(script):
+    """A table on stderr, and nothing of ours on stdout."""
+    done = torchdelta("run", *BUDGET, script("print('only this')"))
+    assert done.stdout == "only this\n"
+    assert done.stderr.startswith("torchdelta:\n")
+
+
+def test_the_budget_can_come_from_the_environment(script):
+    """TORCHDELTA_MEMORY_BUDGET stands in for the option, which wins over it."""
+    path = script("pass")
+    env = {"TORCHDELTA_MEMORY_BUDGET": "3GiB"}
+    assert json.loads(torchdelta("run", "--json", path, env=env).stderr)["budget_bytes"] == 3 * 2**30
+    assert json.loads(torchdelta("run", "--json", *BUDGET, path, env=env).stderr)["budget_bytes"] == 2**30
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "message"),
+    [
+        (["--memory-budget", "0.8"], {}, "torchdelta: memory budget 0.8 has two readings"),
+        (["--memory-budget", "much"], {}, "torchdelta: memory budget 'much' is no size"),
+        ([*BUDGET, "--policy", "belady"], {}, "torchdelta: policy='belady' is not allowed: use 'torchdelta'"),
+        ([*BUDGET, "--tier", "tape"], {}, "torchdelta: tier='tape' is not allowed: use 'disk', 'memory'"),
+        ([*BUDGET, "--swap-dir", "/nonexistent"], {}, "torchdelta: swap_dir='/nonexistent' is no directory"),
+        ([*BUDGET, "--disk-budget", "50%"], {}, "torchdelta: disk_budget '50%'"),
+        (BUDGET, {"TORCHDELTA_LOG_LEVEL": "LOUD"}, "torchdelta: TORCHDELTA_LOG_LEVEL='LOUD' is not allowed"),
+        ([], {}, "Missing option '--memory-budget'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(script, options, env, message):
+    """A wrong option is named before the script has begun."""
+    done = torchdelta("run", *options, script("print('began')"), env=env, code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_missing_script_or_module_is_named():
+    """As with Python itself: 2 for a script, 1 for a module."""
+    assert "no script 'nowhere.py'" in torchdelta("run", *BUDGET, "nowhere.py", code=2).stderr
+    assert "No module named nowhere" in torchdelta("run", *BUDGET, "-m", "nowhere", code=1).stderr
+
+
+def test_composes_with_torchrun(script, tmp_path):
+    """Two ranks, each inside its own budget, with its own summary."""
+    path = script("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    summary = str(tmp_path / "summary-{rank}.json")
+    command = [sys.executable, "-m", "torchdelta", "run", *BUDGET, "--summary-json", summary, str(path)]
+    with subprocess.Popen(
+        [*launcher, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as child:
+        try:
+            output, _ = child.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+    assert child.returncode == 0, output
+    for rank in ("0", "1"):
+        assert f"rank {rank}\n" in output
+        assert f"torchdelta[rank {rank}]:" in output
+        assert json.loads((tmp_path / f"summary-{rank}.json").read_text())["budget_bytes"] == 2**30
