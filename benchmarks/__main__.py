@@ -1,15 +1,17 @@
-"""Lists the benchmarks and runs one: `python -m benchmarks`, `python -m benchmarks budget --quick`."""
+"""Lists the benchmarks and runs them: `python -m benchmarks`, `... budget --quick`, `... all`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+ALL = "all"
 NAMES = ("budget", "policies", "oom_proof", "growth")
 
 
@@ -21,22 +23,31 @@ def main(arguments: list[str]) -> int:
     if options.name is None:
         parser.print_help()
         return 0
+    if options.name == ALL:
+        quick = ["--quick"] if options.quick else []
+        return max(run_one(modules[name], parser.parse_args([name, *quick]), [name, *quick]) for name in NAMES)
+    return run_one(modules[options.name], options, arguments)
+
+
+def run_one(module: ModuleType, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run one benchmark, state its checks and write its results."""
     from benchmarks import results
 
-    command = " ".join(["python -m benchmarks", *arguments])
-    outcome = modules[options.name].run(options)
+    outcome = module.run(options)
     failed = [check for check in outcome.checks if check.required and not check.passed]
     print(f"\n{len(outcome.checks)} checks, {len(failed)} failed")
     for check in failed:
         print(f"  {check.name}: {check.detail}")
     if not options.no_write:
-        checks = [
-            {"name": check.name, "passed": check.passed, "required": check.required, "detail": check.detail}
-            for check in outcome.checks
-        ]
         name = options.name + ("-quick" if options.quick else "") + (f"-{options.tag}" if options.tag else "")
-        data = {"passed": outcome.passed, "checks": checks, "data": outcome.data}
-        path = results.write(name, command=command, threads=options.threads, disk=outcome.disk, data=data)
+        checks = [asdict(check) for check in outcome.checks]
+        path = results.write(
+            name,
+            command=" ".join(["python -m benchmarks", *arguments]),
+            threads=options.threads,
+            disk=outcome.disk,
+            data={"passed": outcome.passed, "checks": checks, "data": outcome.data},
+        )
         print(f"raw figures in {path.relative_to(results.REPOSITORY)}")
     return 0 if outcome.passed else 1
 
@@ -57,6 +68,8 @@ def build_parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
         command.add_argument("--tag", default="", help="ending of the results file's name")
         command.add_argument("--no-write", action="store_true", help="leave benchmarks/results as it is")
         module.add_arguments(command)
+    everything = commands.add_parser(ALL, help="Run them all, one after the other: hours; with --quick, minutes.")
+    everything.add_argument("--quick", action="store_true", help="a small part of each")
     return parser
 
 

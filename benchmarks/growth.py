@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.launch import run_module, run_worker
+from benchmarks.launch import WorkerError, run_module, run_worker
 from benchmarks.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -51,7 +51,11 @@ def run(options: argparse.Namespace) -> Outcome:
 
 def measure(outcome: Outcome, label: str, arguments: list[object], options: argparse.Namespace) -> None:
     """Run one case and compare its two counts."""
-    counts = run_module("long_run", *arguments, threads=options.threads, timeout_s=options.timeout)
+    try:
+        counts = run_module("long_run", *arguments, threads=options.threads, timeout_s=options.timeout)
+    except WorkerError as error:
+        outcome.check(label, str(error), passed=False)
+        return
     outcome.data[label] = counts
     first, last = counts["first"], counts["last"]
     equal = ["live_bytes", "num_objects", "num_files", "num_threads"]

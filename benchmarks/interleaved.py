@@ -37,6 +37,7 @@ class Contest:
         self.rounds: list[dict[str, Any]] = []
         self.summaries: dict[str, Any] = {}
         self.refused: dict[str, str] = {}
+        self.crashed: dict[str, str] = {}
 
     def step(self) -> None:
         """Run one ordinary training step."""
@@ -77,6 +78,8 @@ class Contest:
                     blocks[contender] = self.block(contender)
                 except torch.OutOfMemoryError as error:
                     self.refused[contender] = str(error)
+                except Exception as error:  # noqa: BLE001 - one that crashes is a finding, the others go on
+                    self.refused[contender] = self.crashed[contender] = f"{type(error).__name__}: {error}"
                 if contender in self.refused:
                     self.optimizer.zero_grad()
                     gc.collect()
@@ -111,7 +114,13 @@ def main() -> int:
     contest.run(options.contenders, options.rounds)
     if not options.no_disk:
         disk.append(measure_disk())
-    document = {"rounds": contest.rounds, "summaries": contest.summaries, "refused": contest.refused, "disk": disk}
+    document = {
+        "rounds": contest.rounds,
+        "summaries": contest.summaries,
+        "refused": contest.refused,
+        "crashed": contest.crashed,
+        "disk": disk,
+    }
     print(json.dumps(document))
     return 0
 

@@ -117,7 +117,9 @@ def contest_rows(label: str, contest: dict[str, Any], policies: list[str]) -> li
 
 
 def check_default(outcome: Outcome, label: str, contest: dict[str, Any]) -> None:
-    """Hold the default policy against the better of the two simple ones."""
+    """Hold the default policy against the better of the two simple ones; no policy may crash."""
+    for policy, message in contest["crashed"].items():
+        outcome.check(f"{label}: {policy}", message, passed=False)
     medians = {
         policy: median_interval(ratios(contest["rounds"], policy, PLAIN)).median
         for policy in SIMPLE
