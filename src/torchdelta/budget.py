@@ -1,0 +1,88 @@
+"""MemoryBudget: the one object that a user meets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchdelta.config import Config
+from torchdelta.errors import ScopeError
+from torchdelta.runtime.device import device_memory_bytes
+from torchdelta.runtime.session import Session
+from torchdelta.summary import Summary
+from torchdelta.units import parse_size
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["MemoryBudget"]
+
+
+class MemoryBudget:
+    """Keep whatever runs inside it within a number of bytes of device memory, with the same bits.
+
+    Use it around an ordinary training loop, or call `start()` and `stop()` from a framework's callbacks. It acts on the thread that started it. It may be
+    used again after it was stopped, but not nested.
+
+    Args:
+        budget: "8GiB", "80%" (of the device; on CPU of the lesser of RAM and the cgroup's limit), or an int of bytes.
+        config: Options; the default is right for most.
+
+    Raises:
+        SizeError: The budget cannot be read.
+        BudgetError: (inside the scope) the step does not fit, whatever leaves; names the least budget that would do.
+        ScopeError: Nested use, stopping what is not running, or another thread than the one that started it.
+
+    Example:
+        >>> with MemoryBudget("8GiB") as budget:  # doctest: +SKIP
+        ...     for batch in loader:
+        ...         model(**batch).loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> print(budget.summary())  # doctest: +SKIP
+    """
+
+    def __init__(self, budget: int | str, config: Config | None = None) -> None:
+        self.config = config if config is not None else Config()
+        self.budget_bytes = parse_size(budget, total_bytes=device_memory_bytes(), name="budget")
+        self._session: Session | None = None
+        self._past: list[Session] = []
+
+    def __repr__(self) -> str:
+        """Return the call that makes it."""
+        return f"MemoryBudget({self.budget_bytes}, {self.config!r})"
+
+    def start(self) -> None:
+        """Begin to hold the budget on this thread."""
+        if self._session is not None:
+            msg = "this MemoryBudget is running already: stop it first"
+            raise ScopeError(msg)
+        session = Session(self.budget_bytes, self.config)
+        session.start()
+        self._session = session
+
+    def stop(self) -> None:
+        """Stop holding the budget. Graphs made inside stay usable."""
+        session = self._session
+        if session is None:
+            msg = "this MemoryBudget is not running: start it first"
+            raise ScopeError(msg)
+        session.stop()
+        self._session = None
+        self._past = [session]
+
+    def __enter__(self) -> MemoryBudget:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop, whatever happened inside."""
+        self.stop()
+
+    def summary(self) -> Summary:
+        """Return what was done since the last start."""
+        session = self._session or (self._past[-1] if self._past else None)
+        if session is None:
+            msg = "this MemoryBudget was never started: there is nothing to sum up"
+            raise ScopeError(msg)
+        return session.summary()

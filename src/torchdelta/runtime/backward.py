@@ -1,0 +1,135 @@
+"""Backward: the recorder is off between autograd nodes and on inside them.
+
+A dispatch mode that is on in backward makes the engine accumulate gradients out of place (a larger peak), and changes the bits of some derivative
+formulas. So the scope's mode is taken off when `backward()` is called, and each node's prehook pushes it and its posthook pops it; nodes whose formulas
+would notice (mode_sensitive.py) run without, and room for them is made from the sizes of the gradients that they hand on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from torchdelta._torch import input_sizes_bytes, mode_stack, num_modes, pop_mode, push_mode, storage_address, without_mode
+from torchdelta.runtime.mode_sensitive import is_mode_sensitive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.recorder import Recorder
+    from torchdelta.runtime.session import Session
+
+_ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
+# Nodes that run without the mode make temporaries besides the gradients they hand on: so many times the largest of these.
+_TEMPORARY_SHARE: Final = {"ProdBackward": 2.0, "CumprodBackward": 4.0, "MaskedFillBackward": 0.0, "MaskedScatterBackward": 1.0}
+
+
+class Backward:
+    """Runs the engine with the recorder inside the nodes."""
+
+    def __init__(self, session: Session, recorder: Recorder) -> None:
+        self.session = session
+        self.recorder = recorder
+        self._pending: list[Any] = []  # leaves whose .grad may be new since the last node
+        self._depth = 0
+
+    def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the engine's signature
+        """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
+        num_before = num_modes()
+        keeps_graph = bool((len(args) > 1 and args[1]) or (len(args) > 2 and args[2]) or kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        handles: list[Any] = []
+        self._depth += 1
+        try:
+            with without_mode(self.recorder):
+                self._install(outputs, handles)
+                try:
+                    result = original(outputs, *args, **kwargs)
+                finally:
+                    for handle in handles:
+                        handle.remove()
+                    handles.clear()
+            return result
+        finally:
+            while num_modes() > num_before and self.recorder in mode_stack():
+                pop_mode()
+            self._depth -= 1
+            self._settle()
+            if self._depth == 0:
+                self.session.on_backward_end(keeps_graph=keeps_graph)
+
+    def _install(self, outputs: Any, handles: list[Any]) -> None:  # noqa: ANN401 - tensors or gradient edges
+        stack: list[Any] = []
+        for output in outputs:
+            if isinstance(output, torch.Tensor):
+                stack.append(output.grad_fn)
+            else:
+                stack.append(getattr(output, "node", None))
+        seen: set[Any] = set()
+        add = seen.add
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            add(node)
+            name = node.name()
+            if name == _ACCUMULATE:
+                # Nothing of an ordinary accumulation is ours to see; a hook that steps the optimizer there is.
+                if getattr(node.variable, "_post_accumulate_grad_hooks", None):
+                    handles.append(node.register_prehook(self._before))
+                    handles.append(node.register_hook(functools.partial(self._after, ())))
+                continue
+            following = [child for child, _ in node.next_functions]
+            leaves = [child.variable for child in following if child is not None and child.name() == _ACCUMULATE]
+            if is_mode_sensitive(name):
+                handles.append(node.register_prehook(functools.partial(self._before_blind, name, following)))
+                handles.append(node.register_hook(functools.partial(self._after_blind, leaves)))
+            else:
+                handles.append(node.register_prehook(functools.partial(self._before, name=name)))
+                handles.append(node.register_hook(functools.partial(self._after, leaves)))
+            stack.extend(following)
+
+    def _before(self, gradients: Any, *, name: str = "") -> None:  # noqa: ANN401 - tuple of tensors and None
+        self._meet(gradients)
+        self.session.node_name = name
+        push_mode(self.recorder)
+
+    def _after(self, leaves: Any, _inputs: Any, _outputs: Any) -> None:  # noqa: ANN401 - tuples of tensors and None
+        # Modes of others that the node left behind are theirs to pop; ours is the one that we pushed.
+        if num_modes() and mode_stack()[-1] is self.recorder:
+            pop_mode()
+        self.session.node_name = ""
+        self._pending.extend(leaves)
+
+    def _before_blind(self, name: str, following: list[Any], gradients: Any) -> None:  # noqa: ANN401
+        self._meet(gradients)
+        sizes = [input_sizes_bytes(child) for child in following if child is not None]
+        temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
+        self.session.residency.room(sum(sizes) + temporary_bytes, name)
+
+    def _after_blind(self, leaves: Any, inputs: Any, _outputs: Any) -> None:  # noqa: ANN401
+        self._meet(inputs)
+        self._pending.extend(leaves)
+
+    def _meet(self, gradients: Any) -> None:  # noqa: ANN401 - tuple of tensors and None
+        """Count gradients that came to be between nodes: the engine's own sums, and what users' tensor hooks made."""
+        if self._pending:
+            self._settle()
+        ledger = self.session.ledger
+        records = ledger.records
+        before_bytes = ledger.live_bytes
+        for gradient in gradients:
+            if gradient is not None and gradient.layout is torch.strided and storage_address(gradient) not in records:
+                ledger.know_by_tensor(gradient)
+        if ledger.live_bytes > before_bytes:
+            self.session.residency.room(0, "gradient accumulation")
+
+    def _settle(self) -> None:
+        """Count the `.grad` of leaves that were just accumulated into."""
+        pending, self._pending = self._pending, []
+        ledger = self.session.ledger
+        for leaf in pending:
+            gradient = leaf.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.__class__ is torch.Tensor:
+                ledger.know(gradient.untyped_storage())

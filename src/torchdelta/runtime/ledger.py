@@ -1,0 +1,170 @@
+"""The ledger: every living storage on the device, its bytes, and whose content it holds now.
+
+It only counts and names; making room is residency.py's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchdelta._torch import NoDispatch, NoFunction, storage_address
+from torchdelta.runtime.buffer import Buffer, StorageRecord, View
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.tracing import TraceBuilder
+
+WRAPPED_NUMBER_BYTES = 16
+
+
+class Ledger:
+    """All storages known to a session. `live_bytes` is what counts against the budget."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.records: dict[int, StorageRecord] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.clock = 0  # ops seen; the unit of staleness
+        self.held: dict[int, Buffer] = {}  # buffers kept alive by us: what could be evicted
+        self.trace: TraceBuilder | None = None
+
+    # -- storages
+
+    def know(self, storage: torch.UntypedStorage) -> StorageRecord:
+        """Return the record of a storage, making one when it is new; from now on the storage object itself is watched."""
+        address = storage._cdata
+        record = self.records.get(address)
+        if record is None:
+            record = StorageRecord(address, storage.nbytes() if storage.device.type == self.device_type else 0, self._died)
+            record.watch_storage(storage)
+            self._add(record)
+        elif record.reference is None:
+            record.watch_storage(storage)
+        return record
+
+    def know_by_tensor(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """Count a tensor of backward without touching its storage object. See [Note: two ways to see a storage die].
+
+        The size is that of the tensor: what backward makes afresh fills its storage. Views of a known storage only add a holder.
+        """
+        try:
+            address = storage_address(tensor)
+        except RuntimeError:  # sparse and other opaque tensors have no storage
+            return None
+        record = self.records.get(address)
+        if record is None:
+            if tensor.layout is not torch.strided or tensor.device.type != self.device_type:
+                return None
+            record = StorageRecord(address, _dense_bytes(tensor), self._died)
+            record.watch_tensor(tensor)
+            self._add(record)
+        elif record.reference is None:
+            record.watch_tensor(tensor)
+        return record
+
+    def find(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """Return the record of a tensor's storage if there is one."""
+        return self.records.get(storage_address(tensor))
+
+    def resize(self, record: StorageRecord, size_bytes: int) -> None:
+        """Note that a storage has another size now."""
+        self.live_bytes += size_bytes - record.size_bytes
+        record.size_bytes = size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _add(self, record: StorageRecord) -> None:
+        self.records[record.address] = record
+        self.live_bytes += record.size_bytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+
+    def _died(self, record: StorageRecord) -> None:
+        if self.records.get(record.address) is record:
+            del self.records[record.address]
+            self.live_bytes -= record.size_bytes
+        buffer = record.current
+        record.current = None
+        if self.trace is not None:
+            self.trace.on_storage_death(record, buffer)
+        if buffer is not None and buffer.record is record:
+            buffer.record = None
+
+    # -- buffers
+
+    def buffer_of(self, tensor: torch.Tensor) -> Buffer:
+        """Return the buffer that a tensor's storage holds now; a storage of unknown origin gets one without an op."""
+        storage = tensor.untyped_storage()
+        record = self.records.get(storage._cdata)
+        if record is None or record.reference is None:
+            record = self.know(storage)
+        buffer = record.current
+        if buffer is None:
+            buffer = Buffer(record.size_bytes)
+            buffer.record = record
+            record.current = buffer
+            buffer.is_pinned = tensor.is_leaf and tensor.requires_grad
+        return buffer
+
+    def view_of(self, tensor: torch.Tensor) -> View:
+        """Return how a tensor looks at its buffer, for the tape. A buffer without an op is held from here on (see [Note: the invariant])."""
+        buffer = self.buffer_of(tensor)
+        buffer.last_used = self.clock
+        view = View(buffer, tensor)
+        if buffer.op is None and buffer.strong is None and buffer.copy is None:
+            self.hold(buffer, tensor)
+            if tensor.requires_grad or tensor.__class__ is torch.nn.Parameter:
+                buffer.is_pinned = True
+        if not view.shape and buffer.op is None and buffer.size_bytes <= WRAPPED_NUMBER_BYTES:
+            view.tensor = buffer.witness if buffer.witness is not None else buffer.strong
+        return view
+
+    def hold(self, buffer: Buffer, tensor: torch.Tensor) -> None:
+        """Keep a buffer's storage alive through an alias; remember whose version tells of writes that nobody recorded."""
+        with NoDispatch(), NoFunction():
+            alias = tensor.detach()
+            buffer.strong = alias
+            buffer.witness = tensor if tensor.is_leaf and buffer.op is None else alias
+            buffer.witness_version = buffer.witness._version
+        self.held[id(buffer)] = buffer
+
+    def let_go(self, buffer: Buffer) -> None:
+        """Stop keeping a buffer's storage alive."""
+        buffer.strong = None
+        buffer.witness = None
+        self.held.pop(id(buffer), None)
+
+    def cut(self) -> None:
+        """Forget how everything that lives was made: nothing saved is left, so nothing will be recomputed from before this moment.
+
+        Without it the tape would grow from step to step (a momentum buffer is made from itself), and an optimizer's in-place ops would have to
+        preserve the old parameters for a loss that somebody still holds.
+        """
+        for record in list(self.records.values()):
+            buffer = record.current
+            if buffer is not None:
+                buffer.op = None
+                buffer.copy = None
+                buffer.successor = None
+        held, self.held = self.held, {}
+        for buffer in held.values():
+            buffer.op = None
+            buffer.copy = None
+            buffer.strong = None
+            buffer.witness = None
+
+    def forget(self) -> None:
+        """Stop counting; the storages themselves are not ours."""
+        self.records.clear()
+        self.live_bytes = 0
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the storage behind a fresh tensor: the extent of its strides, which padding or expansion makes differ from its count."""
+    if tensor.numel() == 0:
+        return 0
+    extent = 1 + tensor.storage_offset()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        extent += (length - 1) * stride
+    return extent * tensor.element_size()

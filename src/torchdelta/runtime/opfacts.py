@@ -1,0 +1,87 @@
+"""What the runtime must know about an aten op before it runs, read once from its schema and kept on the op itself."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final
+
+import torch
+
+from torchdelta.runtime.recomputable import RECOMPUTABLE
+
+aten = torch.ops.aten
+
+
+class Kind(enum.IntEnum):
+    """How the recorder treats an op."""
+
+    COMPUTE = 0  # makes new storages
+    VIEW = 1  # makes tensors on storages that exist
+    NO_OUTPUT = 2  # gives Python values, or nothing
+    WRITE = 3  # writes one or more of its arguments
+    REPLACE = 4  # changes which storage an argument has, or its size
+
+
+# Views in all but their schema: they pass their argument's storage on without an alias annotation.
+_DISGUISED_VIEWS: Final = frozenset({"_unsafe_view", "_reshape_alias", "alias", "lift_fresh", "detach"})
+_NO_OUTPUT: Final = frozenset({"_local_scalar_dense", "equal", "is_same_size", "is_nonzero", "_assert_async", "sym_size", "sym_stride", "record_stream"})
+_REPLACE: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+# Ops that overwrite the whole of their first argument without reading it: the old content is no dependency.
+_OVERWRITE: Final = frozenset(
+    {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"}
+)
+# They write their running statistics (arguments 3 and 4) without saying so in the schema, when argument 5 (training) is true.
+_HIDDEN_STATISTICS: Final = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+# The same, said in the schema: in training the outputs do not depend on the statistics either.
+_STATISTICS: Final = _HIDDEN_STATISTICS | {"_native_batch_norm_legit", "_batch_norm_with_update", "_batch_norm_with_update_functional"}
+STATISTICS_POSITIONS: Final = (3, 4)
+TRAINING_POSITION: Final = 5
+
+
+class OpFacts:
+    """The cached facts of one op overload."""
+
+    __slots__ = (
+        "hides_statistics",
+        "is_random",
+        "is_recomputable",
+        "keeps_statistics",
+        "kind",
+        "name",
+        "overwrites",
+        "written_keywords",
+        "written_positions",
+    )
+
+    def __init__(self, func: Any) -> None:  # noqa: ANN401 - OpOverload
+        schema = func._schema
+        base = schema.name.split("::")[-1]
+        self.name = str(func)
+        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        positions = {a.name: i for i, a in enumerate(schema.arguments)}
+        self.written_positions = tuple(positions[a.name] for a in written if not a.kwarg_only)
+        self.written_keywords = tuple(a.name for a in written if a.kwarg_only)
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.hides_statistics = base in _HIDDEN_STATISTICS
+        self.keeps_statistics = base in _STATISTICS
+        self.overwrites = base in _OVERWRITE
+        self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
+        if base in _NO_OUTPUT:
+            self.kind = Kind.NO_OUTPUT
+        elif base in _REPLACE:
+            self.kind = Kind.REPLACE
+        elif written:
+            self.kind = Kind.WRITE
+        elif base in _DISGUISED_VIEWS or any(r.alias_info is not None for r in schema.returns):
+            self.kind = Kind.VIEW
+        else:
+            self.kind = Kind.COMPUTE
+
+
+def facts_of(func: Any) -> OpFacts:  # noqa: ANN401 - OpOverload
+    """Return the facts of an op; they live on the op, whose hash is slow Python."""
+    try:
+        return func._torchdelta_facts
+    except AttributeError:
+        facts = func._torchdelta_facts = OpFacts(func)
+        return facts

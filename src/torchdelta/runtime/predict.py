@@ -1,0 +1,100 @@
+"""Predicts how many new bytes an op will allocate for its outputs, so that room can be made before it runs.
+
+The answer depends on the op, the shapes and dtypes of its tensors and its other arguments; it is learned once for each such key. A first meeting is
+answered by running the op on meta tensors, and where that is impossible (a data-dependent output) by an upper guess; the truth replaces either.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from torchdelta._torch import Quietly, storage_address
+from torchdelta.runtime.opfacts import Kind, OpFacts
+
+_MAX_KEYS: Final = 200_000
+
+
+class Predictor:
+    """Learned output sizes of ops."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[Any, int] = {}
+
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401 - op arguments are anything
+        """Return what the output size depends on; hashable."""
+        parts: list[Any] = [func]
+        for a in args:
+            parts.append((a.shape, a.dtype) if isinstance(a, torch.Tensor) else _plain(a))
+        if kwargs:
+            parts.extend((name, _plain(a)) for name, a in kwargs.items())
+        return tuple(parts)
+
+    def output_bytes(self, key: Any, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:  # noqa: ANN401
+        """Return the bytes of new storages that the op will make."""
+        try:
+            size_bytes = self._bytes.get(key)
+        except TypeError:  # an unhashable argument: rare, ask each time
+            return self._ask(facts, func, args, kwargs)
+        if size_bytes is None:
+            size_bytes = self._bytes[key] = self._ask(facts, func, args, kwargs)
+        return size_bytes
+
+    def learn(self, key: Any, size_bytes: int) -> None:  # noqa: ANN401
+        """Note the true answer."""
+        if len(self._bytes) > _MAX_KEYS:
+            self._bytes.clear()
+        try:
+            if self._bytes.get(key) != size_bytes:
+                self._bytes[key] = size_bytes
+        except TypeError:
+            return
+
+    def _ask(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:  # noqa: ANN401
+        if facts.kind is Kind.WRITE and not facts.written_keywords and not facts.keeps_statistics:
+            return 0
+        try:
+            with Quietly():
+                meta_args = [_to_meta(a) for a in args]
+                meta_kwargs = {name: _to_meta(a) for name, a in (kwargs or {}).items() if name != "generator"}
+                if meta_kwargs.get("device") is not None:
+                    meta_kwargs["device"] = "meta"
+                if not any(isinstance(a, torch.Tensor) for a in args) and "device" not in meta_kwargs and _has_device(func):
+                    meta_kwargs["device"] = "meta"
+                outputs = func(*meta_args, **meta_kwargs)
+                return new_bytes(outputs, args)
+        except Exception:  # noqa: BLE001 - whatever a meta kernel cannot do, the guess can
+            return sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
+
+
+def new_bytes(outputs: Any, args: tuple[Any, ...]) -> int:  # noqa: ANN401 - an op returns anything
+    """Return the bytes of the distinct storages of an op's outputs, on whatever device; views of arguments do not occur among COMPUTE ops."""
+    seen: dict[int, int] = {}
+    for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+        if isinstance(output, torch.Tensor) and output.layout is torch.strided:
+            seen[storage_address(output)] = output.untyped_storage().nbytes()
+    for argument in args:
+        if isinstance(argument, torch.Tensor) and argument.layout is torch.strided:
+            seen.pop(storage_address(argument), None)
+    return sum(seen.values())
+
+
+def _has_device(func: Any) -> bool:  # noqa: ANN401 - OpOverload
+    return any(a.name == "device" for a in func._schema.arguments)
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - op arguments are anything
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype)
+    if value.__class__ is list or value.__class__ is tuple:
+        return tuple(_plain(item) for item in value)
+    return value
+
+
+def _to_meta(value: Any) -> Any:  # noqa: ANN401 - op arguments are anything
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if value.__class__ is list or value.__class__ is tuple:
+        return type(value)(_to_meta(item) for item in value)
+    return value

@@ -1,0 +1,35 @@
+"""Recompute only, and swap only: one action for everybody, ranked by what that action costs per byte and staleness."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchdelta.runtime.react.base import Action, Costs
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.buffer import Buffer
+
+
+class RecomputeOnly:
+    """Drop what is cheapest to make again; what cannot be made again is swapped, last of all."""
+
+    name = "recompute-only"
+
+    def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
+        """Return the candidates by rising recompute time per byte and staleness."""
+        clock = costs.clock
+        able = [buffer for buffer in candidates if buffer.op is not None]
+        unable = [buffer for buffer in candidates if buffer.op is None]
+        able.sort(key=lambda buffer: (costs.missing_time_s(buffer) / (buffer.size_bytes * (clock - buffer.last_used + 1)), buffer.id))
+        return [(buffer, Action.DROP) for buffer in able] + [(buffer, Action.SWAP) for buffer in unable]
+
+
+class SwapOnly:
+    """Swap what was saved first: backward wants it last."""
+
+    name = "swap-only"
+
+    def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
+        """Return the candidates in the order in which they were saved."""
+        del costs
+        return [(buffer, Action.SWAP) for buffer in sorted(candidates, key=lambda buffer: (buffer.save_order, buffer.id))]

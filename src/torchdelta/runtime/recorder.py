@@ -1,0 +1,296 @@
+"""The recorder: a dispatch mode that sees every op, makes room for it, runs it, and notes what it made from what.
+
+In forward it records for replay; in backward it only counts (there is nothing to replay), and it is on only inside nodes: see backward.py.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdelta._torch import graph_task_id, storage_address
+from torchdelta.runtime import faults
+from torchdelta.runtime.buffer import Buffer, StorageRecord
+from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of
+from torchdelta.runtime.predict import Predictor
+from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_of
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.session import Session
+
+_clock_s = time.perf_counter
+
+
+class Recorder(TorchDispatchMode):
+    """Sees the ops of one thread."""
+
+    # Without these two, Dynamo skips compiled code, stickily (torch_internals: "ten facts" 6), and every op pays a Dynamo check.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell Dynamo that this mode does not mind compiled code."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.ledger = session.ledger
+        self.residency = session.residency
+        self.counters = session.counters
+        self.predictor = Predictor()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        """Run one op. The signature is torch's."""
+        facts: OpFacts
+        try:
+            facts = func._torchdelta_facts
+        except AttributeError:
+            facts = facts_of(func)
+        if types:  # a tensor subclass runs its own ops below us: leave it alone
+            return func(*args, **(kwargs or {}))
+        kind = facts.kind
+        grad_enabled = torch.is_grad_enabled()
+        counts_only = not grad_enabled and graph_task_id() != -1
+        if kind is Kind.VIEW:
+            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            if counts_only:
+                self._note_backward_output(out)
+            return out
+        if kind is Kind.NO_OUTPUT:
+            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+        self.counters.num_ops += 1
+        self.ledger.clock += 1
+        records = not counts_only and (grad_enabled or self.session.num_handles > 0)
+        if kind is Kind.COMPUTE or facts.keeps_statistics:
+            if counts_only:
+                return self._count(func, facts, args, kwargs)
+            return self._compute(func, facts, args, kwargs, records=records)
+        return self._write(func, facts, args, kwargs, records=records)
+
+    # -- ops that make new storages
+
+    def _count(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401
+        key = self.predictor.key(func, args, kwargs)
+        self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
+        start_s = _clock_s()
+        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        time_s = _clock_s() - start_s
+        self._note_backward_output(out)
+        if self.ledger.trace is not None:
+            self.ledger.trace.on_op(facts, args, kwargs, out, time_s)
+        return out
+
+    def _note_backward_output(self, out: Any) -> None:  # noqa: ANN401 - an op returns anything
+        if isinstance(out, torch.Tensor):
+            self.ledger.know_by_tensor(out)
+        elif isinstance(out, tuple | list):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self.ledger.know_by_tensor(item)
+
+    def _compute(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool) -> Any:  # noqa: ANN401
+        key = self.predictor.key(func, args, kwargs)
+        self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
+        is_training = facts.keeps_statistics and len(args) > TRAINING_POSITION and bool(args[TRAINING_POSITION])
+        hides = is_training and not faults.is_disabled("batch-norm-stats")
+        entry = self._capture(func, facts, args, kwargs, hides=hides) if records and facts.is_recomputable else None
+        statistics = [args[i] for i in STATISTICS_POSITIONS if isinstance(args[i], torch.Tensor)] if is_training else []
+        before = [(tensor, self._overwritten(tensor)) for tensor in statistics] if hides else []
+        if entry is not None and facts.is_random:
+            generator = generator_of(facts, args, kwargs)
+            entry.random_state = (generator, generator.get_state()) if generator is not None else None
+        start_s = _clock_s()
+        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        time_s = _clock_s() - start_s
+        if entry is not None:
+            entry.time_s = time_s
+        size_bytes = 0
+        if isinstance(out, torch.Tensor):
+            size_bytes = self._note_output(out, entry, 0, facts)
+        elif isinstance(out, tuple | list):
+            for index, item in enumerate(out):
+                if isinstance(item, torch.Tensor):
+                    size_bytes += self._note_output(item, entry, index, facts)
+        self.predictor.learn(key, size_bytes)
+        for tensor, old in before:
+            self._new_content(tensor, old, None, 0, facts)
+        if self.ledger.trace is not None:
+            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, written=statistics, entry=entry)
+        return out
+
+    def _capture(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, hides: bool) -> OpEntry | None:  # noqa: ANN401
+        """Return the op for the tape, or None when an argument has no storage (sparse and other opaque layouts)."""
+        view_of = self.ledger.view_of
+        try:
+            captured: list[Any] = []
+            for index, a in enumerate(args):
+                if hides and index in STATISTICS_POSITIONS and isinstance(a, torch.Tensor):
+                    captured.append(Scratch(a))
+                elif isinstance(a, torch.Tensor):
+                    captured.append(view_of(a))
+                elif a.__class__ is list or a.__class__ is tuple:
+                    captured.append(capture(a, view_of))
+                else:
+                    captured.append(a)
+            captured_kwargs = {name: capture(a, view_of) for name, a in kwargs.items()} if kwargs else None
+        except (NotImplementedError, RuntimeError):
+            return None
+        return OpEntry(func, facts, captured, captured_kwargs)
+
+    def _note_output(self, out: torch.Tensor, entry: OpEntry | None, index: int, facts: OpFacts) -> int:
+        """Give an output its buffer. Returns the bytes of its storage, 0 for a storage known before (a view in disguise)."""
+        try:
+            storage = out.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return 0
+        ledger = self.ledger
+        record = ledger.records.get(storage._cdata)
+        if record is not None and record.current is not None:
+            return 0
+        record = ledger.know(storage)
+        buffer = Buffer(record.size_bytes)
+        buffer.record = record
+        buffer.op = entry
+        buffer.origin = facts.name
+        buffer.output_index = index
+        buffer.last_used = ledger.clock
+        record.current = buffer
+        if entry is not None:
+            entry.outputs.append(weakref.ref(buffer))
+        return record.size_bytes
+
+    # -- ops that write their arguments
+
+    def _write(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool) -> Any:  # noqa: ANN401
+        targets = _written_tensors(facts, args, kwargs)
+        if facts.written_keywords:
+            key = self.predictor.key(func, args, kwargs)
+            self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
+        entry = self._capture_write(func, facts, args, kwargs, targets) if records else None
+        if entry is not None and facts.is_random:
+            generator = generator_of(facts, args, kwargs)
+            entry.random_state = (generator, generator.get_state()) if generator is not None else None
+        old: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
+        for tensor in targets:
+            try:
+                address = storage_address(tensor)
+            except RuntimeError:
+                continue
+            if address not in old:
+                old[address] = (tensor, self._overwritten(tensor))
+        start_s = _clock_s()
+        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        time_s = _clock_s() - start_s
+        if entry is not None:
+            entry.time_s = time_s
+        counts_only = not records and graph_task_id() != -1 and not torch.is_grad_enabled()
+        for index, (tensor, buffer) in enumerate(old.values()):
+            record = self.ledger.find(tensor)
+            if record is not None and record.reference is None and buffer is None:
+                continue  # a gradient that is still the engine's own: nothing is recorded of it
+            if record is None and counts_only:
+                self.ledger.know_by_tensor(tensor)
+                continue
+            self._new_content(tensor, buffer, entry, index, facts)
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(item, torch.Tensor):
+                if counts_only:
+                    self.ledger.know_by_tensor(item)
+                else:
+                    self._note_output(item, None, 0, facts)
+        if self.ledger.trace is not None:
+            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, written=targets, entry=entry)
+        return out
+
+    def _capture_write(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[torch.Tensor]  # noqa: ANN401
+    ) -> OpEntry | None:
+        """Return an in-place op for the tape if its result can be replayed.
+
+        It can when the old content can be recomputed (the replay works on a copy of that), or when the op overwrites all of it.
+        """
+        if facts.kind is not Kind.WRITE or not facts.is_recomputable or not targets:
+            return None
+        try:
+            covers = facts.overwrites and len(targets) == 1 and targets[0] is args[0] and _covers_storage(targets[0])
+            if not covers:
+                for tensor in targets:
+                    record = self.ledger.find(tensor)
+                    if record is None or record.current is None or record.current.op is None:
+                        return None
+            entry = self._capture(func, facts, args[1:] if covers else args, kwargs, hides=False)
+        except (NotImplementedError, RuntimeError):
+            return None
+        if entry is not None and covers:
+            entry.args.insert(0, Fresh(targets[0], targets[0].untyped_storage().nbytes()))
+        return entry
+
+    def _overwritten(self, tensor: torch.Tensor) -> Buffer | None:
+        """Prepare for an op that will change a tensor's storage. Returns the buffer whose content ends here."""
+        record = self.ledger.find(tensor)
+        if record is None or record.current is None:
+            return None
+        buffer = record.current
+        if buffer.copy is not None and not buffer.copy.is_there():
+            self.counters.stall_s += buffer.copy.arrive()  # the tier still reads the storage
+        self.ledger.let_go(buffer)
+        record.current = None
+        buffer.record = None
+        if buffer.op is None and buffer.copy is None and buffer.num_views:
+            self.residency.preserve(buffer, tensor.untyped_storage())
+        return buffer
+
+    def _new_content(self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, index: int, facts: OpFacts) -> None:
+        """Give a written storage its new buffer."""
+        storage = tensor.untyped_storage()
+        ledger = self.ledger
+        record: StorageRecord = ledger.know(storage)
+        size_bytes = storage.nbytes() if storage.device.type == ledger.device_type else 0
+        if size_bytes != record.size_bytes:
+            ledger.resize(record, size_bytes)
+        buffer = Buffer(size_bytes)
+        buffer.record = record
+        buffer.op = entry
+        buffer.origin = facts.name
+        buffer.output_index = index
+        buffer.last_used = ledger.clock
+        buffer.is_pinned = tensor.is_leaf and tensor.requires_grad
+        record.current = buffer
+        if entry is not None:
+            entry.outputs.append(weakref.ref(buffer))
+        if old is not None and old.num_saved:
+            # Whether this write counts is decided at unpack by the version: until then the handles follow the storage to its new content.
+            old.successor = buffer
+            buffer.num_saved = old.num_saved
+            buffer.save_order = old.save_order
+            ledger.hold(buffer, tensor)
+            self.session.saved.on_resaved(buffer)
+
+
+def _written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
+    targets: list[torch.Tensor] = []
+    for position in facts.written_positions:
+        argument = args[position] if position < len(args) else None
+        if isinstance(argument, torch.Tensor):
+            targets.append(argument)
+        elif isinstance(argument, list | tuple):
+            targets.extend(item for item in argument if isinstance(item, torch.Tensor))
+    for keyword in facts.written_keywords:
+        argument = (kwargs or {}).get(keyword)
+        if isinstance(argument, torch.Tensor):
+            targets.append(argument)
+        elif isinstance(argument, list | tuple):
+            targets.extend(item for item in argument if isinstance(item, torch.Tensor))
+    return targets
+
+
+def _covers_storage(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+

@@ -1,0 +1,246 @@
+"""A session: everything that is alive between a budget's start and its stop, on one thread.
+
+It outlives the stop while saved tensors of its graphs are alive: a backward after the scope still finds what it needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchdelta._torch import mode_stack, patch_compiled_call, patch_functorch_guard, patch_run_backward, without_mode, without_saved_hooks
+from torchdelta.errors import ScopeError
+from torchdelta.runtime.backward import Backward
+from torchdelta.runtime.counters import Counters
+from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.ledger import Ledger
+from torchdelta.runtime.modules import ModuleTracker
+from torchdelta.runtime.react import REGISTRY
+from torchdelta.runtime.recorder import Recorder
+from torchdelta.runtime.rematerialize import Rematerializer
+from torchdelta.runtime.residency import Residency
+from torchdelta.runtime.saved import SavedTensors
+from torchdelta.runtime.scan import scan_storages
+from torchdelta.runtime.steps import StepTracker
+from torchdelta.runtime.tiers import open_tier
+from torchdelta.summary import Summary
+from torchdelta.units import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.config import Config
+
+_local = threading.local()
+_patch_lock = threading.Lock()
+_undo: list[Callable[[], None]] = []
+_num_sessions = 0
+
+
+def current_session() -> Session | None:
+    """Return the session that is running on this thread."""
+    return getattr(_local, "session", None)
+
+
+class Session:
+    """Wires the parts together and puts them onto torch."""
+
+    def __init__(self, budget_bytes: int, config: Config) -> None:
+        self.config = config
+        self.budget_bytes = budget_bytes
+        self.counters = Counters()
+        self.ledger = Ledger("cuda" if torch.cuda.is_available() else "cpu")
+        self.residency = Residency(
+            self.ledger,
+            self.counters,
+            REGISTRY[config.policy](),
+            self._open_tier,
+            budget_bytes if config.decisions is None else None,
+        )
+        self.rematerializer = Rematerializer(self.ledger, self.residency, self.counters)
+        self.residency.recompute = self.rematerializer.recompute
+        self.residency.missing_time_s = self.rematerializer.missing_time_s
+        self.residency.on_shortage = self._on_shortage
+        self.residency.digests = config.verify == "first-step"
+        self.residency.prefetches = config.decisions is None
+        if config.decisions is not None:
+            self.residency.least_eviction_bytes = 0
+        self.steps = StepTracker(self.ledger, self.counters)
+        self.steps.on_step_end = self._on_step_end
+        self.modules = ModuleTracker()
+        self.num_handles = 0
+        self.node_name = ""
+        self.saved = SavedTensors(self, config.decisions)
+        self.recorder = Recorder(self)
+        self.backward = Backward(self, self.recorder)
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._optimizer_hooks: list[Any] = []
+        self._is_stopped = False
+
+    def _open_tier(self) -> Any:  # noqa: ANN401 - a Tier
+        host, disk = self.config.host_budget, self.config.disk_budget
+        return open_tier(
+            self.config.tier,
+            swap_dir=self.config.swap_dir,
+            host_budget_bytes=None if host is None else parse_size(host, name="host_budget"),
+            disk_budget_bytes=None if disk is None else parse_size(disk, name="disk_budget"),
+        )
+
+    # -- on and off
+
+    def start(self) -> None:
+        """Count what exists, then watch everything on this thread."""
+        if current_session() is not None:
+            msg = "a MemoryBudget is already running on this thread: budgets do not nest"
+            raise ScopeError(msg)
+        scan_storages(self.ledger)
+        self.ledger.peak_bytes = self.ledger.live_bytes
+        _patch()
+        _local.session = self
+        self._optimizer_hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        if callable(self.config.decisions):
+            self.modules.start()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
+        self._hooks.__enter__()
+        self.recorder.__enter__()
+
+    def stop(self) -> None:
+        """Take everything off again. What saved tensors still need stays until the last of them is gone."""
+        if current_session() is not self:
+            msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
+            raise ScopeError(msg)
+        self._is_stopped = True
+        _local.session = None
+        if self.recorder in mode_stack():
+            self.recorder.__exit__(None, None, None)
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+        self.modules.stop()
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._optimizer_hooks.clear()
+        _unpatch()
+        self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
+        if self.num_handles == 0:
+            self._finish()
+
+    def _finish(self) -> None:
+        self.ledger.cut()
+        self.ledger.forget()
+        self.residency.close()
+
+    def summary(self) -> Summary:
+        """Return what was done so far."""
+        counters = self.counters
+        gone_bytes = counters.swapped_out_bytes + counters.dropped_bytes
+        return Summary(
+            budget_bytes=self.residency.budget_bytes,
+            peak_bytes=max(self.steps.peak_bytes, self.ledger.peak_bytes),
+            kept_bytes=max(0, counters.kept_bytes - gone_bytes),
+            swapped_out_bytes=counters.swapped_out_bytes,
+            swapped_in_bytes=counters.swapped_in_bytes,
+            recomputed_bytes=counters.recomputed_bytes,
+            num_recomputed_ops=counters.num_recomputed_ops,
+            stall_s=counters.stall_s,
+            recompute_s=counters.recompute_s,
+            steps=tuple(self.steps.summaries),
+        )
+
+    # -- events
+
+    def on_last_handle(self) -> None:
+        """No saved tensor is left: nothing that was recorded will be replayed."""
+        self.ledger.cut()
+        self.residency.forget()
+        if self._is_stopped:
+            self._finish()
+
+    def on_backward_end(self, *, keeps_graph: bool) -> None:
+        """A backward pass is over."""
+        self.steps.on_backward_end(keeps_graph=keeps_graph)
+
+    def _before_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
+        if current_session() is self:
+            self.steps.on_optimizer_start()
+
+    def _after_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
+        if current_session() is self:
+            self.steps.on_optimizer_end()
+
+    def _on_step_end(self) -> None:
+        self.residency.digests = False
+
+    def _on_shortage(self, size_bytes: int, why: str) -> None:
+        raise BudgetError(
+            budget_bytes=self.budget_bytes,
+            least_budget_bytes=self.ledger.live_bytes + size_bytes,
+            op=why,
+            largest=[],
+        )
+
+
+# -- the patches: put on with the first session, taken off with the last; they act only on threads that have one
+
+
+def _patch() -> None:
+    global _num_sessions  # noqa: PLW0603 - guarded by the lock
+    with _patch_lock:
+        _num_sessions += 1
+        if _num_sessions == 1:
+            _undo.extend([patch_run_backward(_make_run_backward), patch_functorch_guard(_make_functorch_guard), patch_compiled_call(_make_compiled_call)])
+
+
+def _unpatch() -> None:
+    global _num_sessions  # noqa: PLW0603 - guarded by the lock
+    with _patch_lock:
+        _num_sessions -= 1
+        if _num_sessions == 0:
+            while _undo:
+                _undo.pop()()
+
+
+def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the engine's signature
+        session = current_session()
+        if session is None:
+            return original(outputs, *args, **kwargs)
+        return session.backward.run(original, outputs, *args, **kwargs)
+
+    return run_backward
+
+
+def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.func.grad` and its kin refuse to run under saved-tensor hooks: inside them the scope is off, and what they make is kept."""
+    import contextlib  # noqa: PLC0415
+
+    @contextlib.contextmanager
+    def disable_saved_tensors_hooks(message: str) -> Any:  # noqa: ANN401
+        session = current_session()
+        if session is None:
+            with original(message):
+                yield
+            return
+        with without_saved_hooks(), without_mode(session.recorder), original(message):
+            yield
+
+    return disable_saved_tensors_hooks
+
+
+def _make_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled region is one opaque op: its kernels write buffers that no dispatch mode sees, so the recorder is off inside."""
+
+    def call_compiled(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        session = current_session()
+        if session is None:
+            return original(*args, **kwargs)
+        with without_mode(session.recorder):
+            return original(*args, **kwargs)
+
+    return call_compiled

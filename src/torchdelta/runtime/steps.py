@@ -1,0 +1,102 @@
+"""Finds the training steps in a loop that nobody marked.
+
+A step is one forward, backward and, where there is one, optimizer step. It ends after `optimizer.step()`; in a loop without `torch.optim` (or between the
+micro-batches of gradient accumulation) it ends where the next forward saves its first tensor after a backward that consumed its graph. Evaluation saves
+nothing and makes no step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from torchdelta._torch import graph_task_id
+from torchdelta.summary import StepSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.counters import Counters
+    from torchdelta.runtime.ledger import Ledger
+
+# Steps whose numbers are kept one by one; beyond it only the totals grow, so that a long run does not.
+MAX_KEPT_STEPS = 1000
+
+
+class StepTracker:
+    """Counts steps and takes their measure."""
+
+    def __init__(self, ledger: Ledger, counters: Counters) -> None:
+        self.ledger = ledger
+        self.counters = counters
+        self.summaries: list[StepSummary] = []
+        self.num_steps = 0
+        self.peak_bytes = 0
+        self.saved_bytes = 0  # of this step
+        self.is_in_optimizer = False
+        self.on_step_end: Callable[[], None] | None = None
+        self._had_backward = False
+        self._saved_index = 0
+        self._start_s = time.perf_counter()
+        self._before = counters.copy()
+
+    @property
+    def phase(self) -> str:
+        """Forward, backward or optimizer."""
+        if self.is_in_optimizer:
+            return "optimizer"
+        return "backward" if graph_task_id() != -1 else "forward"
+
+    def on_save(self) -> None:
+        """Autograd saves a tensor: a new forward, if a backward has ended since the last one."""
+        if self._had_backward and graph_task_id() == -1:
+            self.end()
+
+    def next_saved_index(self) -> int:
+        """Return the position of the next saved buffer in this step."""
+        self._saved_index += 1
+        return self._saved_index - 1
+
+    def on_backward_end(self, *, keeps_graph: bool) -> None:
+        """A backward has ended. One that keeps its graph (double backward, several losses) leaves the step open."""
+        if not keeps_graph:
+            self._had_backward = True
+
+    def on_optimizer_start(self) -> None:
+        """An optimizer begins its step."""
+        self.is_in_optimizer = True
+
+    def on_optimizer_end(self) -> None:
+        """An optimizer has stepped."""
+        self.is_in_optimizer = False
+        if self._had_backward:
+            self.end()
+
+    def end(self) -> None:
+        """Close the step."""
+        now_s = time.perf_counter()
+        done = self.counters.minus(self._before)
+        gone_bytes = done.swapped_out_bytes + done.dropped_bytes
+        summary = StepSummary(
+            index=self.num_steps,
+            time_s=now_s - self._start_s,
+            peak_bytes=self.ledger.peak_bytes,
+            kept_bytes=max(0, done.kept_bytes - gone_bytes),
+            swapped_out_bytes=done.swapped_out_bytes,
+            recomputed_bytes=done.recomputed_bytes,
+            stall_s=done.stall_s,
+            recompute_s=done.recompute_s,
+        )
+        if len(self.summaries) < MAX_KEPT_STEPS:
+            self.summaries.append(summary)
+        else:
+            self.summaries[-1] = summary
+        self.num_steps += 1
+        self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
+        self.ledger.peak_bytes = self.ledger.live_bytes
+        self._before = self.counters.copy()
+        self._start_s = now_s
+        self._had_backward = False
+        self._saved_index = 0
+        if self.on_step_end is not None:
+            self.on_step_end()
