@@ -254,6 +254,26 @@ class _Owner:
         self.tier.release(self.slot)
 
 
+@pytest.mark.parametrize("which", ["tier", "copier"])
+def test_a_release_waits_for_no_lock(tier: PooledTier, medium: ScriptedMedium, which: str) -> None:
+    """The collector may call it on a thread that is inside the tier, and a lock taken twice would never open."""
+    blocker, slot = tier.reserve(256), tier.reserve(256)
+    tier.write(blocker, filled_storage(256, 0))
+    medium.has_begun.acquire()
+    tier.write(slot, filled_storage(256, 1))
+    released = threading.Thread(target=tier.release, args=(slot,), daemon=True)
+    with tier._lock if which == "tier" else tier._copier._lock:
+        released.start()
+        released.join(timeout=30)
+        is_stuck = released.is_alive()
+    assert not is_stuck
+    medium.open()
+    tier.read(blocker, torch.UntypedStorage(256)).wait()
+    while tier.used_bytes > 256:
+        time.sleep(1e-3)
+    assert tier.used_bytes == 256
+
+
 def test_finalizers_may_release_at_any_moment() -> None:
     """The collector runs inside the tier's own calls, with its locks held, on any thread: no deadlock, exact counts."""
     tier = PooledTier(ErraticMedium(1), capacity_bytes=None)
