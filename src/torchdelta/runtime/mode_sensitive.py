@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import Final
 
 # Prefixes of `grad_fn.name()`.
-MODE_SENSITIVE_NODES: Final = frozenset({"ProdBackward", "MaskedFillBackward", "CumprodBackward", "MaskedScatterBackward"})
+MODE_SENSITIVE_NODES: Final = frozenset(
+    {
+        "ProdBackward",
+        "MaskedFillBackward",
+        "CumprodBackward",
+        "MaskedScatterBackward",
+        # These check that the loss is well defined, and leave the check out when a mode is on.
+        "LinalgEigBackward",
+        "LinalgEighBackward",
+        "LinalgSvdBackward",
+    }
+)
 
 
 def is_mode_sensitive(node_name: str) -> bool:

@@ -1,9 +1,12 @@
 """The allow-list of ops that may be run again instead of keeping what they made.
 
 An op is here when, given the same inputs, grad mode, numeric settings and random state, it gives the same bits on the same device. It is an allow-list
-because the other way round fails silently: a replay of `_ctc_loss` gave grossly wrong gradients in a prototype, without an error. Whatever is not
+because the other way round fails silently. Whatever is not
 here (collectives, custom and non-aten ops, Triton kernels, compiled regions, sparse kernels) is kept or swapped. Every op of torch's own op database
 that is named here was replayed and compared bit for bit (tests/same_bits/test_torch_ops.py).
+
+`empty` and its kin are not here: `at::tensor`, from C++, fills what it got from `empty` where no dispatch mode sees it (the target lengths inside
+`F.ctc_loss`), and a replay would bring back garbage. An op that overwrites the whole of an empty tensor needs no replay of it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ RECOMPUTABLE: Final = frozenset(
     channel_shuffle cholesky cholesky_inverse cholesky_solve clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone col2im complex
     constant_pad_nd convolution convolution_backward copy_ copysign cos cos_ cosh count_nonzero cummax cummin cumprod cumsum cumsum_
     deg2rad diag_embed diagonal_backward diagonal_copy diagonal_scatter digamma dist div div_ dot elu elu_ elu_backward embedding
-    embedding_dense_backward empty empty_like eq eq_ erf erf_ erfc erfc_ erfinv exp exp2 exp_ expand_copy expm1 expm1_ exponential_ eye
+    embedding_dense_backward eq eq_ erf erf_ erfc erfc_ erfinv exp exp2 exp_ expand_copy expm1 expm1_ exponential_ eye
     fill fill_ flip floor floor_ fmax fmin fmod fmod_ frac fractional_max_pool2d fractional_max_pool3d frexp full full_like gather
     gather_backward ge ge_ gelu gelu_ gelu_backward geometric_ glu glu_backward grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d
     gt gt_ hamming_window hann_window hardshrink hardsigmoid hardsigmoid_ hardsigmoid_backward hardswish hardswish_ hardswish_backward
@@ -46,7 +49,7 @@ RECOMPUTABLE: Final = frozenset(
     mkldnn_convolution mkldnn_rnn_layer mm mode mse_loss mse_loss_backward mul mul_ multi_margin_loss multilabel_margin_loss_forward mv
     mvlgamma nan_to_num nan_to_num_ nanmedian nansum narrow_copy native_batch_norm native_batch_norm_backward native_channel_shuffle
     native_dropout native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward ne
-    ne_ neg neg_ new_empty new_full new_ones new_zeros nextafter nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+    ne_ neg neg_ new_full new_ones new_zeros nextafter nll_loss2d_backward nll_loss2d_forward nll_loss_backward
     nll_loss_forward nonzero norm normal normal_ ones ones_like ormqr permute_copy pixel_shuffle pixel_unshuffle polar polygamma pow
     pow_ prod put put_ rad2deg rand rand_like randint randint_like randn randn_like random_ randperm reciprocal reciprocal_
     reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward relu relu_ remainder remainder_ renorm repeat

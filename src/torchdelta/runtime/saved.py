@@ -58,7 +58,12 @@ class Pinned:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        # A node that saves its own output must not hold the output's graph: that would be a cycle which no collector sees. The alias shares the version.
+        if tensor.is_leaf:
+            self.tensor = tensor
+        else:
+            with NoDispatch(), NoFunction():
+                self.tensor = tensor.detach()
         self.version = tensor._version
 
 

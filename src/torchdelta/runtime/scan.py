@@ -6,6 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 if TYPE_CHECKING:
     from torchdelta.runtime.ledger import Ledger
@@ -28,7 +29,7 @@ def scan_storages(ledger: Ledger) -> int:
 
 
 def _count(ledger: Ledger, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided:
+    if isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
         return
     ledger.know(tensor.untyped_storage())
     if tensor.is_leaf and tensor.requires_grad:
