@@ -1,0 +1,97 @@
+"""Same bits with a compiled submodule, used before, during and after the scope."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.same_bits.judge import Scope, assert_same_bits, inside_budget, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Compilation warns about itself and about what it imports.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Forget compiled code, so that no test runs what another one compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def has_compiler() -> bool:
+    """Say whether inductor can build a kernel on this machine."""
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(cpp_builder.get_cpp_compiler())
+    except (InvalidCxxCompiler, RuntimeError):
+        return False
+
+
+def compiled_block_step(backend: str) -> Any:
+    """Make a step whose middle is compiled, in one scope and after it."""
+    block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    weights = {name: value.clone() for name, value in block.state_dict().items()}
+    compiled = torch.compile(block, backend=backend)
+
+    def step(scope: Scope) -> dict[str, Any]:
+        block.load_state_dict(weights)
+        block.zero_grad()
+        before, after = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), nn.Linear(8, 1)
+        losses: list[float] = []
+
+        def train() -> None:
+            loss = after(compiled(before(torch.randn(4, 8))).sin()).pow(2).mean()
+            loss.backward()
+            losses.append(loss.item())
+
+        with scope():
+            train()
+            train()
+        train()
+        return state_of(block, before, after, losses=losses)
+
+    return step
+
+
+def test_compiled_with_eager_kernels() -> None:
+    """Dynamo and AOTAutograd, whose kernels are eager ones."""
+    assert_same_bits(compiled_block_step("aot_eager"))
+
+
+def test_scope_does_not_stop_the_compiler() -> None:
+    """A first call inside the scope is compiled there, and compiled code runs in every call, inside and after."""
+    num_runs = 0
+
+    def counting_backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        def run_graph(*inputs: Any) -> Any:
+            nonlocal num_runs
+            num_runs += 1
+            return graph.forward(*inputs)
+
+        return run_graph
+
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    compiled = torch.compile(block, backend=counting_backend)
+    x = torch.ones(4, 8)
+    with inside_budget("swap")():
+        compiled(x).sum().backward()
+        compiled(x).sum().backward()
+    compiled(x).sum().backward()
+    assert num_runs == 3
+
+
+@pytest.mark.skipif(not has_compiler(), reason="inductor finds no C++ compiler")
+def test_compiled_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels, whose bits no eager replay would give."""
+    # Vectorised kernels take the C++ compiler several times as long, and change nothing here.
+    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
+    assert_same_bits(compiled_block_step("inductor"))
