@@ -1,8 +1,6 @@
 """A Config is right from the start, or an error names the values that would be."""
 
 import dataclasses
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -54,15 +52,6 @@ def test_sizes_are_read():
     config = Config(host_budget="1GiB", disk_budget=10**9)
     assert (config.host_budget_bytes, config.disk_budget_bytes) == (2**30, 10**9)
     assert (Config().host_budget_bytes, Config().disk_budget_bytes) == (None, None)
-
-
-def test_the_swap_directory_is_option_then_environment_then_system(monkeypatch, tmp_path):
-    """An explicit directory wins over TORCHDELTA_SWAP_DIR, which wins over the system's."""
-    monkeypatch.delenv("TORCHDELTA_SWAP_DIR", raising=False)
-    assert Config().swap_directory == Path(tempfile.gettempdir())
-    monkeypatch.setenv("TORCHDELTA_SWAP_DIR", "/from/environment")
-    assert Config().swap_directory == Path("/from/environment")
-    assert Config(swap_dir=tmp_path).swap_directory == tmp_path
 
 
 @pytest.mark.parametrize("cls", [Config, SavedBuffer])

@@ -93,7 +93,7 @@ def imported_rooms(module: str) -> set[str]:
             top, _, rest = name.partition(".")
             if top == "torchdelta":
                 room = rest.split(".")[0]
-                rooms.add(room if (ROOT / room).is_dir() or (ROOT / f"{room}.py").is_file() else "__init__")
+                rooms.add(room if room and ((ROOT / room).is_dir() or (ROOT / f"{room}.py").is_file()) else "__init__")
     return rooms
 
 

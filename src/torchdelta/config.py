@@ -5,10 +5,8 @@ that wrote it and not deep inside the first training step.
 """
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from torchdelta.errors import ConfigError, SizeError
@@ -85,11 +83,6 @@ class Config:
         _check_directory(self.swap_dir)
         _check_size("host_budget", self.host_budget)
         _check_size("disk_budget", self.disk_budget)
-
-    @property
-    def swap_directory(self) -> Path:
-        """Where the swap file goes: the option, else TORCHDELTA_SWAP_DIR, else the system's temporary directory."""
-        return Path(self.swap_dir or os.environ.get("TORCHDELTA_SWAP_DIR") or tempfile.gettempdir())
 
     @property
     def host_budget_bytes(self) -> int | None:

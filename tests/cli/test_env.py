@@ -25,7 +25,14 @@ def test_json_is_one_object_with_sizes_as_ints(tmp_path):
     assert facts["num_usable_cores"] >= 1
     assert facts["swap_dir"] == facts["TORCHDELTA_SWAP_DIR"] == str(tmp_path)
     assert facts["swap_dir_free_bytes"] >= 0
+    assert facts["swap_dir_write_bytes_per_s"] > 0
     assert done.stderr == ""
+
+
+def test_a_swap_directory_that_cannot_be_used_is_said(tmp_path):
+    """The report is most needed where something is wrong: it still comes, with the reason."""
+    facts = json.loads(torchdelta("env", "--json", env={"TORCHDELTA_SWAP_DIR": str(tmp_path / "missing")}).stdout)
+    assert "missing" in facts["swap_dir_error"]
 
 
 def test_text_has_one_fact_a_line():

@@ -177,8 +177,8 @@ def test_the_budget_can_come_from_the_environment(script):
 @pytest.mark.parametrize(
     ("options", "env", "message"),
     [
-        (["--memory-budget", "0.8"], {}, "torchdelta: memory budget 0.8 has two readings"),
-        (["--memory-budget", "much"], {}, "torchdelta: memory budget 'much' is no size"),
+        (["--memory-budget", "0.8"], {}, "torchdelta: budget 0.8 has two readings"),
+        (["--memory-budget", "much"], {}, "torchdelta: budget 'much' is no size"),
         ([*BUDGET, "--policy", "belady"], {}, "torchdelta: policy='belady' is not allowed: use 'torchdelta'"),
         ([*BUDGET, "--tier", "tape"], {}, "torchdelta: tier='tape' is not allowed: use 'disk', 'memory'"),
         ([*BUDGET, "--swap-dir", "/nonexistent"], {}, "torchdelta: swap_dir='/nonexistent' is no directory"),

@@ -45,7 +45,7 @@ def demo(
     Exits with 1 when a promise is broken: another loss, other parameters, or a peak above the budget.
     """
     plain_run = _checked_run(memory_budget, policy, layers=layers, width=width, batch=batch, steps=steps)
-    with tqdm(total=2 * steps, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None) as bar:
+    with tqdm(total=2 * steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
         bar.set_description("plain")
         plain = _train(plain_run, bar)
         budget_bytes = parse_size(memory_budget, total_bytes=plain.peak_bytes, name="memory budget")

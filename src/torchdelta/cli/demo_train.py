@@ -20,13 +20,16 @@ import torch
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep
 
-__all__ = ["main", "train"]
+__all__ = ["main", "read_stdlib_source", "train"]
 
 
 def main() -> None:
     """Train as the JSON object in sys.argv[1] says, and report on stdout."""
     run = msgspec.json.decode(sys.argv[1], type=DemoRun)
-    result = train(run, report=lambda step: print(json.dumps(msgspec.to_builtins(step)), flush=True))
+    try:
+        result = train(run, report=lambda step: print(json.dumps(msgspec.to_builtins(step)), flush=True))
+    except torch.OutOfMemoryError as error:  # BudgetError is one
+        sys.exit(f"torchdelta: {error}")
     print(json.dumps(msgspec.to_builtins(result)), flush=True)
 
 
@@ -67,27 +70,23 @@ def train(run: DemoRun, report: Any) -> DemoResult:
         ).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     steps: list[DemoStep] = []
-    try:
-        for index in range(run.steps):
-            with meter:
-                if index == 0 and budget is not None:
-                    budget.start()
-                started_s = time.perf_counter()
-                batch = _read_batch(text, offsets, run)
-                loss = model(input_ids=batch, labels=batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                loss_value = loss.item()
-                del batch, loss
-                time_s = time.perf_counter() - started_s
-                if index == run.steps - 1 and budget is not None:
-                    budget.stop()
-            steps.append(DemoStep(index=index, loss=loss_value, loss_hex=loss_value.hex(), time_s=time_s))
-            report(steps[-1])
-    finally:
-        if budget is not None:
-            budget.stop()
+    for index in range(run.steps):
+        with meter:
+            if index == 0 and budget is not None:
+                budget.start()
+            started_s = time.perf_counter()
+            batch = _read_batch(text, offsets, run)
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_value = loss.item()
+            del batch, loss
+            time_s = time.perf_counter() - started_s
+            if index == run.steps - 1 and budget is not None:
+                budget.stop()
+        steps.append(DemoStep(index=index, loss=loss_value, loss_hex=loss_value.hex(), time_s=time_s))
+        report(steps[-1])
     meter.check_live(_storage_bytes(_tensors_held(model, optimizer)))
     return DemoResult(
         budget_bytes=run.budget_bytes,

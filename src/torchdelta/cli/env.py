@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import torchdelta
-from torchdelta.config import Config
+from torchdelta.errors import TierError
 from torchdelta.host import read_host_memory
 from torchdelta.units import format_bytes
 
@@ -44,7 +44,6 @@ def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 def read_env() -> dict[str, Any]:
     """The facts by name; sizes are ints of bytes under names that end in `_bytes`."""
     memory = read_host_memory()
-    swap_directory = Config().swap_directory
     return {
         "torchdelta": torchdelta.__version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -57,9 +56,7 @@ def read_env() -> dict[str, Any]:
         "cgroup_limit_bytes": memory.cgroup_limit_bytes,
         **_torch_facts(),
         **{name: _version(name) for name in _PACKAGES},
-        "swap_dir": str(swap_directory),
-        "swap_dir_file_system": file_system_type(swap_directory),
-        "swap_dir_free_bytes": shutil.disk_usage(swap_directory).free if swap_directory.is_dir() else None,
+        **_swap_facts(),
         **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
 
@@ -106,6 +103,26 @@ def _torch_facts() -> dict[str, Any]:
     }
 
 
+def _swap_facts() -> dict[str, Any]:
+    try:
+        from torchdelta.runtime.tiers.scratch import open_scratch_file, swap_directory
+    except ImportError:
+        return {}  # without torch, which _torch_facts has said already
+    directory = swap_directory(None)
+    facts: dict[str, Any] = {"swap_dir": str(directory), "swap_dir_file_system": file_system_type(directory)}
+    try:
+        scratch = open_scratch_file(directory, capacity_bytes=None)
+    except TierError as error:
+        return facts | {"swap_dir_error": str(error)}
+    os.close(scratch.descriptor)
+    return facts | {
+        "swap_dir_free_bytes": shutil.disk_usage(directory).free,
+        "swap_dir_is_direct": scratch.is_direct,
+        "swap_dir_write_bytes_per_s": round(scratch.write_bytes_per_s),
+        "swap_dir_read_bytes_per_s": round(scratch.read_bytes_per_s),
+    }
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -129,6 +146,8 @@ def _text(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         sizes = value if isinstance(value, list) else [value]
         return ", ".join(f"{format_bytes(size_bytes)} ({size_bytes})" for size_bytes in sizes)
+    if name.endswith("_bytes_per_s"):
+        return f"{format_bytes(value)}/s"
     if name == "python":
         return f"{value} ({sys.executable})"
     return str(value)
