@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import models
-from benchmarks.launch import WorkerError, run_worker
+from benchmarks.launch import WorkerError, WorkerTimeoutError, run_worker
 from benchmarks.outcome import Outcome, format_table
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ LEAST_SHARES = {"gpt2-like": 0.28, "bert-like": 0.35, "resnet50": 0.50}
 BISECTION_RESOLUTION = 0.005
 NAMED_LEAST_TOLERANCE = 0.05
 RECORD_ONLY_FACTOR = 4
+# A run that does not end is one that the budget was too small for, and a broken promise besides.
+TOO_SMALL = ("budget_error", "timeout")
 
 Record = dict[str, Any]
 
@@ -142,10 +144,21 @@ class Case:
         """Bisect the least budget at which the steps finish, then look below it."""
         low, high = self._bracket()
         runs: list[Record] = []
-        while high - low > BISECTION_RESOLUTION * self.plain_peak_bytes:
-            middle = (low + high) // 2
+        bound_bytes = int(LEAST_SHARES.get(self.model, 0) * self.plain_peak_bytes)
+        while True:
+            if high - low > BISECTION_RESOLUTION * self.plain_peak_bytes:
+                middle = (low + high) // 2
+            elif low < bound_bytes < high:
+                # The share that is wanted lies in the last interval: ask it directly.
+                middle = bound_bytes
+            else:
+                break
             record = self._work("--meter", "none", "--no-gradients", "--budget-bytes", middle)
             runs.append(record)
+            if record["outcome"] == "crashed":
+                # A crash says nothing about the budget: no least is stated.
+                self.data["least_runs"] = runs
+                return
             if record["outcome"] == "finished":
                 high = middle
             else:
@@ -160,9 +173,9 @@ class Case:
             self._look_below(fraction, high)
 
     def _bracket(self) -> tuple[int, int]:
-        """Return a budget that is too small and one that is enough, from the runs made so far."""
+        """Return a budget that is too small and one that is enough, from the runs made so far; crashes tell nothing."""
         finished = [r["budget_bytes"] for r in self.data["shares"].values() if r["outcome"] == "finished"]
-        failed = [r["budget_bytes"] for r in self.data["shares"].values() if r["outcome"] != "finished"]
+        failed = [r["budget_bytes"] for r in self.data["shares"].values() if r["outcome"] in TOO_SMALL]
         high = min(finished, default=2 * self.plain_peak_bytes)
         return max((size for size in failed if size < high), default=0), high
 
@@ -191,9 +204,12 @@ class Case:
                 raise
             # A crash inside a budget is a finding, not the end of the benchmark.
             self._check(f"worker {' '.join(map(str, arguments))}", str(error), False)
-            budget_bytes = arguments[arguments.index("--budget-bytes") + 1]
-            failure = {"type": "WorkerError", "message": str(error), "step": 0, "least_budget_bytes": None}
-            return {"outcome": "crashed", "budget_bytes": budget_bytes, "error": failure, "scope_peak_bytes": 0}
+            return {
+                "outcome": "timeout" if isinstance(error, WorkerTimeoutError) else "crashed",
+                "budget_bytes": arguments[arguments.index("--budget-bytes") + 1],
+                "error": {"type": type(error).__name__, "message": str(error), "least_budget_bytes": None},
+                "scope_peak_bytes": 0,
+            }
 
     def _check(self, name: str, detail: str, passed: bool) -> None:
         self.outcome.check(f"{self.label}: {name}", detail, passed=passed, required=self.required)

@@ -16,6 +16,10 @@ class WorkerError(Exception):
     """A worker crashed, ran out of time or distrusts its own measure."""
 
 
+class WorkerTimeoutError(WorkerError):
+    """A worker did not finish in the time it was given."""
+
+
 def worker_environment(threads: int) -> dict[str, str]:
     """Return the environment of a measured process: quiet, and with a fixed number of threads."""
     paths = [str(REPOSITORY / "src"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
@@ -33,7 +37,8 @@ def run_worker(*arguments: object, threads: int = 1, timeout_s: float = 600) -> 
     """Run `benchmarks.worker` with these arguments and return its record.
 
     Raises:
-        WorkerError: The worker crashed, exceeded `timeout_s` or reported that its measure cannot be trusted.
+        WorkerError: The worker crashed, or reported that its measure cannot be trusted.
+        WorkerTimeoutError: It exceeded `timeout_s`.
     """
     record = run_module("worker", *arguments, "--json", threads=threads, timeout_s=timeout_s)
     if record["outcome"] == "meter_error":
@@ -74,9 +79,10 @@ def _run_json(module: str, words: list[str], threads: int, timeout_s: float) -> 
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
-        raise WorkerError(f"{module} {' '.join(words)}: not finished after {timeout_s:.0f} s") from error
+        raise WorkerTimeoutError(f"{module} {' '.join(words)}: not finished after {timeout_s:.0f} s") from error
     lines = [line for line in finished.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        tail = "\n".join(finished.stderr.splitlines()[-15:])
-        raise WorkerError(f"{module} {' '.join(words)}: exit code {finished.returncode}\n{tail}")
+        # Where it happened and what it was; the whole traceback comes back by running the command by hand.
+        tail = " | ".join(line.strip() for line in finished.stderr.splitlines()[-4:])
+        raise WorkerError(f"{module} {' '.join(words)}: exit code {finished.returncode}: {tail}")
     return json.loads(lines[-1])

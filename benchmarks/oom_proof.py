@@ -72,6 +72,9 @@ def run(options: argparse.Namespace) -> Outcome:
         free_budgeted = proof.run("torchdelta run", budgeted, None)
         passed = final_loss(free_budgeted) == final_loss(free_plain)
         outcome.check("torchdelta run, no limit", final_loss(free_budgeted) or tail(free_budgeted), passed=passed)
+        if not passed:
+            print(free_budgeted.stderr[-2000:])
+            return outcome
         used = [proof.used_bytes(finished) for finished in (free_plain, free_budgeted)]
         limit_bytes = options.limit_bytes or int(used[1] + LIMIT_POSITION * (used[0] - used[1]))
         margin = used[0] - limit_bytes
