@@ -193,3 +193,20 @@ def input_sizes_bytes(node: Any) -> int:  # noqa: ANN401 - autograd nodes have n
 
 conj: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+
+
+def _fake() -> tuple[Any, Any]:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: PLC0415 - 0.2 s, and only an impossible budget needs it
+
+    return FakeTensor, FakeTensorMode
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - module attribute
+    if name in {"FakeTensor", "FakeTensorMode"}:
+        return _fake()[name == "FakeTensorMode"]
+    raise AttributeError(name)
+
+
+def fake_view(mode: Any, tensor: torch.Tensor, device_type: str) -> torch.Tensor:  # noqa: ANN401 - a FakeTensorMode
+    """Return a meta tensor as a fake tensor on a device; they share the (memory-less) storage."""
+    return _fake()[0](mode, tensor, torch.device(device_type))

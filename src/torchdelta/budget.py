@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from torchdelta.config import Config
 from torchdelta.errors import ScopeError
 from torchdelta.runtime.device import device_memory_bytes
+from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.session import Session
 from torchdelta.summary import Summary
 from torchdelta.units import parse_size
@@ -66,9 +68,9 @@ class MemoryBudget:
         if session is None:
             msg = "this MemoryBudget is not running: start it first"
             raise ScopeError(msg)
-        session.stop()
         self._session = None
         self._past = [session]
+        session.stop()
 
     def __enter__(self) -> MemoryBudget:
         """Start."""
@@ -76,8 +78,12 @@ class MemoryBudget:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, whatever happened inside."""
-        self.stop()
+        """Stop, whatever happened inside. An impossible budget that nothing else has told of yet is told here."""
+        if isinstance(error, BudgetError) or (error is not None and not isinstance(error, Exception)):
+            with contextlib.suppress(BudgetError):
+                self.stop()
+        else:
+            self.stop()
 
     def summary(self) -> Summary:
         """Return what was done since the last start."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta._torch import input_sizes_bytes, mode_stack, num_modes, pop_mode, push_mode, storage_address, without_mode
+from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.mode_sensitive import is_mode_sensitive
 
 if TYPE_CHECKING:
@@ -34,18 +35,23 @@ class Backward:
         self.recorder = recorder
         self._pending: list[Any] = []  # leaves whose .grad may be new since the last node
         self._depth = 0
+        self._leaves: list[Any] = []  # of the running backward; a survey leaves no fake gradient on them
 
     def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the engine's signature
         """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
         num_before = num_modes()
         keeps_graph = bool((len(args) > 1 and args[1]) or (len(args) > 2 and args[2]) or kwargs.get("retain_graph") or kwargs.get("create_graph"))
         handles: list[Any] = []
+        error: BaseException | None = None
         self._depth += 1
         try:
             with without_mode(self.recorder):
                 self._install(outputs, handles)
                 try:
                     result = original(outputs, *args, **kwargs)
+                except BaseException as raised:
+                    error = raised
+                    raise
                 finally:
                     for handle in handles:
                         handle.remove()
@@ -56,8 +62,22 @@ class Backward:
                 pop_mode()
             self._depth -= 1
             self._settle()
+            if self.session.survey is not None:
+                self.session.survey.leaves.extend(self._leaves)
+            if self._depth == 0:
+                self._leaves.clear()
             if self._depth == 0:
                 self.session.on_backward_end(keeps_graph=keeps_graph)
+                if self.session.survey is not None:
+                    self._end_survey(error)
+            error = None  # an exception that its own frame holds would keep everything in it alive
+
+    def _end_survey(self, error: BaseException | None) -> None:
+        """The backward of an impossible step is over: say what it would have needed. An error of its own means that it was not seen to its end."""
+        survey = self.session.survey
+        if survey is None or isinstance(error, BudgetError | KeyboardInterrupt):
+            return
+        raise survey.error(is_lower_bound=error is not None) from error
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:  # noqa: ANN401 - tensors or gradient edges
         stack: list[Any] = []
@@ -82,6 +102,7 @@ class Backward:
                 continue
             following = [child for child, _ in node.next_functions]
             leaves = [child.variable for child in following if child is not None and child.name() == _ACCUMULATE]
+            self._leaves.extend(leaves)
             if is_mode_sensitive(name):
                 handles.append(node.register_prehook(functools.partial(self._before_blind, name, following)))
                 handles.append(node.register_hook(functools.partial(self._after_blind, leaves)))

@@ -110,6 +110,18 @@ class TierCopy:
         self.tier.release(self.slot)
 
 
+class SurveyedCopy(TierCopy):
+    """A copy in name only, for a survey: nothing was moved and nothing can be read."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.transfer = self.source = None
+
+    def __del__(self) -> None:
+        return
+
+
 class Fetch:
     """A buffer's content on its way back. The target storage outlives the transfer whatever happens to the buffer."""
 

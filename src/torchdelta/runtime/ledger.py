@@ -23,6 +23,8 @@ class Ledger:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
+        self.new_device = device_type  # where storages of the runtime's own are made; "meta" in a survey (survey.py)
+        self.counted_devices = frozenset({device_type})
         self.records: dict[int, StorageRecord] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -37,7 +39,7 @@ class Ledger:
         address = storage._cdata
         record = self.records.get(address)
         if record is None:
-            record = StorageRecord(address, storage.nbytes() if storage.device.type == self.device_type else 0, self._died)
+            record = StorageRecord(address, storage.nbytes() if storage.device.type in self.counted_devices else 0, self._died)
             record.watch_storage(storage)
             self._add(record)
         elif record.reference is None:
@@ -123,7 +125,11 @@ class Ledger:
     def hold(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         """Keep a buffer's storage alive through an alias; remember whose version tells of writes that nobody recorded."""
         with NoDispatch(), NoFunction():
-            alias = tensor.detach()
+            if tensor.__class__ is torch.Tensor or tensor.__class__ is torch.nn.Parameter:
+                alias = tensor.detach()
+            else:  # a fake tensor of a survey
+                storage = tensor.untyped_storage()
+                alias = tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
             buffer.strong = alias
             buffer.witness = tensor if tensor.is_leaf and buffer.op is None else alias
             buffer.witness_version = buffer.witness._version

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchdelta import _torch
 from torchdelta._torch import graph_task_id, storage_address
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
@@ -45,6 +46,7 @@ class Recorder(TorchDispatchMode):
         self.residency = session.residency
         self.counters = session.counters
         self.predictor = Predictor()
+        self.execute = execute  # a survey puts its own in place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
         """Run one op. The signature is torch's."""
@@ -53,18 +55,19 @@ class Recorder(TorchDispatchMode):
             facts = func._torchdelta_facts
         except AttributeError:
             facts = facts_of(func)
-        if types:  # a tensor subclass runs its own ops below us: leave it alone
-            return func(*args, **(kwargs or {}))
+        survey = self.session.survey
+        if types and (survey is None or any(a_type is not _torch.FakeTensor for a_type in types)):
+            return func(*args, **(kwargs or {}))  # a tensor subclass runs its own ops below us: leave it alone
         kind = facts.kind
         grad_enabled = torch.is_grad_enabled()
         counts_only = not grad_enabled and graph_task_id() != -1
         if kind is Kind.VIEW:
-            out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+            out = self.execute(func, facts, args, kwargs)
             if counts_only:
                 self._note_backward_output(out)
             return out
         if kind is Kind.NO_OUTPUT:
-            return func._op(*args, **kwargs) if kwargs else func._op(*args)
+            return self.execute(func, facts, args, kwargs)
         self.counters.num_ops += 1
         self.ledger.clock += 1
         records = not counts_only and (grad_enabled or self.session.num_handles > 0)
@@ -80,7 +83,7 @@ class Recorder(TorchDispatchMode):
         key = self.predictor.key(func, args, kwargs)
         self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
         start_s = _clock_s()
-        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
         self._note_backward_output(out)
         if self.ledger.trace is not None:
@@ -107,7 +110,7 @@ class Recorder(TorchDispatchMode):
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
         start_s = _clock_s()
-        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
         if entry is not None:
             entry.time_s = time_s
@@ -169,7 +172,7 @@ class Recorder(TorchDispatchMode):
     # -- ops that write their arguments
 
     def _write(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool) -> Any:  # noqa: ANN401
-        targets = _written_tensors(facts, args, kwargs)
+        targets = written_tensors(facts, args, kwargs)
         if facts.written_keywords:
             key = self.predictor.key(func, args, kwargs)
             self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
@@ -186,7 +189,7 @@ class Recorder(TorchDispatchMode):
             if address not in old:
                 old[address] = (tensor, self._overwritten(tensor))
         start_s = _clock_s()
-        out = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
         if entry is not None:
             entry.time_s = time_s
@@ -274,7 +277,13 @@ class Recorder(TorchDispatchMode):
             self.session.saved.on_resaved(buffer)
 
 
-def _written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
+def execute(func: Any, _facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401 - an op returns anything
+    """Run an op for real."""
+    return func._op(*args, **kwargs) if kwargs else func._op(*args)
+
+
+def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Return the tensors that an op writes, in the order of its arguments."""
     targets: list[torch.Tensor] = []
     for position in facts.written_positions:
         argument = args[position] if position < len(args) else None

@@ -133,6 +133,9 @@ class Rematerializer:
     def _replay(self, buffer: Buffer, target: Buffer, uses: dict[int, int], kept: dict[int, torch.UntypedStorage]) -> None:
         entry = buffer.op
         assert entry is not None
+        if self.residency.surveys:
+            self._count_replay(entry, buffer, target, uses, kept)
+            return
         build = _Arguments(self, entry, kept)
         self.counters.num_recomputed_ops += 1
         try:
@@ -148,6 +151,21 @@ class Rematerializer:
         finally:
             args = kwargs = outputs = None
             build.clear()
+        self.ledger.clock += 1
+
+    def _count_replay(self, entry: OpEntry, wanted: Buffer, target: Buffer, uses: dict[int, int], kept: dict[int, torch.UntypedStorage]) -> None:
+        """In a survey: make room and storages for a replay, but run nothing."""
+        sources_there = [self.residency.bring(source) for source in sources(entry) if id(source) not in kept]
+        expected = [buffer for reference in entry.outputs if (buffer := reference()) is not None]
+        self.residency.room(sum(buffer.size_bytes for buffer in expected), f"{entry.facts.name} (recomputed)")
+        for buffer in expected:
+            storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
+            self.ledger.know(storage)
+            if buffer is wanted or (self.residency.resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))):
+                self.residency.adopt(buffer, storage)
+                if buffer is target or uses.get(id(buffer)):
+                    kept[id(buffer)] = storage
+        sources_there.clear()
         self.ledger.clock += 1
 
     def _take(

@@ -15,7 +15,7 @@ import torch
 from torchdelta._torch import Quietly, storage_address, storage_num_holders
 from torchdelta.errors import SavedTensorError, TierError, TierFullError
 from torchdelta.runtime.action import Action
-from torchdelta.runtime.buffer import Buffer, Fetch, TierCopy
+from torchdelta.runtime.buffer import Buffer, Fetch, SurveyedCopy, TierCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +53,7 @@ class Residency:
         self.on_shortage: Callable[[int, str], None]
         self.digests = False  # verify="first-step": hash what is dropped
         self.prefetches = True
+        self.surveys = False  # an impossible budget is being surveyed: count, but move nothing
         self._open_tier = open_tier
         self._tier: Tier | None = None
         self._tier_is_full = False
@@ -171,7 +172,7 @@ class Residency:
             action = Action.DROP
         self.counters.num_evictions += 1
         if action is Action.DROP or buffer.copy is None:
-            if self.digests and buffer.copy is None:
+            if self.digests and buffer.copy is None and not self.surveys:
                 buffer.digest = digest_of(buffer.strong.untyped_storage())
             self.counters.dropped_bytes += buffer.size_bytes
             if buffer.copy is None:
@@ -188,6 +189,9 @@ class Residency:
     def _write(self, buffer: Buffer) -> bool:
         if self._tier_is_full or buffer.strong is None:
             return False
+        if self.surveys:
+            buffer.copy = SurveyedCopy()
+            return True
         try:
             slot = self.tier.reserve(buffer.size_bytes)
         except TierFullError:
@@ -200,6 +204,9 @@ class Residency:
     def preserve(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
         """Copy a buffer's content before an op overwrites it: something recorded still depends on it, and nothing can recompute it."""
         self.counters.num_copies_before_write += 1
+        if self.surveys:
+            buffer.copy = SurveyedCopy()
+            return
         with Quietly():
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
             if buffer.size_bytes < self.least_eviction_bytes * 16 or self._tier_is_full:
@@ -250,8 +257,10 @@ class Residency:
         copy = buffer.copy
         assert copy is not None
         self.room(buffer.size_bytes, "swap-in")
-        storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.device_type)
+        storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
         self.adopt(buffer, storage)
+        if self.surveys:
+            return storage
         self.counters.stall_s += copy.arrive()
         self.counters.stall_s += copy.tier.read(copy.slot, storage).wait()
         self.counters.swapped_in_bytes += buffer.size_bytes

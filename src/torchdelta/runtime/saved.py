@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 _empty: dict[torch.dtype, torch.Tensor] = {}
+_unchanging = torch.empty(0)
 _ACTIONS = {"recompute": Action.DROP, "swap": Action.SWAP, "keep": None}
 
 
@@ -37,6 +38,10 @@ class Handle:
         self.session = session
         self.view = View(buffer, tensor)
         self.version = tensor._version
+        if session.survey is not None:
+            self.probe = _unchanging
+            self.version = _unchanging._version
+            return
         dtype = tensor.dtype
         with NoDispatch(), NoFunction():
             probe = tensor.detach()
@@ -75,11 +80,12 @@ class SavedTensors:
         self.ledger = session.ledger
         self.residency = session.residency
         self.decisions = decisions
+        self.plain_types = frozenset(_PLAIN_TYPES)
         self.least_bytes = 0 if decisions is not None else self.residency.least_eviction_bytes
 
     def pack(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - autograd takes any object
         """Take a tensor that autograd saves."""
-        if tensor.__class__ not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+        if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided:
             return tensor
         session = self.session
         session.steps.on_save()
@@ -154,6 +160,8 @@ class SavedTensors:
             buffer = buffer.successor
         with Quietly():
             tensor = view.on(self.residency.bring(buffer))
+        if tensor.is_meta and self.session.survey is not None:
+            tensor = self.session.survey.view(tensor)
         if self.residency.away and self.residency.prefetches:
             self.residency.prefetch(buffer.save_order)
         return tensor

@@ -5,26 +5,27 @@ It outlives the stop while saved tensors of its graphs are alive: a backward aft
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchdelta._torch import mode_stack, patch_compiled_call, patch_functorch_guard, patch_run_backward, without_mode, without_saved_hooks
+from torchdelta._torch import graph_task_id, mode_stack, patch_compiled_call, patch_functorch_guard, patch_run_backward, without_mode, without_saved_hooks
 from torchdelta.errors import ScopeError
 from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.counters import Counters
-from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.modules import ModuleTracker
 from torchdelta.runtime.react import REGISTRY
-from torchdelta.runtime.recorder import Recorder
+from torchdelta.runtime.recorder import Recorder, execute
 from torchdelta.runtime.rematerialize import Rematerializer
 from torchdelta.runtime.residency import Residency
 from torchdelta.runtime.saved import SavedTensors
 from torchdelta.runtime.scan import scan_storages
 from torchdelta.runtime.steps import StepTracker
+from torchdelta.runtime.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 from torchdelta.summary import Summary
 from torchdelta.units import parse_size
@@ -72,6 +73,7 @@ class Session:
         self.steps.on_step_end = self._on_step_end
         self.modules = ModuleTracker()
         self.num_handles = 0
+        self.survey: Survey | None = None
         self.node_name = ""
         self.saved = SavedTensors(self, config.decisions)
         self.recorder = Recorder(self)
@@ -128,8 +130,11 @@ class Session:
         self._optimizer_hooks.clear()
         _unpatch()
         self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
+        impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
         if self.num_handles == 0:
             self._finish()
+        if impossible is not None:
+            raise impossible
 
     def _finish(self) -> None:
         self.ledger.cut()
@@ -168,6 +173,8 @@ class Session:
 
     def _before_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
         if current_session() is self:
+            if self.survey is not None:
+                raise self.survey.error(is_lower_bound=True)
             self.steps.on_optimizer_start()
 
     def _after_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
@@ -178,12 +185,25 @@ class Session:
         self.residency.digests = False
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
-        raise BudgetError(
-            budget_bytes=self.budget_bytes,
-            least_budget_bytes=self.ledger.live_bytes + size_bytes,
-            op=why,
-            largest=[],
-        )
+        """The budget cannot hold at this op. See [Note: an impossible budget] in survey.py."""
+        if self.survey is None:
+            self.survey = Survey(self)
+            self.survey.need(size_bytes, why)
+            is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.num_handles > 0
+            if self.steps.is_in_optimizer or not is_trainable or self._is_stopped:
+                raise self.survey.error(is_lower_bound=False)
+            logging.getLogger("torchdelta").info("the budget of %d bytes cannot hold at %s: surveying the rest of the step", self.budget_bytes, why)
+        self.survey.need(size_bytes, why)
+
+    def end_survey(self) -> None:
+        """Go back to real tensors."""
+        self.survey = None
+        self.ledger.new_device = self.ledger.device_type
+        self.ledger.counted_devices = frozenset({self.ledger.device_type})
+        self.residency.budget_bytes = self.budget_bytes
+        self.residency.surveys = False
+        self.residency.prefetches = True
+        self.recorder.execute = execute
 
 
 # -- the patches: put on with the first session, taken off with the last; they act only on threads that have one
