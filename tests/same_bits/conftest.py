@@ -6,7 +6,8 @@ import gc
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
+
+from tests.same_bits.judge import comparable_conditions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,13 +22,6 @@ def _thaw() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _comparable() -> Iterator[None]:
-    """Run on one thread, and leave the objects of earlier imports out of this test's many collections.
-
-    `transformers` and the op database are about a million objects; the judge collects after each of its runs.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    torch.set_num_threads(num_threads)
+    """Give every test of this folder the same conditions."""
+    with comparable_conditions():
+        yield

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,20 @@ def state_of(*modules: torch.nn.Module, **others: Any) -> dict[str, Any]:
         for name, buffer in module.named_buffers():
             observed[f"{index}.buffer.{name}"] = buffer
     return observed
+
+
+@contextlib.contextmanager
+def comparable_conditions() -> Iterator[None]:
+    """Run on one thread, and leave the objects of earlier imports out of the judge's many collections.
+
+    `transformers` and the op database are about a million objects; the judge collects after each of its runs.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def seed_everything(seed: int = SEED) -> None:
