@@ -14,6 +14,8 @@ from torchdelta._torch import Quietly, storage_address
 from torchdelta.runtime.opfacts import Kind, OpFacts
 
 _MAX_KEYS: Final = 200_000
+# 1 == 1.0 == True, and yet they promote a tensor to different dtypes.
+_EQUAL_TO_INTS: Final = frozenset({float, bool, complex})
 
 
 class Predictor:
@@ -54,6 +56,8 @@ class Predictor:
     def _ask(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:  # noqa: ANN401
         if facts.kind is Kind.WRITE and not facts.written_keywords and not facts.keeps_statistics:
             return 0
+        if func.namespace != "aten":  # somebody's own kernel might take a meta tensor, and do there what it must do only once
+            return _guess(args)
         try:
             with Quietly():
                 meta_args = [_to_meta(a) for a in args]
@@ -65,7 +69,11 @@ class Predictor:
                 outputs = func(*meta_args, **meta_kwargs)
                 return new_bytes(outputs, args)
         except Exception:  # noqa: BLE001 - whatever a meta kernel cannot do, the guess can
-            return sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
+            return _guess(args)
+
+
+def _guess(args: tuple[Any, ...]) -> int:
+    return sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
 
 
 def new_bytes(outputs: Any, args: tuple[Any, ...]) -> int:  # noqa: ANN401 - an op returns anything
@@ -89,7 +97,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - op arguments are anything
         return (value.shape, value.dtype)
     if value.__class__ is list or value.__class__ is tuple:
         return tuple(_plain(item) for item in value)
-    return value
+    return (value.__class__, value) if value.__class__ in _EQUAL_TO_INTS else value
 
 
 def _to_meta(value: Any) -> Any:  # noqa: ANN401 - op arguments are anything
