@@ -1,0 +1,150 @@
+"""The predictor's answer before an op against what the op then allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdelta.runtime.opfacts import Kind, facts_of
+from torchdelta.runtime.predict import Predictor, new_bytes
+
+
+class Compare(TorchDispatchMode):
+    """Asks a fresh predictor before each op and takes the truth after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[tuple[str, int, int]] = []
+        self.predictor = Predictor()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Predict, run, compare."""
+        del types
+        facts = facts_of(func)
+        key = self.predictor.key(func, args, kwargs)
+        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        if facts.kind is Kind.COMPUTE:
+            self.answers.append((facts.name, predicted_bytes, new_bytes(out, args)))
+        return out
+
+
+PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "elementwise": lambda x: (x * 2).sin() + x,
+    "broadcast": lambda x: x[:, None] + x[None, :],
+    "product": lambda x: x @ x.t(),
+    "promotion": lambda x: (x > 0) * 1.5 + torch.arange(8) + x.double(),
+    "normalization": lambda x: torch.nn.functional.layer_norm(x, (8,)),
+    "sort": lambda x: (x.sort(), x.topk(2), x.max(0)),
+    "reduction": lambda x: (x.sum(0), x.mean(), x.var(1), x.argmax(1)),
+    "concatenation": lambda x: torch.cat([x, x]) + torch.stack([x, x]).sum(0).repeat(2, 1),
+    "factories": lambda _: (torch.zeros(3, 4), torch.ones(5, dtype=torch.int8), torch.full((2, 2), 7.0), torch.arange(9)),
+    "random": lambda x: (torch.rand(4, 5), torch.randn_like(x), torch.nn.functional.dropout(x, 0.5), torch.randperm(6)),
+    "convolution": lambda x: torch.nn.functional.conv2d(x[None, None], torch.ones(3, 1, 3, 3), padding=1),
+    "pooling": lambda x: torch.nn.functional.max_pool2d(x[None, None], 2, return_indices=True),
+    "batch-norm": lambda x: torch.nn.functional.batch_norm(x, torch.zeros(8), torch.ones(8), training=True),
+    "indexing": lambda x: (x[torch.tensor([0, 2, 2])], x.gather(1, torch.zeros(8, 2, dtype=torch.int64))),
+    "strided": lambda x: (x.t() * 2, x[:, ::2].exp(), x.expand(3, 8, 8) + 1, x.t().clone()),
+    "casts": lambda x: (x.to(torch.bfloat16), x.long(), x.bool(), x.to(torch.complex64)),
+    "split": lambda x: torch.functional.split(x.clone(), 3),
+    "empty": lambda x: (x[:0] * 2, x.new_zeros(0)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_first_prediction_is_exact(name: str) -> None:
+    """A meta run tells the bytes before the first run of an op."""
+    x = torch.randn(8, 8)
+    with Compare() as compare:
+        PROGRAMS[name](x)
+    assert compare.answers
+    wrong = [answer for answer in compare.answers if answer[1] != answer[2]]
+    assert wrong == []
+
+
+def test_truth_replaces_a_guess() -> None:
+    """The output of a data-dependent op is guessed by its inputs, and learned when it is known."""
+    predictor, x = Predictor(), torch.tensor([1.0, 0.0, 2.0])
+    func, args = torch.ops.aten.nonzero.default, (torch.tensor([1.0, 0.0, 2.0]),)
+    key = predictor.key(func, args, None)
+    assert predictor.output_bytes(key, facts_of(func), func, args, None) == x.nbytes
+    predictor.learn(key, 16)
+    assert predictor.output_bytes(key, facts_of(func), func, args, None) == 16
+
+
+def test_in_place_ops_make_nothing() -> None:
+    """They are not even asked."""
+    predictor, args = Predictor(), (torch.zeros(4), 1)
+    func = torch.ops.aten.add_.Tensor
+    assert predictor.output_bytes(predictor.key(func, args, None), facts_of(func), func, args, None) == 0
+
+
+def test_key_tells_shapes_dtypes_and_numbers_apart() -> None:
+    """Whatever changes the size changes the key."""
+    predictor, func = Predictor(), torch.ops.aten.sum.dim_IntList
+    keys = {
+        predictor.key(func, (torch.zeros(shape, dtype=dtype), [dim]), {"keepdim": keepdim})
+        for shape in [(2, 3), (3, 2)]
+        for dtype in [torch.float32, torch.float64]
+        for dim in [0, 1]
+        for keepdim in [False, True]
+    }
+    assert len(keys) == 16
+
+
+@pytest.mark.parametrize("numbers", [(2, 2.0), (1, True), (2.0, 2 + 0j)], ids=["int-float", "int-bool", "float-complex"])
+def test_equal_numbers_of_different_types_have_different_keys(numbers: tuple[Any, Any]) -> None:
+    """`uint8 * 2` makes one byte an element, `uint8 * 2.0` four."""
+    predictor, func, x = Predictor(), torch.ops.aten.mul.Tensor, torch.ones(10, dtype=torch.uint8)
+    for number in numbers:
+        args = (x, number)
+        predicted_bytes = predictor.output_bytes(predictor.key(func, args, None), facts_of(func), func, args, None)
+        assert predicted_bytes == func(*args).nbytes
+
+
+def test_foreign_ops_are_never_run_to_predict() -> None:
+    """A custom op may do on a meta tensor what it must do only once: it is guessed at."""
+    calls: list[str] = []
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.device.type)
+        return x * 2
+
+    with torch.library._scoped_library("torchdelta_predict", "DEF") as library:
+        library.define("counted(Tensor x) -> Tensor")
+        library.impl("counted", count, "CompositeExplicitAutograd")
+        func, args = torch.ops.torchdelta_predict.counted.default, (torch.zeros(4),)
+        predictor = Predictor()
+        assert predictor.output_bytes(predictor.key(func, args, None), facts_of(func), func, args, None) == 16
+    assert calls == []
+
+
+def test_arguments_that_cannot_be_hashed_are_asked_each_time() -> None:
+    """A key with an unhashable part is no key, and no error."""
+    predictor, args = Predictor(), (torch.zeros(4), 1)
+    func = torch.ops.aten.add.Tensor
+    key = (func, {})
+    assert predictor.output_bytes(key, facts_of(func), func, args, None) == 16
+    predictor.learn(key, 99)
+    assert predictor.output_bytes(key, facts_of(func), func, args, None) == 16
+
+
+def test_memory_of_the_predictor_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that never repeat do not make it grow for ever."""
+    monkeypatch.setattr("torchdelta.runtime.predict._MAX_KEYS", 10)
+    predictor = Predictor()
+    for index in range(100):
+        predictor.learn(("op", index), index)
+    assert len(predictor._bytes) <= 11
+
+
+def test_new_bytes_counts_each_storage_once() -> None:
+    """Outputs that share a storage, or give an argument back, cost nothing twice."""
+    x, y = torch.zeros(4), torch.zeros(8)
+    assert new_bytes((y, y[2:], x), (x,)) == 32
+    assert new_bytes([y, torch.zeros(2)], ()) == 40
+    assert new_bytes(None, ()) == 0
