@@ -394,7 +394,7 @@ def test_masks_without_gradients_are_evicted_too() -> None:
     x = leaf(64, 64)
     with MemoryBudget(UNLIMITED, Config(decisions=decide, tier="memory")) as budget:
         F.dropout(x * 2, 0.5).sin().sum().backward()
-    assert any("dropout" in op or "bernoulli" in op for op in asked)
+    assert any(name in op for op in asked for name in ("dropout", "bernoulli", "div_")), asked
     assert budget.summary().swapped_out_bytes >= x.nbytes
 
 

