@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ class ModuleTracker:
         self._names: weakref.WeakKeyDictionary[Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._root: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
+        self._thread_id = 0  # the hooks are global: modules of other threads are not ours
 
     @property
     def current(self) -> str:
@@ -29,6 +31,7 @@ class ModuleTracker:
     def start(self) -> None:
         """Begin to follow module calls."""
         if not self._handles:
+            self._thread_id = threading.get_ident()
             self._handles = [
                 nn_module.register_module_forward_pre_hook(self._enter),
                 nn_module.register_module_forward_hook(self._leave, always_call=True),
@@ -42,6 +45,8 @@ class ModuleTracker:
         self._stack.clear()
 
     def _enter(self, module: Module, _args: Any) -> None:  # noqa: ANN401 - the hook's signature
+        if threading.get_ident() != self._thread_id:
+            return
         if not self._stack:
             names = self._names.get(module)
             if names is None:
@@ -51,5 +56,5 @@ class ModuleTracker:
         self._stack.append(self._root.get(id(module), type(module).__name__))
 
     def _leave(self, _module: Module, _args: Any, _output: Any) -> None:  # noqa: ANN401 - the hook's signature
-        if self._stack:
+        if self._stack and threading.get_ident() == self._thread_id:
             self._stack.pop()

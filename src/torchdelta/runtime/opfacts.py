@@ -66,7 +66,7 @@ class OpFacts:
         self.keeps_statistics = base in _STATISTICS
         self.overwrites = base in _OVERWRITE
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
-        if base in _NO_OUTPUT:
+        if base in _NO_OUTPUT or func.namespace == "prim":
             self.kind = Kind.NO_OUTPUT
         elif base in _REPLACE:
             self.kind = Kind.REPLACE

@@ -15,9 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchdelta._torch import graph_task_id, mode_stack, patch_compiled_call, patch_functorch_guard, patch_run_backward, without_mode, without_saved_hooks
 from torchdelta.errors import ScopeError
 from torchdelta.runtime.backward import Backward
+from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.modules import ModuleTracker
+from torchdelta.runtime.optimizers import first_step_bytes
 from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.recorder import Recorder, execute
 from torchdelta.runtime.rematerialize import Rematerializer
@@ -77,6 +79,7 @@ class Session:
         self.node_name = ""
         self.saved = SavedTensors(self, config.decisions)
         self.recorder = Recorder(self)
+        self.compiled = CompiledRegions(self)
         self.backward = Backward(self, self.recorder)
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._optimizer_hooks: list[Any] = []
@@ -171,11 +174,16 @@ class Session:
         """A backward pass is over."""
         self.steps.on_backward_end(keeps_graph=keeps_graph)
 
-    def _before_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
+    def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
         if current_session() is self:
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=True)
             self.steps.on_optimizer_start()
+            if not optimizer.state and self.residency.budget_bytes is not None:
+                with without_mode(self.recorder):
+                    state_bytes, temporary_bytes = first_step_bytes(optimizer)
+                if state_bytes:
+                    self.residency.room(state_bytes + temporary_bytes, f"the first step of {type(optimizer).__name__}")
 
     def _after_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
         if current_session() is self:
@@ -260,7 +268,6 @@ def _make_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
         session = current_session()
         if session is None:
             return original(*args, **kwargs)
-        with without_mode(session.recorder):
-            return original(*args, **kwargs)
+        return session.compiled.call(original, *args, **kwargs)
 
     return call_compiled

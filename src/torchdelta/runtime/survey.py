@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta import _torch
-from torchdelta._torch import fake_view
+from torchdelta._torch import fake_view, without_mode
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.opfacts import Kind
+from torchdelta.runtime.optimizers import first_step_bytes, stateless_optimizers
 from torchdelta.runtime.recorder import execute, written_tensors
 
 if TYPE_CHECKING:
@@ -90,9 +91,27 @@ class Survey:
         """Turn a memory-less tensor into one that says it is on the device."""
         return fake_view(self.mode, tensor, self.session.ledger.device_type)
 
+    def _need_of_optimizers(self) -> None:
+        """After the backward comes an optimizer's step, the first of which makes its states."""
+        passes_bytes = self.needed_bytes
+        session = self.session
+        stepping = {id(leaf) for leaf in self.leaves}
+        all_states_bytes = 0
+        for optimizer in stateless_optimizers():
+            if any(id(parameter) in stepping for group in optimizer.param_groups for parameter in group["params"]):
+                with without_mode(session.recorder):
+                    state_bytes, temporary_bytes = first_step_bytes(optimizer)
+                if state_bytes:
+                    all_states_bytes += state_bytes
+                    self.need(all_states_bytes + temporary_bytes, f"the first step of {type(optimizer).__name__}")
+        # From the second step on the states are there while the forward and the backward run.
+        self.needed_bytes = max(self.needed_bytes, passes_bytes + all_states_bytes)
+
     def error(self, *, is_lower_bound: bool) -> BudgetError:
         """Return what the survey found, and put everything back as it was."""
         session = self.session
+        if not is_lower_bound and self.leaves:
+            self._need_of_optimizers()
         for leaf in self.leaves:
             if isinstance(leaf.grad, _torch.FakeTensor):
                 leaf.grad = None

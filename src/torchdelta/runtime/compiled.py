@@ -1,0 +1,54 @@
+"""Regions compiled by `torch.compile`: each is one opaque op with a measured working set.
+
+A compiled region's kernels write buffers that no dispatch mode sees, so the recorder is off inside, what comes out is kept or swapped and never
+recomputed, and room is made for the region as a whole before it runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta._torch import graph_task_id, without_mode
+from torchdelta.runtime.device import PeakMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.session import Session
+
+
+class CompiledRegions:
+    """Calls compiled regions with the recorder off, and learns how much memory each takes."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._working_set_bytes: dict[Any, int] = {}
+
+    def call(self, original: Callable[..., Any], function: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Stand in for AOTAutograd's `call_func_at_runtime_with_args(function, args, ...)`."""
+        session = self.session
+        key = (id(function), tuple(a.shape if isinstance(a, torch.Tensor) else None for a in args))
+        session.residency.room(self._working_set_bytes.get(key, 0), "a compiled region")
+        session.ledger.clock += 1
+        with without_mode(session.recorder), PeakMeter(session.ledger.device_type) as meter:
+            out = original(function, args, *rest, **kwargs)
+        before_bytes = session.ledger.live_bytes
+        self._know(out)
+        outputs_bytes = session.ledger.live_bytes - before_bytes
+        self._working_set_bytes[key] = max(self._working_set_bytes.get(key, 0), outputs_bytes, meter.extra_bytes)
+        session.residency.room(0, "a compiled region")
+        return out
+
+    def _know(self, out: Any) -> None:  # noqa: ANN401 - a tensor or a nest of them
+        if isinstance(out, torch.Tensor):
+            if out.__class__ is not torch.Tensor or out.layout is not torch.strided:
+                return
+            if graph_task_id() != -1 and not torch.is_grad_enabled():
+                self.session.ledger.know_by_tensor(out)
+            else:
+                self.session.ledger.know(out.untyped_storage())
+        elif isinstance(out, list | tuple):
+            for item in out:
+                self._know(item)
