@@ -68,7 +68,9 @@ def train(run: DemoRun, report: Any) -> DemoResult:
                 eos_token_id=0,
             )
         ).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=3e-5
+        )  # without a warm-up, larger ones throw a fresh model about
     steps: list[DemoStep] = []
     for index in range(run.steps):
         with meter:
