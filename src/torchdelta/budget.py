@@ -70,7 +70,11 @@ class MemoryBudget:
             raise ScopeError(msg)
         self._session = None
         self._past = [session]
-        session.stop()
+        try:
+            session.stop()
+        except ScopeError:
+            self._session = session  # another thread asked: it runs on
+            raise
 
     def __enter__(self) -> MemoryBudget:
         """Start."""
