@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
-    parser.add_argument("--optimizers", nargs="+", choices=models.OPTIMIZERS, default=list(models.OPTIMIZERS))
+    parser.add_argument("--optimizers", nargs="+", choices=models.OPTIMIZERS, help="(default: all; --quick: sgd)")
     parser.add_argument("--policy", help="measure this policy (default: the library's)")
     parser.add_argument("--plain-only", action="store_true", help="state the plain runs only: proves the measure")
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Outcome:
     """Measure every model and optimizer asked for."""
     outcome = Outcome()
-    optimizers = ["sgd"] if options.quick else options.optimizers
+    optimizers = options.optimizers or (["sgd"] if options.quick else models.OPTIMIZERS)
     for model in options.models:
         for optimizer in optimizers:
             print(f"{model}, {optimizer}", flush=True)
