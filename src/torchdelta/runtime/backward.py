@@ -141,8 +141,12 @@ class Backward:
         records = ledger.records
         before_bytes = ledger.live_bytes
         for gradient in gradients:
-            if gradient is not None and gradient.layout is torch.strided and storage_address(gradient) not in records:
-                ledger.know_by_tensor(gradient)
+            if gradient is not None and gradient.layout is torch.strided:
+                try:
+                    if storage_address(gradient) not in records:
+                        ledger.know_by_tensor(gradient)
+                except NotImplementedError:  # a wrapper of torch.func has no storage
+                    continue
         if ledger.live_bytes > before_bytes:
             self.session.residency.room(0, "gradient accumulation")
 

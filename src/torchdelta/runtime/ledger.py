@@ -118,7 +118,10 @@ class Ledger:
             self.hold(buffer, tensor)
             if tensor.requires_grad or tensor.__class__ is torch.nn.Parameter:
                 buffer.is_pinned = True
-        if not view.shape and buffer.op is None and buffer.size_bytes <= WRAPPED_NUMBER_BYTES:
+        if tensor._is_zerotensor():  # zeros without memory (forward-mode derivatives): there is nothing to rebuild them on
+            buffer.is_pinned = True
+            view.tensor = buffer.strong
+        elif not view.shape and buffer.op is None and buffer.size_bytes <= WRAPPED_NUMBER_BYTES:
             view.tensor = buffer.witness if buffer.witness is not None else buffer.strong
         return view
 

@@ -89,7 +89,7 @@ class SavedTensors:
             return tensor
         session = self.session
         session.steps.on_save()
-        if not tensor.shape or (tensor.is_leaf and tensor.requires_grad) or tensor.device.type != self.ledger.device_type:
+        if not tensor.shape or (tensor.is_leaf and tensor.requires_grad) or tensor.device.type != self.ledger.device_type or tensor._is_zerotensor():
             return Pinned(tensor)
         record = self.ledger.find(tensor)
         buffer = record.current if record is not None else None

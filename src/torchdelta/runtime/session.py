@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +84,7 @@ class Session:
         self.backward = Backward(self, self.recorder)
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._optimizer_hooks: list[Any] = []
+        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those whose first step was tried on fake tensors
         self._is_stopped = False
 
     def _open_tier(self) -> Any:  # noqa: ANN401 - a Tier
@@ -179,7 +181,8 @@ class Session:
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=True)
             self.steps.on_optimizer_start()
-            if not optimizer.state and self.residency.budget_bytes is not None:
+            if optimizer not in self._foreseen and not optimizer.state and self.residency.budget_bytes is not None:
+                self._foreseen.add(optimizer)
                 with without_mode(self.recorder):
                     state_bytes, temporary_bytes = first_step_bytes(optimizer)
                 if state_bytes:
@@ -237,7 +240,7 @@ def _unpatch() -> None:
 def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the engine's signature
         session = current_session()
-        if session is None:
+        if session is None or session.recorder not in mode_stack():  # off inside torch.func transforms
             return original(outputs, *args, **kwargs)
         return session.backward.run(original, outputs, *args, **kwargs)
 

@@ -1,0 +1,54 @@
+"""Which module is running, read from the Python stack: for the trace of one step.
+
+`modules.py` answers the same through global module hooks. Those are not for every first step: Dynamo sees them, and a compiled submodule would be
+compiled otherwise (other bits) and then once more. Walking up to the nearest `Module._call_impl` leaves no mark and costs less than a microsecond.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchdelta._torch import MODULE_CALL_CODE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+
+class ModulePaths:
+    """Names the innermost running module by its path from the outermost one, such as "transformer.h.0.attn"."""
+
+    def __init__(self, on_root: Callable[[torch.nn.Module], None]) -> None:
+        """Call `on_root` once with each outermost module that was seen to run."""
+        self._on_root = on_root
+        self._paths: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
+
+    def current(self) -> str:
+        """Return the path, empty outside of all modules."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the stack
+        while frame is not None:
+            if frame.f_code is MODULE_CALL_CODE:
+                module = frame.f_locals["self"]
+                known = self._paths.get(id(module))
+                if known is not None and known[0]() is module:
+                    return known[1]
+                return self._learn(module, frame)
+            frame = frame.f_back
+        return ""
+
+    def _learn(self, module: torch.nn.Module, frame: FrameType | None) -> str:
+        root = module
+        while frame is not None:
+            if frame.f_code is MODULE_CALL_CODE:
+                root = frame.f_locals["self"]
+            frame = frame.f_back
+        for path, child in root.named_modules():
+            self._paths[id(child)] = (weakref.ref(child), path)
+        self._on_root(root)
+        if id(module) not in self._paths:  # called by its parent, but not registered on it
+            self._paths[id(module)] = (weakref.ref(module), type(module).__name__)
+        return self._paths[id(module)][1]
