@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from torchdelta import Config, MemoryBudget
 
@@ -50,7 +51,9 @@ def reachable_bytes() -> int:
     """Return the bytes of all storages that some Python object holds, gradients included."""
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor) or thing.layout is not torch.strided:
+        if not issubclass(type(thing), torch.Tensor) or isinstance(thing, UninitializedTensorMixin):
+            continue
+        if thing.layout is not torch.strided or thing.device.type == "meta":
             continue
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             if tensor is not None:

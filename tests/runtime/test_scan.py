@@ -1,0 +1,132 @@
+"""What exists before the scope opens is counted: at once, or from its first use."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.programs import mlp, reachable_bytes, running
+from torchdelta.runtime.ledger import Ledger
+from torchdelta.runtime.scan import scan_storages
+
+
+class Lazy:
+    """An object whose class is not what it says, and which must not be asked."""
+
+    @property
+    def __class__(self) -> type:
+        """Fail."""
+        message = "the scan woke a lazy object"
+        raise AssertionError(message)
+
+
+def test_scan_finds_all_that_python_holds() -> None:
+    """Parameters, gradients, optimizer states, inputs and graphs: as many bytes as an independent walk finds."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(8, 64)
+    model(x).sum().backward()
+    optimizer.step()
+    gc.collect()
+    ledger = Ledger("cpu")
+    found_bytes = scan_storages(ledger)
+    assert found_bytes == ledger.live_bytes == reachable_bytes()
+
+
+@pytest.mark.parametrize("what", ["parameter", "gradient", "state", "buffer", "view"])
+def test_scan_finds(what: str) -> None:
+    """Each kind of storage by itself."""
+    gc.collect()
+    empty = Ledger("cpu")
+    scan_storages(empty)
+    size = 10_000
+    parameter = nn.Parameter(torch.zeros(1))
+    kept: object
+    if what == "parameter":
+        kept = nn.Parameter(torch.zeros(size))
+    elif what == "gradient":
+        parameter = kept = nn.Parameter(torch.zeros(size))
+        parameter.grad = torch.zeros(size)
+    elif what == "state":
+        optimizer = kept = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros(size)
+    elif what == "buffer":
+        kept = nn.BatchNorm1d(size)
+    else:
+        kept = [torch.zeros(size)[:3]]
+    ledger = Ledger("cpu")
+    scan_storages(ledger)
+    expected_bytes = {"parameter": 4, "gradient": 8, "state": 4, "buffer": 16, "view": 4}[what] * size
+    assert expected_bytes <= ledger.live_bytes - empty.live_bytes <= expected_bytes + 16
+    del kept
+
+
+def test_scan_wakes_no_lazy_object() -> None:
+    """Objects are asked by `type(o)`; a property called `__class__` does not run."""
+    lazy = [Lazy()]
+    scan_storages(Ledger("cpu"))
+    assert len(lazy) == 1
+
+
+def test_scan_passes_over_what_has_no_storage() -> None:
+    """Sparse, quantized, meta and uninitialized tensors cost nothing and break nothing."""
+    kept = [torch.eye(3).to_sparse(), torch.zeros(1000, device="meta"), nn.LazyLinear(3), torch.eye(3).to_mkldnn()]
+    gc.collect()
+    ledger = Ledger("cpu")
+    scan_storages(ledger)
+    assert ledger.live_bytes == reachable_bytes()
+    assert len(kept) == 4
+
+
+def test_gradient_that_only_torch_holds_is_found() -> None:
+    """A leaf's `.grad` may have no Python object: it is asked for."""
+    x = torch.zeros(5000, requires_grad=True)
+    x.sum().backward()
+    gc.collect()
+    before_bytes = scan_storages(Ledger("cpu"))
+    x.grad = None
+    gc.collect()
+    assert before_bytes - scan_storages(Ledger("cpu")) == pytest.approx(20_000, abs=64)
+
+
+def test_frozen_objects_count_from_their_first_use() -> None:
+    """After `gc.freeze()` the collector lists nothing old: what a step touches is counted then."""
+    model = mlp(64, 2)
+    x = torch.randn(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    gc.freeze()
+    try:
+        with running() as (_, session):
+            at_start_bytes = session.ledger.live_bytes
+            loss = model(x).sum()
+            after_forward_bytes = session.ledger.live_bytes
+            loss.backward()
+            after_backward_bytes = session.ledger.live_bytes
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+            at_end_bytes = session.ledger.live_bytes
+    finally:
+        gc.unfreeze()
+    assert at_start_bytes < size_bytes
+    assert after_forward_bytes >= at_start_bytes + size_bytes + x.nbytes
+    assert after_backward_bytes >= at_start_bytes + 2 * size_bytes + x.nbytes  # and the gradients
+    assert at_end_bytes >= at_start_bytes + 2 * size_bytes + x.nbytes  # parameters and momentum
+    assert at_end_bytes == pytest.approx(at_start_bytes + 2 * size_bytes + x.nbytes, abs=1024)
+
+
+def test_what_dies_inside_the_scope_is_counted_off() -> None:
+    """A storage from before the scope that is freed inside it gives its bytes back."""
+    x = torch.zeros(10_000)
+    with running() as (_, session):
+        before_bytes = session.ledger.live_bytes
+        del x
+        assert session.ledger.live_bytes == before_bytes - 40_000
