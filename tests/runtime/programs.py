@@ -40,11 +40,23 @@ class Allocations:
 
 
 def op_names(run: Callable[[], Any]) -> list[str]:
-    """Return the names of the aten ops that a call runs, in order, as the profiler sees them (below every dispatch mode)."""
+    """Return the names of the aten ops that a call runs, in order, as the profiler sees them (below every dispatch mode).
+
+    An op that a mode passes on is seen twice, one within the other: it counts once.
+    """
     with torch.autograd.profiler.profile() as profiler:
         run()
     events = [event for event in profiler.kineto_results.events() if event.name().startswith("aten::")]
-    return [event.name() for event in sorted(events, key=lambda event: event.start_ns())]
+    events.sort(key=lambda event: (event.start_ns(), -event.duration_ns()))
+    names: list[str] = []
+    enclosing: list[tuple[int, str]] = []
+    for event in events:
+        while enclosing and enclosing[-1][0] <= event.start_ns():
+            enclosing.pop()
+        if not enclosing or enclosing[-1][1] != event.name():
+            names.append(event.name())
+        enclosing.append((event.start_ns() + event.duration_ns(), event.name()))
+    return names
 
 
 def reachable_bytes() -> int:
