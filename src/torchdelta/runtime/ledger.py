@@ -86,6 +86,9 @@ class Ledger:
         if self.records.get(record.address) is record:
             del self.records[record.address]
             self.live_bytes -= record.size_bytes
+        # A record and its weak reference hold each other. Left to the collector, dead pairs would stay on the lists of storages that live on, and CPython
+        # 3.11 walks such a list while it allocates, so that a collection in that moment frees the list under its feet (a crash).
+        record.reference = record.holders = None
         buffer = record.current
         record.current = None
         if self.trace is not None:
@@ -165,6 +168,8 @@ class Ledger:
 
     def forget(self) -> None:
         """Stop counting; the storages themselves are not ours."""
+        for record in self.records.values():
+            record.reference = record.holders = None  # as in `_died`
         self.records.clear()
         self.live_bytes = 0
 
