@@ -16,6 +16,8 @@ from torchdelta.units import parse_size
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from torchdelta.trace.model import Trace
+
 __all__ = ["MemoryBudget"]
 
 
@@ -96,3 +98,18 @@ class MemoryBudget:
             msg = "this MemoryBudget was never started: there is nothing to sum up"
             raise ScopeError(msg)
         return session.summary()
+
+    def trace(self) -> Trace:
+        """Return the trace of the first complete step since the last start: its ops and buffers, as they are without a budget.
+
+        `torchdelta.trace.model` describes it, `torchdelta.trace.file.write_trace` writes it to a file. Later steps are not traced and pay nothing for it.
+
+        Raises:
+            ScopeError: There is none: never started, no step complete so far, or the trace was dropped (the log says why).
+        """
+        session = self._session or (self._past[-1] if self._past else None)
+        trace = session.trace() if session is not None else None
+        if trace is None:
+            msg = "there is no trace: run one complete training step (forward, backward and optimizer) inside the budget first"
+            raise ScopeError(msg)
+        return trace

@@ -1,7 +1,8 @@
 """Which module is running, read from the Python stack: for the trace of one step.
 
-`modules.py` answers the same through global module hooks. Those are not for every first step: Dynamo sees them, and a compiled submodule would be
-compiled otherwise (other bits) and then once more. Walking up to the nearest `Module._call_impl` leaves no mark and costs less than a microsecond.
+`modules.py` answers the same through global module hooks. Those are not for every first step: Dynamo sees them, and a
+compiled submodule would be compiled otherwise (other bits) and then once more. Walking up to the nearest
+`Module._call_impl` leaves no mark and costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import sys
 import weakref
 from typing import TYPE_CHECKING
 
-import torch
-
 from torchdelta._torch import MODULE_CALL_CODE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
+
+    import torch
 
 
 class ModulePaths:

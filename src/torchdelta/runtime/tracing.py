@@ -1,26 +1,28 @@
-"""Writes the trace of one step (`torchdelta.trace.model`) from what the recorder, the ledger and the saved-tensor hooks tell.
+"""Writes the trace of one step (`torchdelta.trace.model`) from what recorder, ledger and saved-tensor hooks tell.
 
 [Note: the trace is that of the plain step]
-Under a budget, buffers leave and come back in new storages while the step is traced. None of that is in the trace: it describes the step as it would
-run without torchdelta, so that the traces of a tight and of an unlimited budget are the same. Hence a *plain storage* is followed here: the storage that
-an op made, together with all the storages that later stood in for it. It lives until no storage stands for it any more and no handle of a saved tensor
-wants it; the storages of replays are never heard of, as replays run below the recorder. A storage that only the runtime still holds (content without
-an op is held from its first use on) is dead in plain: its holders are counted after each op.
+Under a budget, buffers leave and come back in new storages while the step is traced. None of that is in the trace: it
+describes the step as it would run without torchdelta, so that the traces of a tight and of an unlimited budget are the
+same. Hence a *plain storage* is followed: the storage that an op made, together with all the storages that later stand
+in for it. It lives until no storage stands for it any more and no handle of a saved tensor wants it; the storages of
+replays are never heard of, as replays run below the recorder. A storage that only the runtime still holds (content
+without an op is held from its first use on) is dead in plain: its holders are counted after each op.
 
 [Note: content that no op made]
-Pseudo-ops write it. `torchdelta.accumulate`: a gradient that the engine added up, or copied into a `.grad`, between two nodes; what it reads is guessed
-from the gradients of the same size that died there. `torchdelta.node`: an autograd node that runs without the dispatch mode (mode_sensitive.py).
-`torchdelta.compiled`: a compiled region. `torchdelta.external`: anything else that turns up.
+Pseudo-ops write it. `torchdelta.accumulate`: a gradient that the engine added up, or copied into a `.grad`, between two
+nodes; what it reads is guessed from the gradients of the same size that died there. `torchdelta.node`: an autograd node
+that runs without the dispatch mode (mode_sensitive.py). `torchdelta.compiled`: a compiled region.
+`torchdelta.external`: anything else that turns up.
 
-The kinds of storages are found out as well as possible: parameters, gradients and the buffers of modules are asked for; what the optimizer makes and
-keeps, or finds and writes, is its state; what else was there before the step is an input if the forward reads it.
+Kinds are found out as well as possible: parameters, gradients and the buffers of modules are asked for; what the
+optimizer makes and keeps, or finds and writes, is its state; what else was there before the step is an input if the
+forward reads it.
 
-State here is of one step, and holds no tensor, storage or buffer alive.
+What is told is put down in drafting.py. State here is of one step, and holds no tensor, storage or buffer alive.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import time
@@ -30,71 +32,26 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 import torch
 from msgspec import structs
 
-import torchdelta
-from torchdelta._torch import graph_task_id, storage_address, storage_num_holders
+from torchdelta._torch import storage_address, storage_num_holders
 from torchdelta.runtime.callers import ModulePaths
-from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, SavedTensor, Trace
+from torchdelta.runtime.drafting import Draft, Saved
+from torchdelta.trace.model import BEFORE_STEP, Op
 from torchdelta.trace.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torchdelta.runtime import buffer as live
+    from torchdelta.runtime.drafting import Version
     from torchdelta.runtime.opfacts import OpFacts
     from torchdelta.runtime.session import Session
     from torchdelta.runtime.tape import OpEntry
-    from torchdelta.trace.model import BufferKind, Phase
+    from torchdelta.trace.model import BufferKind, Phase, Trace
 
 # A "step" of more ops is none: an evaluation over a data set before the first backward, say.
 MAX_OPS: Final = 1_000_000
-# Gradients that died between two nodes and may be what the engine has just added up.
-NUM_RECENT: Final = 8
 
 _Arguments = ParamSpec("_Arguments")
-
-
-class _Storage:
-    """A storage of the plain step."""
-
-    __slots__ = ("birth_phase", "current", "id", "is_alive", "is_external", "is_optimizers", "is_read", "kind", "noted_version", "records", "saved")
-
-    def __init__(self, id_: int, birth_phase: Phase | None) -> None:
-        self.id = id_
-        self.birth_phase = birth_phase  # None: before the step
-        self.kind: BufferKind | None = None  # once it is known for sure
-        self.current: _Version
-        self.is_alive = True
-        self.is_external = False
-        self.is_read = False  # by the forward
-        self.is_optimizers = False  # made or written by an optimizer
-        self.noted_version = 0  # torch's version counter when the content was last known
-        self.records: set[int] = set()  # ids of the living storages that stand for it
-        self.saved: set[int] = set()  # ids of its buffers that handles want
-
-
-class _Version:
-    """One version of its content: a buffer of the trace."""
-
-    __slots__ = ("birth_op", "death_op", "id", "size_bytes", "storage")
-
-    def __init__(self, id_: int, storage: _Storage, size_bytes: int, birth_op: int) -> None:
-        self.id = id_
-        self.storage = storage
-        self.size_bytes = size_bytes
-        self.birth_op = birth_op
-        self.death_op: int | None = None
-
-
-class _Saved:
-    __slots__ = ("dtype", "offset", "op", "shape", "stride", "version")
-
-    def __init__(self, op: int, version: _Version, view: live.View | torch.Tensor, offset: int, stride: tuple[int, ...]) -> None:
-        self.op = op
-        self.version = version
-        self.shape = tuple(view.shape)
-        self.stride = stride
-        self.offset = offset
-        self.dtype = str(view.dtype).removeprefix("torch.")
 
 
 def _guarded(
@@ -120,36 +77,34 @@ class TraceBuilder:
         self.session = session
         self.ledger = session.ledger
         self._paths = ModulePaths(self._on_root)
-        self._ops: list[Op] = []
-        self._drafts: list[_Version] = []
-        self._saved: list[_Saved] = []
-        self._num_storages = 0
-        self._versions: dict[int, _Version] = {}  # by the id of the living storage's record
-        self._by_buffer: dict[int, _Version] = {}  # by the id of the runtime's buffer
-        self._held: dict[int, weakref.ref[live.Buffer]] = {}  # born in forward without a way to recompute: see [Note: the trace is that of the plain step]
-        self._recent: collections.deque[_Storage] = collections.deque(maxlen=NUM_RECENT)
-        self._end_of_op = 0  # index after the last real op
+        self._draft = Draft(session.ledger.device_type)
+        # Born in forward without an op that recomputes them, so perhaps held by the runtime alone.
+        self._held: dict[int, weakref.ref[live.Buffer]] = {}
         self._opaque_reads: dict[int, None] | None = None  # what the running opaque op reads; None: none is running
         self._opaque_start_s = 0.0
         self._opaque_workspace_bytes = 0
+        self._is_over = False
 
     # -- its own life
 
     def give_up(self, why: str) -> None:
         """Stop tracing without a trace, and say why once."""
-        if self.ledger.trace is self:
-            self.ledger.trace = None
+        self.ledger.trace = None
+        if not self._is_over:
+            self._is_over = True
             logging.getLogger("torchdelta").warning("the trace of the first step was dropped: %s", why)
 
     def finish(self) -> Trace | None:
         """Stop tracing. Returns the trace, None when there is no valid one."""
-        trace: Trace | None = None
+        if self._is_over:
+            return None
         try:
-            trace = self._build()
+            trace = self._draft.trace()
             validate(trace)
         except Exception as error:  # noqa: BLE001 - the training goes on without a trace
             self.give_up(f"{type(error).__name__}: {error}")
             return None
+        self._is_over = True
         self.ledger.trace = None
         return trace
 
@@ -158,14 +113,14 @@ class TraceBuilder:
     @_guarded
     def on_found(self, record: live.StorageRecord, tensor: torch.Tensor, kind: BufferKind | None = None) -> None:
         """Note a storage that exists before the step, seen through one of its tensors."""
-        version = self._versions.get(record.id)
+        version = self._draft.by_record.get(record.id)
         if version is None:
             version = self._born(record, BEFORE_STEP, None)
         if kind is None and (tensor.__class__ is torch.nn.Parameter or (tensor.is_leaf and tensor.requires_grad)):
             kind = "parameter"
         if kind is not None:
             version.storage.kind = kind
-            version.storage.noted_version = tensor._version
+            version.storage.noted_version = _version_counter(tensor)
 
     def _on_root(self, module: torch.nn.Module) -> None:
         for buffer in module.buffers():
@@ -176,35 +131,30 @@ class TraceBuilder:
     @_guarded
     def on_storage_death(self, record: live.StorageRecord, _buffer: live.Buffer | None) -> None:
         """Note that a living storage died: by the hand of the program or of the residency."""
-        version = self._versions.pop(record.id, None)
-        if version is None:
-            return
-        storage = version.storage
-        storage.records.discard(record.id)
-        if not storage.records and not storage.saved:
-            self._die(storage)
+        self._draft.gone(record)
 
     @_guarded
     def on_return(self, buffer: live.Buffer, record: live.StorageRecord) -> None:
         """Note that a storage stands in for the one that a buffer had."""
-        version = self._by_buffer.get(buffer.id)
-        if version is not None and version.storage.is_alive and version.storage.current is version:
-            self._versions[record.id] = version
-            version.storage.records.add(record.id)
+        version = self._draft.by_buffer.get(buffer.id)
+        if version is not None:
+            self._draft.returned(version, record)
 
     # -- saved tensors
 
     @_guarded
     def on_save(self, buffer: live.Buffer, view: live.View) -> None:
         """Note a saved tensor whose buffer may leave."""
-        version = self._by_buffer.get(buffer.id)
+        version = self._draft.by_buffer.get(buffer.id)
         if version is None:
             record = buffer.record
             if record is None:
                 return
-            version = self._by_buffer[buffer.id] = self._versions.get(record.id) or self._appear(record)
+            version = self._draft.by_buffer[buffer.id] = self._draft.by_record.get(record.id) or self._appear(record)
         version.storage.saved.add(buffer.id)
-        self._saved.append(_Saved(len(self._ops), version, view, view.offset, tuple(view.stride)))
+        self._draft.saved.append(
+            Saved(len(self._draft.ops), version, tuple(view.shape), tuple(view.stride), int(view.offset), view.dtype)
+        )
 
     @_guarded
     def on_pin(self, tensor: torch.Tensor) -> None:
@@ -216,18 +166,27 @@ class TraceBuilder:
             return
         if tensor.is_leaf and tensor.requires_grad:
             version.storage.kind = "parameter"
-        self._saved.append(_Saved(len(self._ops), version, tensor, tensor.storage_offset(), tensor.stride()))
+        self._draft.saved.append(
+            Saved(
+                len(self._draft.ops),
+                version,
+                tuple(tensor.shape),
+                tensor.stride(),
+                int(tensor.storage_offset()),
+                tensor.dtype,
+            )
+        )
 
     @_guarded
     def on_unsave(self, buffer: live.Buffer) -> None:
         """Note that no handle wants a buffer any more."""
-        version = self._by_buffer.get(buffer.id)
+        version = self._draft.by_buffer.get(buffer.id)
         if version is None:
             return
         storage = version.storage
         storage.saved.discard(buffer.id)
         if not storage.saved and (not storage.records or (buffer.op is None and _is_ours_alone(buffer))):
-            self._die(storage)
+            self._draft.die(storage)
 
     @_guarded
     def on_unpack(self, tensor: torch.Tensor) -> None:
@@ -257,8 +216,8 @@ class TraceBuilder:
         reads = self._reads(facts, args, kwargs)
         if phase == "forward":
             for id_ in reads:
-                self._drafts[id_].storage.is_read = True
-        index = len(self._ops)
+                self._draft.versions[id_].storage.is_read = True
+        index = len(self._draft.ops)
         watches = entry is None and grad_enabled and phase == "forward"
         writes: list[int] = []
         for tensor in written:
@@ -266,7 +225,7 @@ class TraceBuilder:
         for item in out if isinstance(out, tuple | list) else (out,):
             if isinstance(item, torch.Tensor):
                 record = self._record(item)
-                if record is not None and record.id not in self._versions:
+                if record is not None and record.id not in self._draft.by_record:
                     version = self._born(record, index, phase)
                     writes.append(version.id)
                     if watches and record.current is not None:
@@ -285,8 +244,8 @@ class TraceBuilder:
                 node=self.session.node_name if phase == "backward" else "",
             )
         )
-        self._end_of_op = index + 1
-        self._recent.clear()
+        self._draft.end_of_op = index + 1
+        self._draft.recent.clear()
         if self._held:
             self._count_holders(index)
 
@@ -321,13 +280,13 @@ class TraceBuilder:
         record = self._record(tensor)
         if record is None:
             return
-        old = self._versions.get(record.id)
+        old = self._draft.by_record.get(record.id)
         if old is None:  # `set_` has given it a storage that nobody knew
             writes.append(self._born(record, index, phase).id)
             return
         if old.birth_op == index:
             return  # two views of one storage
-        version = self._overwrite(old, record, index)
+        version = self._draft.overwritten(old, record, index)
         writes.append(version.id)
         version.storage.noted_version += 1
         if self.session.steps.is_in_optimizer:
@@ -335,38 +294,20 @@ class TraceBuilder:
         if watches and version.storage.birth_phase is not None and record.current is not None:
             self._held[version.id] = weakref.ref(record.current)
 
-    def _overwrite(self, old: _Version, record: live.StorageRecord, index: int) -> _Version:
-        storage = old.storage
-        old.death_op = index
-        version = self._draft(storage, record.size_bytes, index)
-        for other in storage.records:  # copies of the old content, for replays
-            self._versions.pop(other, None)
-        storage.records = {record.id}
-        self._versions[record.id] = version
-        buffer = record.current
-        if buffer is not None:
-            self._by_buffer[buffer.id] = version
-            if buffer.num_saved:  # the handles follow the storage: see saved.py
-                storage.saved.add(buffer.id)
-        # Saved by this very op before it wrote (the noise of `rrelu`): backward reads what it wrote.
-        for saved in reversed(self._saved):
-            if saved.op < self._end_of_op:
-                break
-            if saved.version is old:
-                saved.version = version
-        return version
-
     def _count_holders(self, index: int) -> None:
-        """Let storages die that only the runtime keeps. What this op read is still held by its caller: whatever died, died before it."""
+        """Let storages die that only the runtime keeps.
+
+        What the last op read is still held by its caller: whatever is held by nobody else died before that op.
+        """
         for id_, reference in list(self._held.items()):
-            version = self._drafts[id_]
+            version = self._draft.versions[id_]
             storage = version.storage
             buffer = reference()
-            if buffer is None or not storage.is_alive or storage.current is not version or buffer.is_pinned:
+            if buffer is None or not storage.is_alive or storage.current is not version or storage.kind is not None:
                 del self._held[id_]
             elif not storage.saved and _is_ours_alone(buffer):
                 del self._held[id_]
-                self._die(storage, index)
+                self._draft.die(storage, index)
 
     # -- what no op made
 
@@ -375,13 +316,13 @@ class TraceBuilder:
         """Count the ops that have just made the gradients of the loss to the backward, where they belong."""
         versions = [self._known(gradient) for gradient in gradients or () if isinstance(gradient, torch.Tensor)]
         ids = {version.id for version in versions if version is not None}
-        for index in range(len(self._ops) - 1, max(-1, len(self._ops) - 1 - len(ids)), -1):
-            op = self._ops[index]
+        for index in range(len(self._draft.ops) - 1, max(-1, len(self._draft.ops) - 1 - len(ids)), -1):
+            op = self._draft.ops[index]
             if not op.writes or not ids.issuperset(op.writes):
                 return
-            self._ops[index] = structs.replace(op, phase="backward", module="")
+            self._draft.ops[index] = structs.replace(op, phase="backward", module="")
             for id_ in op.writes:
-                self._drafts[id_].storage.birth_phase = "backward"
+                self._draft.versions[id_].storage.birth_phase = "backward"
 
     @_guarded
     def on_gradient(self, gradient: torch.Tensor) -> None:
@@ -389,12 +330,12 @@ class TraceBuilder:
         record = self._record(gradient)
         if record is None:
             return
-        version = self._versions.get(record.id)
+        version = self._draft.by_record.get(record.id)
         if version is None:
             self._accumulate(record, None)
-        elif gradient._version > version.storage.noted_version and version.storage.birth_phase == "backward":
+        elif _version_counter(gradient) > version.storage.noted_version and version.storage.birth_phase == "backward":
             self._accumulate(record, version)
-            version.storage.noted_version = gradient._version
+            version.storage.noted_version = _version_counter(gradient)
 
     @_guarded
     def on_leaf_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -405,30 +346,26 @@ class TraceBuilder:
         record = self._record(gradient)
         if record is None:
             return
-        version = self._versions.get(record.id)
+        version = self._draft.by_record.get(record.id)
         if version is None:
             version = self._accumulate(record, None)
-        elif version.storage.kind == "gradient" and gradient._version > version.storage.noted_version:
+        elif version.storage.kind == "gradient" and _version_counter(gradient) > version.storage.noted_version:
             version = self._accumulate(record, version)
         version.storage.kind = "gradient"
-        version.storage.noted_version = gradient._version
+        version.storage.noted_version = _version_counter(gradient)
 
-    def _accumulate(self, record: live.StorageRecord, old: _Version | None) -> _Version:
-        index = len(self._ops)
+    def _accumulate(self, record: live.StorageRecord, old: Version | None) -> Version:
+        index = len(self._draft.ops)
         reads = [] if old is None else [old.id]
-        for storage in reversed(self._recent):
-            version = storage.current
-            if len(reads) < 2 and version.size_bytes == record.size_bytes and version.death_op == index:
-                version.death_op = index + 1  # it was there while the sum was made
-                reads.append(version.id)
-        version = self._born(record, index, "backward") if old is None else self._overwrite(old, record, index)
+        reads += self._draft.sources_of_sum(record.size_bytes, 2 - len(reads))
+        version = self._born(record, index, "backward") if old is None else self._draft.overwritten(old, record, index)
         name = "torchdelta.accumulate" if reads else "torchdelta.external"
         self._add(Op(index=index, name=name, phase="backward", reads=tuple(reads), writes=(version.id,)))
         return version
 
-    def _appear(self, record: live.StorageRecord) -> _Version:
+    def _appear(self, record: live.StorageRecord) -> Version:
         """Give a storage of unknown origin its pseudo-op."""
-        index, phase = len(self._ops), self.session.steps.phase
+        index, phase = len(self._draft.ops), self.session.steps.phase
         version = self._born(record, index, phase)
         version.storage.is_external = True
         if phase == "forward" and record.current is not None:
@@ -451,7 +388,7 @@ class TraceBuilder:
         reads, self._opaque_reads = self._opaque_reads, None
         if reads is None:
             return
-        index, phase = len(self._ops), self.session.steps.phase
+        index, phase = len(self._draft.ops), self.session.steps.phase
         writes: list[int] = []
         outputs_bytes = 0
         stack = [outputs]
@@ -461,7 +398,7 @@ class TraceBuilder:
                 stack.extend(reversed(item))
             elif isinstance(item, torch.Tensor):
                 record = self._record(item)
-                if record is not None and record.id not in self._versions:
+                if record is not None and record.id not in self._draft.by_record:
                     writes.append(self._born(record, index, phase).id)
                     outputs_bytes += record.size_bytes
         self._add(
@@ -470,14 +407,19 @@ class TraceBuilder:
                 name=name,
                 phase=phase,
                 module=self._paths.current() if phase == "forward" else "",
-                reads=tuple(id_ for id_ in reads if self._drafts[id_].storage.current.id == id_ and self._drafts[id_].storage.is_alive),
+                reads=tuple(
+                    id_
+                    for id_ in reads
+                    if self._draft.versions[id_].storage.current.id == id_
+                    and self._draft.versions[id_].storage.is_alive
+                ),
                 writes=tuple(writes),
                 time_s=time_s,
                 workspace_bytes=max(self._opaque_workspace_bytes, working_set_bytes - outputs_bytes),
                 node=node,
             )
         )
-        self._end_of_op = index + 1
+        self._draft.end_of_op = index + 1
 
     # -- drafts
 
@@ -487,102 +429,35 @@ class TraceBuilder:
         except RuntimeError:  # sparse and other opaque tensors have no storage
             return None
 
-    def _known(self, tensor: torch.Tensor) -> _Version | None:
+    def _known(self, tensor: torch.Tensor) -> Version | None:
         record = self._record(tensor)
-        return self._versions.get(record.id) if record is not None else None
+        return self._draft.by_record.get(record.id) if record is not None else None
 
-    def _version_of(self, tensor: torch.Tensor) -> _Version | None:
-        """Return what a tensor's storage holds, a storage of unknown origin included; None where the ledger knows none."""
+    def _version_of(self, tensor: torch.Tensor) -> Version | None:
+        """Return what a tensor's storage holds, also one of unknown origin; None where the ledger knows none."""
         record = self._record(tensor)
         if record is None:
             return None
-        version = self._versions.get(record.id)
+        version = self._draft.by_record.get(record.id)
         if version is not None:
             return version
-        if tensor.requires_grad and graph_task_id() == -1 and (tensor.is_leaf or record.current is None or record.current.is_pinned):
-            version = self._born(record, BEFORE_STEP, None)  # a parameter that the scan could not see
+        if _is_parameter(tensor):
+            version = self._born(record, BEFORE_STEP, None)  # the scan could not see it
             version.storage.kind = "parameter"
             return version
         return self._appear(record)
 
-    def _born(self, record: live.StorageRecord, birth_op: int, phase: Phase | None) -> _Version:
-        storage = _Storage(self._num_storages, phase)
-        self._num_storages += 1
-        storage.is_optimizers = phase is not None and self.session.steps.is_in_optimizer
-        storage.records.add(record.id)
-        version = self._versions[record.id] = self._draft(storage, record.size_bytes, birth_op)
-        if record.current is not None:
-            self._by_buffer[record.current.id] = version
-        return version
-
-    def _draft(self, storage: _Storage, size_bytes: int, birth_op: int) -> _Version:
-        version = storage.current = _Version(len(self._drafts), storage, size_bytes, birth_op)
-        self._drafts.append(version)
-        return version
-
-    def _die(self, storage: _Storage, index: int | None = None) -> None:
-        if not storage.is_alive:
-            return
-        storage.is_alive = False
-        version = storage.current
-        version.death_op = max(len(self._ops) if index is None else index, version.birth_op + 1)
-        for record_id in storage.records:
-            self._versions.pop(record_id, None)
-        storage.records.clear()
-        if storage.birth_phase == "backward":
-            self._recent.append(storage)
+    def _born(self, record: live.StorageRecord, birth_op: int, phase: Phase | None) -> Version:
+        by_optimizer = phase is not None and self.session.steps.is_in_optimizer
+        return self._draft.born(record, birth_op, phase, by_optimizer=by_optimizer)
 
     def _add(self, op: Op) -> None:
-        self._ops.append(op)
-        if len(self._ops) > MAX_OPS:
+        self._draft.ops.append(op)
+        if len(self._draft.ops) > MAX_OPS:
             self.give_up(f"no training step ended within {MAX_OPS} ops")
 
-    # -- the trace
 
-    def _build(self) -> Trace:
-        num_ops = len(self._ops)
-        saved_ids = {saved.version.id for saved in self._saved}
-        device_type = self.ledger.device_type
-        return Trace(
-            header=Header(
-                torch_version=torch.__version__,
-                device=device_type,
-                device_name=torch.cuda.get_device_name() if device_type == "cuda" else "",
-                created_by=f"torchdelta {torchdelta.__version__} recorder",
-            ),
-            buffers=tuple(
-                Buffer(
-                    id=version.id,
-                    storage_id=version.storage.id,
-                    size_bytes=version.size_bytes,
-                    kind=_kind(version.storage),
-                    birth_op=version.birth_op,
-                    death_op=num_ops if version.death_op is None else version.death_op,
-                    saved=version.id in saved_ids,
-                )
-                for version in self._drafts
-            ),
-            ops=tuple(self._ops),
-            saved_tensors=tuple(
-                SavedTensor(op=saved.op, buffer_id=saved.version.id, shape=saved.shape, stride=saved.stride, offset=saved.offset, dtype=saved.dtype)
-                for saved in self._saved
-            ),
-        )
-
-
-def _kind(storage: _Storage) -> BufferKind:
-    if storage.kind is not None:
-        return storage.kind
-    if storage.birth_phase is None:
-        if storage.is_optimizers:
-            return "optimizer_state"
-        return "input" if storage.is_read else "constant"
-    if storage.birth_phase == "forward":
-        return "input" if storage.is_external else "activation"
-    return "optimizer_state" if storage.is_optimizers and storage.is_alive else "temporary"
-
-
-def _covers(tensor: torch.Tensor, version: _Version) -> bool:
+def _covers(tensor: torch.Tensor, version: Version) -> bool:
     return tensor.numel() * tensor.element_size() >= version.size_bytes
 
 
@@ -590,3 +465,15 @@ def _is_ours_alone(buffer: live.Buffer) -> bool:
     """Say whether only the runtime keeps a buffer's storage: through its alias and the storage's own Python object."""
     strong = buffer.strong
     return strong is not None and storage_num_holders(storage_address(strong)) <= 2
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a leaf that wants a gradient, or a view of one."""
+    base = tensor._base  # noqa: SLF001 - no public name
+    owner = tensor if base is None else base
+    return owner.is_leaf and owner.requires_grad
+
+
+def _version_counter(tensor: torch.Tensor) -> int:
+    """Return how often autograd has seen the content change: the engine's own additions count too."""
+    return tensor._version  # noqa: SLF001 - no public name

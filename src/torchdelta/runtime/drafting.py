@@ -1,0 +1,235 @@
+"""The trace of a step while it is written: storages, their versions, which living storages stand for them, their ends.
+
+`tracing.py` listens to the runtime and says what happens; here it is put down, and at the end turned into the records
+of `torchdelta.trace.model`. Nothing here holds a tensor, a storage or a buffer alive: living things are known by the
+ids of their records and buffers.
+"""
+
+from __future__ import annotations
+
+import collections
+from importlib import metadata
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from torchdelta.trace.model import Buffer, Header, SavedTensor, Trace
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.buffer import StorageRecord
+    from torchdelta.trace.model import BufferKind, Op, Phase
+
+# Gradients that died between two nodes and may be what the engine has just added up.
+NUM_RECENT: Final = 8
+
+
+class PlainStorage:
+    """A storage of the plain step. See [Note: the trace is that of the plain step] in tracing.py."""
+
+    __slots__ = (
+        "birth_phase",
+        "current",
+        "id",
+        "is_alive",
+        "is_external",
+        "is_optimizers",
+        "is_read",
+        "kind",
+        "noted_version",
+        "records",
+        "saved",
+    )
+
+    def __init__(self, id_: int, birth_phase: Phase | None) -> None:
+        self.id = id_
+        self.birth_phase = birth_phase  # None: before the step
+        self.kind: BufferKind | None = None  # once it is known for sure
+        self.current: Version
+        self.is_alive = True
+        self.is_external = False  # no op made it
+        self.is_read = False  # by the forward
+        self.is_optimizers = False  # made or written by an optimizer
+        self.noted_version = 0  # torch's version counter when the content was last known
+        self.records: set[int] = set()  # ids of the living storages that stand for it
+        self.saved: set[int] = set()  # ids of its buffers that handles want
+
+    def likely_kind(self) -> BufferKind:
+        """Return what it is for, as well as is known at the end of the step."""
+        if self.kind is not None:
+            return self.kind
+        if self.birth_phase is None:
+            if self.is_optimizers:
+                return "optimizer_state"
+            return "input" if self.is_read else "constant"
+        if self.birth_phase == "forward":
+            return "input" if self.is_external else "activation"
+        return "optimizer_state" if self.is_optimizers and self.is_alive else "temporary"
+
+
+class Version:
+    """One version of its content: a buffer of the trace."""
+
+    __slots__ = ("birth_op", "death_op", "id", "size_bytes", "storage")
+
+    def __init__(self, id_: int, storage: PlainStorage, size_bytes: int, birth_op: int) -> None:
+        self.id = id_
+        self.storage = storage
+        self.size_bytes = size_bytes
+        self.birth_op = birth_op
+        self.death_op: int | None = None
+
+
+class Saved:
+    """A saved tensor: how it looks at which version."""
+
+    __slots__ = ("dtype", "offset", "op", "shape", "stride", "version")
+
+    def __init__(
+        self,
+        op: int,
+        version: Version,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.op = op
+        self.version = version
+        self.shape = shape
+        self.stride = stride
+        self.offset = offset
+        self.dtype = dtype
+
+
+class Draft:
+    """All of it."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.ops: list[Op] = []
+        self.versions: list[Version] = []  # by id
+        self.saved: list[Saved] = []
+        self.by_record: dict[int, Version] = {}  # what living storages hold, by the id of their record
+        self.by_buffer: dict[int, Version] = {}  # by the id of the runtime's buffer
+        self.num_storages = 0
+        self.end_of_op = 0  # index after the last op that is no pseudo-op
+        self.recent: collections.deque[PlainStorage] = collections.deque(maxlen=NUM_RECENT)
+
+    def born(self, record: StorageRecord, birth_op: int, phase: Phase | None, *, by_optimizer: bool = False) -> Version:
+        """Put down a storage that was not known before."""
+        storage = PlainStorage(self.num_storages, phase)
+        self.num_storages += 1
+        storage.is_optimizers = by_optimizer
+        storage.records.add(record.id)
+        version = self.by_record[record.id] = self._version(storage, record.size_bytes, birth_op)
+        if record.current is not None:
+            self.by_buffer[record.current.id] = version
+        return version
+
+    def overwritten(self, old: Version, record: StorageRecord, index: int) -> Version:
+        """Put down that an op has written a storage."""
+        storage = old.storage
+        old.death_op = index
+        version = self._version(storage, record.size_bytes, index)
+        for other in storage.records:  # copies of the old content, for replays
+            self.by_record.pop(other, None)
+        storage.records = {record.id}
+        self.by_record[record.id] = version
+        buffer = record.current
+        if buffer is not None:
+            self.by_buffer[buffer.id] = version
+            if buffer.num_saved:  # the handles follow the storage: see [Note: a saved tensor follows its storage]
+                storage.saved.add(buffer.id)
+        # Saved by this very op before it wrote (the noise of `rrelu`): backward reads what it wrote.
+        for saved in reversed(self.saved):
+            if saved.op < self.end_of_op:
+                break
+            if saved.version is old:
+                saved.version = version
+        return version
+
+    def _version(self, storage: PlainStorage, size_bytes: int, birth_op: int) -> Version:
+        version = storage.current = Version(len(self.versions), storage, size_bytes, birth_op)
+        self.versions.append(version)
+        return version
+
+    def returned(self, version: Version, record: StorageRecord) -> None:
+        """Put down that one more living storage stands for a plain one."""
+        storage = version.storage
+        if storage.is_alive and storage.current is version:
+            self.by_record[record.id] = version
+            storage.records.add(record.id)
+
+    def gone(self, record: StorageRecord) -> None:
+        """Put down that a living storage died; the plain one lives on while handles want it."""
+        version = self.by_record.pop(record.id, None)
+        if version is not None:
+            storage = version.storage
+            storage.records.discard(record.id)
+            if not storage.records and not storage.saved:
+                self.die(storage)
+
+    def die(self, storage: PlainStorage, index: int | None = None) -> None:
+        """Put down that a plain storage died: before the next op, or before op `index`."""
+        if not storage.is_alive:
+            return
+        storage.is_alive = False
+        version = storage.current
+        version.death_op = max(len(self.ops) if index is None else index, version.birth_op + 1)
+        for record_id in storage.records:
+            self.by_record.pop(record_id, None)
+        storage.records.clear()
+        if storage.birth_phase == "backward":
+            self.recent.append(storage)
+
+    def sources_of_sum(self, size_bytes: int, num_sources: int) -> list[int]:
+        """Return which gradients, dead since the last op, may be in a sum of the engine's: they live to its making."""
+        index = len(self.ops)
+        sources: list[int] = []
+        for storage in reversed(self.recent):
+            version = storage.current
+            if len(sources) < num_sources and version.size_bytes == size_bytes and version.death_op == index:
+                version.death_op = index + 1
+                sources.append(version.id)
+        return sources
+
+    def trace(self) -> Trace:
+        """Return the trace."""
+        num_ops = len(self.ops)
+        saved_ids = {saved.version.id for saved in self.saved}
+        try:
+            created_by = f"torchdelta {metadata.version('torchdelta')} recorder"
+        except metadata.PackageNotFoundError:  # run from its source
+            created_by = "torchdelta recorder"
+        return Trace(
+            header=Header(
+                torch_version=torch.__version__,
+                device=self.device_type,
+                device_name=torch.cuda.get_device_name() if self.device_type == "cuda" else "",
+                created_by=created_by,
+            ),
+            buffers=tuple(
+                Buffer(
+                    id=version.id,
+                    storage_id=version.storage.id,
+                    size_bytes=version.size_bytes,
+                    kind=version.storage.likely_kind(),
+                    birth_op=version.birth_op,
+                    death_op=num_ops if version.death_op is None else version.death_op,
+                    saved=version.id in saved_ids,
+                )
+                for version in self.versions
+            ),
+            ops=tuple(self.ops),
+            saved_tensors=tuple(
+                SavedTensor(
+                    op=saved.op,
+                    buffer_id=saved.version.id,
+                    shape=saved.shape,
+                    stride=saved.stride,
+                    offset=saved.offset,
+                    dtype=str(saved.dtype).removeprefix("torch."),
+                )
+                for saved in self.saved
+            ),
+        )
