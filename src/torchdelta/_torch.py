@@ -33,12 +33,26 @@ AUTOCAST_KEYS = (
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-push_mode: Callable[[Any], None] = _python_dispatch._push_mode
-pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The C functions below `_python_dispatch._push_mode` and `_pop_mode`, which ask about infra modes first: twice a node, that shows.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 
 OpOverload = torch._ops.OpOverload
+
+# The code of the frame in which a module runs its forward, hooks included; its local `self` is the module.
+MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
+
+
+def pop_mode() -> Any:  # noqa: ANN401 - whatever mode is on top
+    """Take the top mode off this thread's stack and return it."""
+    return torch._C._pop_torch_dispatch_stack(None)
+
+
+def top_mode() -> Any:  # noqa: ANN401 - whatever mode is on top
+    """Return the top mode of this thread's stack, or None."""
+    height = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(height - 1) if height else None
 
 
 def storage_at(address: int) -> torch.UntypedStorage:

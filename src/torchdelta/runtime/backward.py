@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch import input_sizes_bytes, mode_stack, num_modes, pop_mode, push_mode, storage_address, without_mode
+from torchdelta._torch import input_sizes_bytes, mode_stack, num_modes, pop_mode, push_mode, storage_address, top_mode, without_mode
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.headroom import Headroom
 from torchdelta.runtime.mode_sensitive import is_mode_sensitive
 
 if TYPE_CHECKING:
@@ -35,12 +36,22 @@ class Backward:
         self.recorder = recorder
         self._pending: list[Any] = []  # leaves whose .grad may be new since the last node
         self._depth = 0
+        self.headroom = Headroom()
         self._leaves: list[Any] = []  # of the running backward; a survey leaves no fake gradient on them
 
     def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the engine's signature
         """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
+        if self.session.ledger.trace is not None:
+            self.session.ledger.trace.on_backward_start(args[0] if args else kwargs.get("grad_tensors"))
         num_before = num_modes()
         keeps_graph = bool((len(args) > 1 and args[1]) or (len(args) > 2 and args[2]) or kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        ledger = self.session.ledger
+        budget_bytes = self.session.residency.budget_bytes
+        start_bytes, earlier_peak_bytes, num_handles = ledger.live_bytes, ledger.peak_bytes, self.session.num_handles
+        can_skip = self._depth == 0 and not keeps_graph and budget_bytes is not None and self.session.survey is None and ledger.trace is None
+        if can_skip and self.headroom.is_sure(live_bytes=start_bytes, num_handles=num_handles, budget_bytes=budget_bytes or 0):
+            return self._run_unwatched(original, outputs, *args, **kwargs)
+        ledger.peak_bytes = start_bytes
         handles: list[Any] = []
         error: BaseException | None = None
         self._depth += 1
@@ -64,13 +75,28 @@ class Backward:
             self._settle()
             if self.session.survey is not None:
                 self.session.survey.leaves.extend(self._leaves)
+            if self._depth == 0 and can_skip and error is None:
+                self.headroom.measured(start_bytes=start_bytes, peak_bytes=ledger.peak_bytes, num_handles=num_handles, leaves=self._leaves)
+            ledger.peak_bytes = max(ledger.peak_bytes, earlier_peak_bytes)
             if self._depth == 0:
                 self._leaves.clear()
-            if self._depth == 0:
                 self.session.on_backward_end(keeps_graph=keeps_graph)
                 if self.session.survey is not None:
                     self._end_survey(error)
             error = None  # an exception that its own frame holds would keep everything in it alive
+
+    def _run_unwatched(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run a backward that surely fits. See [Note: never act without need] in headroom.py."""
+        ledger = self.session.ledger
+        expected_bytes = self.headroom.expected_peak_bytes(ledger.live_bytes)
+        try:
+            with without_mode(self.recorder):
+                return original(outputs, *args, **kwargs)
+        finally:
+            self._pending.extend(self.headroom.leaves())
+            self._settle()
+            ledger.peak_bytes = max(ledger.peak_bytes, expected_bytes)
+            self.session.on_backward_end(keeps_graph=False)
 
     def _end_survey(self, error: BaseException | None) -> None:
         """The backward of an impossible step is over: say what it would have needed. An error of its own means that it was not seen to its end."""
@@ -105,7 +131,7 @@ class Backward:
             self._leaves.extend(leaves)
             if is_mode_sensitive(name):
                 handles.append(node.register_prehook(functools.partial(self._before_blind, name, following)))
-                handles.append(node.register_hook(functools.partial(self._after_blind, leaves)))
+                handles.append(node.register_hook(functools.partial(self._after_blind, name, leaves)))
             else:
                 handles.append(node.register_prehook(functools.partial(self._before, name=name)))
                 handles.append(node.register_hook(functools.partial(self._after, leaves)))
@@ -118,7 +144,7 @@ class Backward:
 
     def _after(self, leaves: Any, _inputs: Any, _outputs: Any) -> None:  # noqa: ANN401 - tuples of tensors and None
         # Modes of others that the node left behind are theirs to pop; ours is the one that we pushed.
-        if num_modes() and mode_stack()[-1] is self.recorder:
+        if top_mode() is self.recorder:
             pop_mode()
         self.session.node_name = ""
         self._pending.extend(leaves)
@@ -128,8 +154,16 @@ class Backward:
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
         self.session.residency.room(sum(sizes) + temporary_bytes, name)
+        if self.session.ledger.trace is not None:
+            self.session.ledger.trace.on_opaque_start(gradients, temporary_bytes)
 
-    def _after_blind(self, leaves: Any, inputs: Any, _outputs: Any) -> None:  # noqa: ANN401
+    def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:  # noqa: ANN401
+        trace = self.session.ledger.trace
+        if trace is not None:
+            for gradient in inputs:
+                if gradient is not None:
+                    self.session.ledger.know_by_tensor(gradient)
+            trace.on_opaque_end("torchdelta.node", inputs, node=name)
         self._meet(inputs)
         self._pending.extend(leaves)
 
@@ -147,6 +181,8 @@ class Backward:
                         ledger.know_by_tensor(gradient)
                 except NotImplementedError:  # a wrapper of torch.func has no storage
                     continue
+                if ledger.trace is not None:
+                    ledger.trace.on_gradient(gradient)
         if ledger.live_bytes > before_bytes:
             self.session.residency.room(0, "gradient accumulation")
 
@@ -158,3 +194,5 @@ class Backward:
             gradient = leaf.grad
             if gradient is not None and gradient.layout is torch.strided and gradient.__class__ is torch.Tensor:
                 ledger.know(gradient.untyped_storage())
+                if ledger.trace is not None:
+                    ledger.trace.on_leaf_gradient(leaf, gradient)

@@ -176,8 +176,8 @@ class Ledger:
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the storage behind a fresh tensor: the extent of its strides, which padding or expansion makes differ from its count."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous():
+        return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     extent = 1 + tensor.storage_offset()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         extent += (length - 1) * stride

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 
 from torchdelta._torch import Quietly, storage_address
-from torchdelta.runtime.opfacts import Kind, OpFacts
+from torchdelta.runtime.opfacts import Kind, OpFacts, facts_of
 
-_MAX_KEYS: Final = 200_000
+_MAX_KEYS: Final = 20_000
 # 1 == 1.0 == True, and yet they promote a tensor to different dtypes.
 _EQUAL_TO_INTS: Final = frozenset({float, bool, complex})
 
@@ -26,11 +26,23 @@ class Predictor:
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401 - op arguments are anything
         """Return what the output size depends on; hashable."""
-        parts: list[Any] = [func]
+        parts: list[Any] = [facts_of(func)]  # hashed by identity; an OpOverload's own hash is slow Python
+        has_tensor = False
         for a in args:
-            parts.append((a.shape, a.dtype) if isinstance(a, torch.Tensor) else _plain(a))
+            if isinstance(a, torch.Tensor):
+                parts.append((a.shape, a.dtype))
+                has_tensor = True
+            elif a is None or a.__class__ is int:
+                parts.append(a)
+            elif has_tensor and a.__class__ is float:
+                # Sizes do not hang on it, and some change every step (the bias corrections of Adam): a key for each would grow for ever.
+                parts.append(float)
+            else:
+                parts.append(_plain(a))
         if kwargs:
-            parts.extend((name, _plain(a)) for name, a in kwargs.items())
+            for name, a in kwargs.items():
+                parts.append(name)
+                parts.append(float if has_tensor and a.__class__ is float else _plain(a))
         return tuple(parts)
 
     def output_bytes(self, key: Any, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:  # noqa: ANN401

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
 
 _clock_s = time.perf_counter
+VIEW = Kind.VIEW  # enum attributes are slow to look up, and most ops are views
 
 
 class Recorder(TorchDispatchMode):
@@ -61,7 +62,7 @@ class Recorder(TorchDispatchMode):
         kind = facts.kind
         grad_enabled = torch.is_grad_enabled()
         counts_only = not grad_enabled and graph_task_id() != -1
-        if kind is Kind.VIEW:
+        if kind is VIEW:
             out = self.execute(func, facts, args, kwargs)
             if counts_only:
                 self._note_backward_output(out)
@@ -100,7 +101,8 @@ class Recorder(TorchDispatchMode):
 
     def _compute(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool) -> Any:  # noqa: ANN401
         key = self.predictor.key(func, args, kwargs)
-        self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
+        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
+        self.residency.room(predicted_bytes, facts.name)
         is_training = facts.keeps_statistics and len(args) > TRAINING_POSITION and bool(args[TRAINING_POSITION])
         hides = is_training and not faults.is_disabled("batch-norm-stats")
         entry = self._capture(func, facts, args, kwargs, hides=hides) if records and facts.is_recomputable else None
@@ -121,7 +123,8 @@ class Recorder(TorchDispatchMode):
             for index, item in enumerate(out):
                 if isinstance(item, torch.Tensor):
                     size_bytes += self._note_output(item, entry, index, facts)
-        self.predictor.learn(key, size_bytes)
+        if size_bytes != predicted_bytes:
+            self.predictor.learn(key, size_bytes)
         for tensor, old in before:
             self._new_content(tensor, old, None, 0, facts)
         if self.ledger.trace is not None:

@@ -274,6 +274,8 @@ class Residency:
         record.current = buffer
         buffer.record = record
         buffer.last_used = self.ledger.clock
+        if self.ledger.trace is not None:
+            self.ledger.trace.on_return(buffer, record)
         if (held or buffer.num_saved) and buffer.strong is None:
             alias = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
             buffer.strong = buffer.witness = alias

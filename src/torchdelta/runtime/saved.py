@@ -90,13 +90,15 @@ class SavedTensors:
         session = self.session
         session.steps.on_save()
         if not tensor.shape or (tensor.is_leaf and tensor.requires_grad) or tensor.device.type != self.ledger.device_type or tensor._is_zerotensor():
-            return Pinned(tensor)
+            return self._pin(tensor)
         record = self.ledger.find(tensor)
         buffer = record.current if record is not None else None
         if buffer is None:
             buffer = self.ledger.view_of(tensor).buffer
         if buffer.is_pinned or buffer.size_bytes < self.least_bytes:
-            return Pinned(tensor)
+            return self._pin(tensor)
+        if buffer.num_saved == 0:
+            session.counters.kept_bytes += buffer.size_bytes
         buffer.num_saved += 1
         session.num_handles += 1
         handle = Handle(session, buffer, tensor)
@@ -110,6 +112,11 @@ class SavedTensors:
         if self.decisions is not None:
             self._carry_out(buffer, self._decide(buffer, tensor))
         return handle
+
+    def _pin(self, tensor: torch.Tensor) -> Pinned:
+        if self.ledger.trace is not None:
+            self.ledger.trace.on_pin(tensor)
+        return Pinned(tensor)
 
     def _decide(self, buffer: Buffer, tensor: torch.Tensor) -> Action | None:
         decisions = self.decisions
@@ -147,6 +154,8 @@ class SavedTensors:
         if packed.__class__ is Pinned:
             if packed.tensor._version != packed.version:
                 raise RuntimeError(_modified(packed.tensor.dtype, tuple(packed.tensor.shape), packed.tensor._version, packed.version))
+            if self.ledger.trace is not None:
+                self.ledger.trace.on_unpack(packed.tensor)
             return packed.tensor
         return packed
 
@@ -162,6 +171,8 @@ class SavedTensors:
             tensor = view.on(self.residency.bring(buffer))
         if tensor.is_meta and self.session.survey is not None:
             tensor = self.session.survey.view(tensor)
+        if self.ledger.trace is not None:
+            self.ledger.trace.on_unpack(tensor)
         if self.residency.away and self.residency.prefetches:
             self.residency.prefetch(buffer.save_order)
         return tensor

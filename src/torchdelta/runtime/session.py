@@ -30,6 +30,7 @@ from torchdelta.runtime.scan import scan_storages
 from torchdelta.runtime.steps import StepTracker
 from torchdelta.runtime.survey import Survey
 from torchdelta.runtime.tiers import open_tier
+from torchdelta.runtime.tracing import TraceBuilder
 from torchdelta.summary import Summary
 from torchdelta.units import parse_size
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.config import Config
+    from torchdelta.trace.model import Trace
 
 _local = threading.local()
 _patch_lock = threading.Lock()
@@ -86,6 +88,7 @@ class Session:
         self._optimizer_hooks: list[Any] = []
         self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those whose first step was tried on fake tensors
         self._is_stopped = False
+        self._trace: Trace | None = None
 
     def _open_tier(self) -> Any:  # noqa: ANN401 - a Tier
         host, disk = self.config.host_budget, self.config.disk_budget
@@ -103,6 +106,7 @@ class Session:
         if current_session() is not None:
             msg = "a MemoryBudget is already running on this thread: budgets do not nest"
             raise ScopeError(msg)
+        self.ledger.trace = TraceBuilder(self)
         scan_storages(self.ledger)
         self.ledger.peak_bytes = self.ledger.live_bytes
         _patch()
@@ -123,6 +127,7 @@ class Session:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
         self._is_stopped = True
+        self._end_trace()
         _local.session = None
         if self.recorder in mode_stack():
             self.recorder.__exit__(None, None, None)
@@ -160,7 +165,7 @@ class Session:
             num_recomputed_ops=counters.num_recomputed_ops,
             stall_s=counters.stall_s,
             recompute_s=counters.recompute_s,
-            steps=tuple(self.steps.summaries),
+            steps=self.steps.summaries,
         )
 
     # -- events
@@ -194,10 +199,22 @@ class Session:
 
     def _on_step_end(self) -> None:
         self.residency.digests = False
+        if self.ledger.trace is not None:
+            self._end_trace()
+
+    def _end_trace(self) -> None:
+        builder, self.ledger.trace = self.ledger.trace, None
+        if builder is not None and (self.steps.num_steps or self.steps.is_after_backward):
+            self._trace = builder.finish()
+
+    def trace(self) -> Trace | None:
+        """Return the trace of the first step, None while it is not complete or when it was dropped."""
+        return self._trace
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """The budget cannot hold at this op. See [Note: an impossible budget] in survey.py."""
         if self.survey is None:
+            self.ledger.trace = None  # no whole step will come of this one
             self.survey = Survey(self)
             self.survey.need(size_bytes, why)
             is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.num_handles > 0

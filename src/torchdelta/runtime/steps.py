@@ -7,8 +7,9 @@ nothing and makes no step.
 
 from __future__ import annotations
 
+import array
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch import graph_task_id
 from torchdelta.summary import StepSummary
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
     from torchdelta.runtime.counters import Counters
     from torchdelta.runtime.ledger import Ledger
+    from torchdelta.trace.model import Phase
 
-# Steps whose numbers are kept one by one; beyond it only the totals grow, so that a long run does not.
-MAX_KEPT_STEPS = 1000
+# The latest steps whose numbers are kept one by one.
+MAX_KEPT_STEPS: Final = 10_000
+_ROW: Final = 8
 
 
 class StepTracker:
@@ -29,10 +32,9 @@ class StepTracker:
     def __init__(self, ledger: Ledger, counters: Counters) -> None:
         self.ledger = ledger
         self.counters = counters
-        self.summaries: list[StepSummary] = []
+        self._rows = array.array("d")
         self.num_steps = 0
         self.peak_bytes = 0
-        self.saved_bytes = 0  # of this step
         self.is_in_optimizer = False
         self.on_step_end: Callable[[], None] | None = None
         self._had_backward = False
@@ -41,11 +43,36 @@ class StepTracker:
         self._before = counters.copy()
 
     @property
-    def phase(self) -> str:
-        """Forward, backward or optimizer."""
+    def phase(self) -> Phase:
+        """Forward, backward or optimizer; what comes between the backward and the end of the step (clipping of gradients) counts as the optimizer's."""
         if self.is_in_optimizer:
             return "optimizer"
-        return "backward" if graph_task_id() != -1 else "forward"
+        if graph_task_id() != -1:
+            return "backward"
+        return "optimizer" if self.is_after_backward else "forward"
+
+    @property
+    def is_after_backward(self) -> bool:
+        """Whether this step has had its backward."""
+        return self._had_backward
+
+    @property
+    def summaries(self) -> tuple[StepSummary, ...]:
+        """The latest steps, oldest first."""
+        rows = (self._rows[start : start + _ROW] for start in range(0, len(self._rows), _ROW))
+        return tuple(
+            StepSummary(
+                index=int(row[0]),
+                time_s=row[1],
+                peak_bytes=int(row[2]),
+                kept_bytes=int(row[3]),
+                swapped_out_bytes=int(row[4]),
+                recomputed_bytes=int(row[5]),
+                stall_s=row[6],
+                recompute_s=row[7],
+            )
+            for row in rows
+        )
 
     def on_save(self) -> None:
         """Autograd saves a tensor: a new forward, if a backward has ended since the last one."""
@@ -77,20 +104,20 @@ class StepTracker:
         now_s = time.perf_counter()
         done = self.counters.minus(self._before)
         gone_bytes = done.swapped_out_bytes + done.dropped_bytes
-        summary = StepSummary(
-            index=self.num_steps,
-            time_s=now_s - self._start_s,
-            peak_bytes=self.ledger.peak_bytes,
-            kept_bytes=max(0, done.kept_bytes - gone_bytes),
-            swapped_out_bytes=done.swapped_out_bytes,
-            recomputed_bytes=done.recomputed_bytes,
-            stall_s=done.stall_s,
-            recompute_s=done.recompute_s,
+        # Plain numbers in one array: an object a step would grow the heap of a long run, and with it the collector's work.
+        self._rows.extend(
+            (
+                self.num_steps,
+                now_s - self._start_s,
+                self.ledger.peak_bytes,
+                max(0, done.kept_bytes - gone_bytes),
+                done.swapped_out_bytes,
+                done.recomputed_bytes,
+                done.stall_s,
+                done.recompute_s,
+            )
         )
-        if len(self.summaries) < MAX_KEPT_STEPS:
-            self.summaries.append(summary)
-        else:
-            self.summaries[-1] = summary
+        del self._rows[: -MAX_KEPT_STEPS * _ROW]
         self.num_steps += 1
         self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
         self.ledger.peak_bytes = self.ledger.live_bytes
