@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -243,6 +244,37 @@ def test_forgetting_stops_the_count() -> None:
     ledger.forget()
     del x
     assert ledger.live_bytes == 0
+
+
+@pytest.mark.parametrize("ending", ["death", "forgetting"])
+def test_records_wait_for_no_collector(ending: str) -> None:
+    """A record and its weak reference must not hold each other: dead pairs would stay on the lists of storages that live on."""
+    ledger = Ledger("cpu")
+    x, y = torch.zeros(100), torch.zeros(100)
+    ledger.know(x.untyped_storage())
+    ledger.know_by_tensor(y)
+    gc.collect()
+    if ending == "death":
+        del x, y
+    else:
+        ledger.forget()
+        assert weakref.getweakrefcount(x.untyped_storage()) == 0
+        assert weakref.getweakrefcount(y) == 0
+    assert gc.collect() == 0
+
+
+def test_sessions_leave_nothing_on_storages() -> None:
+    """Scope after scope, a parameter's storage carries no more weak references than before."""
+    x = torch.randn(64, 64, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with running():
+                (x * 2).sin().sum().backward()
+            assert weakref.getweakrefcount(x.untyped_storage()) == 0
+    finally:
+        gc.enable()
 
 
 def test_cut_forgets_how_everything_was_made() -> None:
