@@ -32,12 +32,17 @@ class CompiledRegions:
         key = (id(function), tuple(a.shape if isinstance(a, torch.Tensor) else None for a in args))
         session.residency.room(self._working_set_bytes.get(key, 0), "a compiled region")
         session.ledger.clock += 1
+        trace = session.ledger.trace
+        if trace is not None:
+            trace.on_opaque_start(args)
         with without_mode(session.recorder), PeakMeter(session.ledger.device_type) as meter:
             out = original(function, args, *rest, **kwargs)
         before_bytes = session.ledger.live_bytes
         self._know(out)
         outputs_bytes = session.ledger.live_bytes - before_bytes
         self._working_set_bytes[key] = max(self._working_set_bytes.get(key, 0), outputs_bytes, meter.extra_bytes)
+        if trace is not None:
+            trace.on_opaque_end("torchdelta.compiled", out, node=session.node_name, working_set_bytes=meter.extra_bytes)
         session.residency.room(0, "a compiled region")
         return out
 

@@ -31,8 +31,12 @@ def scan_storages(ledger: Ledger) -> int:
 def _count(ledger: Ledger, tensor: torch.Tensor) -> None:
     if isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
         return
-    ledger.know(tensor.untyped_storage())
+    record = ledger.know(tensor.untyped_storage())
+    if ledger.trace is not None:
+        ledger.trace.on_found(record, tensor)
     if tensor.is_leaf and tensor.requires_grad:
         gradient = tensor.grad
         if gradient is not None and gradient.layout is torch.strided:
-            ledger.know(gradient.untyped_storage())
+            record = ledger.know(gradient.untyped_storage())
+            if ledger.trace is not None:
+                ledger.trace.on_found(record, gradient, "gradient")
