@@ -52,6 +52,8 @@ class Backward:
         if can_skip and self.headroom.is_sure(live_bytes=start_bytes, num_handles=num_handles, budget_bytes=budget_bytes or 0):
             return self._run_unwatched(original, outputs, *args, **kwargs)
         ledger.peak_bytes = start_bytes
+        if budget_bytes is None:
+            self.session.residency.see_off()  # forced decisions are carried out, also where nothing presses
         handles: list[Any] = []
         error: BaseException | None = None
         self._depth += 1

@@ -82,13 +82,13 @@ class Residency:
 
     def room(self, size_bytes: int, why: str) -> None:
         """Make sure that `size_bytes` more fit under the budget. Raises BudgetError (through `on_shortage`) when they cannot."""
+        if self.leaving:
+            self.reap()
         budget_bytes = self.budget_bytes
         if budget_bytes is None:
             return
         if size_bytes > self.largest_request_bytes:
             self.largest_request_bytes = size_bytes
-        if self.leaving:
-            self.reap()
         if self.ledger.live_bytes + size_bytes <= budget_bytes:
             return
         self._make_room(budget_bytes - size_bytes)
@@ -138,6 +138,11 @@ class Residency:
     def reap(self) -> None:
         """Let go of what has arrived on the tier, without waiting."""
         while self.leaving and (self.leaving[0].copy is None or self.leaving[0].copy.is_there()):
+            self._finish_leaving(self.leaving.pop(0))
+
+    def see_off(self) -> None:
+        """Wait until everybody who is leaving has left."""
+        while self.leaving:
             self._finish_leaving(self.leaving.pop(0))
 
     def _finish_leaving(self, buffer: Buffer) -> None:
