@@ -1,0 +1,448 @@
+"""The contract with torch: what each private API that `_torch.py` uses must do. A torch release that changes one fails here, by name."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdelta import _torch
+
+SOURCE = Path(_torch.__file__).parent
+
+
+class Names(TorchDispatchMode):
+    """Notes the names of the ops that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note, and run."""
+        del types
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_private_names_are_used_in_one_file_only() -> None:
+    """`torch._C` and other private modules of torch appear in `_torch.py`; elsewhere only what is public, or a name that this list admits."""
+    admitted = {"torch.utils._python_dispatch"}  # the base class of dispatch modes has no public home
+    found: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "_torch.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.") and "._" in (node.module or ""):
+                found.add(node.module or "")
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and isinstance(node.value, ast.Name) and node.value.id == "torch" and not node.attr.startswith("__"):
+                found.add(f"torch.{node.attr} in {path.name}")
+    assert found <= admitted
+
+
+def test_storage_address() -> None:
+    """The address is the `_cdata` of the storage, and asking makes no storage object."""
+    x = torch.zeros(4)
+    address = _torch.storage_address(x)
+    assert _torch.storage_num_holders(address) == 1
+    assert address == x.untyped_storage()._cdata
+    assert _torch.storage_address(x[2:]) == address
+    assert _torch.storage_address(torch.zeros(4)) != address
+
+
+def test_storage_address_of_tensors_without_a_storage() -> None:
+    """It raises RuntimeError (or its subclass NotImplementedError), which the ledger expects."""
+    with pytest.raises(RuntimeError):
+        _torch.storage_address(torch.eye(2).to_sparse())
+
+
+def test_storage_num_holders() -> None:
+    """Each tensor on a storage holds it once, and so does its Python object."""
+    x = torch.zeros(4)
+    address = _torch.storage_address(x)
+    alias = x.detach()
+    assert _torch.storage_num_holders(address) == 2
+    storage = x.untyped_storage()
+    assert _torch.storage_num_holders(address) == 3
+    del alias, storage
+    gc.collect()
+    assert _torch.storage_num_holders(address) <= 2
+
+
+def test_storage_at() -> None:
+    """A living storage is found by its address, as the object that it has already."""
+    x = torch.arange(4.0)
+    found = _torch.storage_at(_torch.storage_address(x))
+    assert found.nbytes() == x.nbytes
+    assert found.data_ptr() == x.data_ptr()
+    assert found is x.untyped_storage()
+
+
+def test_storage_object_lives_as_long_as_its_storage() -> None:
+    """A weak reference to it tells of the storage's death, not of the last Python name's."""
+    died: list[int] = []
+    x = torch.zeros(4)
+    reference = weakref.ref(x.untyped_storage(), lambda _: died.append(1))
+    gc.collect()
+    assert reference() is x.untyped_storage()
+    y = x.view(2, 2)
+    del x
+    gc.collect()
+    assert not died
+    del y
+    gc.collect()
+    assert died == [1]
+
+
+def test_engine_accumulates_in_place_where_one_holds() -> None:
+    """The reason for addresses: a gradient whose storage object exists is no longer added to in place."""
+
+    def is_in_place() -> bool:
+        x = torch.randn(8, requires_grad=True)
+        first = x * 2
+        with torch.autograd.profiler.profile() as profiler:
+            (first.sin() + first.cos()).sum().backward()
+        names = [event.name() for event in profiler.kineto_results.events()]
+        return "aten::add_" in names
+
+    assert is_in_place()
+
+
+def test_no_dispatch() -> None:
+    """No Python dispatch mode sees what runs inside."""
+    with Names() as names:
+        with _torch.NoDispatch():
+            x = torch.zeros(2) + 1
+        seen_inside = list(names.seen)
+        x = x * 2
+    assert seen_inside == []
+    assert names.seen == ["aten.mul.Tensor"]
+
+
+def test_no_function() -> None:
+    """No function mode and no `__torch_function__` sees what runs inside."""
+
+    class Refuses(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    with Refuses(), _torch.NoFunction():
+        assert (torch.zeros(2) + 1).sum().item() == 2
+
+
+def test_below_autograd() -> None:
+    """No graph is made inside, whatever the grad mode says."""
+    x = torch.ones(2, requires_grad=True)
+    with _torch.BelowAutograd(), torch.enable_grad():
+        y = torch.ops.aten.mul.Tensor(x, 2)
+    assert y.grad_fn is None
+    assert not y.requires_grad
+
+
+def test_autocast_keys() -> None:
+    """Excluded, an op runs in the dtypes of its arguments also where autocast is on."""
+    a = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(a, a).dtype is torch.bfloat16
+        with _torch.ExcludeKeys(_torch.AUTOCAST_KEYS):
+            assert torch.mm(a, a).dtype is torch.float32
+
+
+def test_quietly() -> None:
+    """All of it together: unseen, without a graph, uncast, and everything as before afterwards, after an exception too."""
+    x = torch.randn(4, 4, requires_grad=True)
+    with Names() as names, torch.autocast("cpu", torch.bfloat16):
+        with _torch.Quietly():
+            y = torch.mm(x, x)
+            assert not torch.is_grad_enabled()
+        with pytest.raises(KeyError), _torch.Quietly():
+            raise KeyError
+        assert torch.is_grad_enabled()
+        assert names.seen == []
+    assert y.dtype is torch.float32
+    assert not y.requires_grad
+    with torch.no_grad():
+        with _torch.Quietly():
+            pass
+        assert not torch.is_grad_enabled()
+
+
+def test_set_grad_enabled() -> None:
+    """It sets the mode that kernels read."""
+    try:
+        _torch.set_grad_enabled(False)
+        assert not torch.is_grad_enabled()
+    finally:
+        _torch.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_graph_task_id() -> None:
+    """It is -1 outside of backward and something else inside, also in a backward inside a backward."""
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    assert _torch.graph_task_id() == -1
+    y = x * 2
+    y.register_hook(lambda _: seen.append(_torch.graph_task_id()))
+    y.sum().backward()
+    assert len(seen) == 1
+    assert seen[0] != -1
+    assert _torch.graph_task_id() == -1
+
+
+def test_stack_of_modes() -> None:
+    """Push, pop, count and look: the same stack that `with mode` uses."""
+    outer, inner = Names(), Names()
+    with outer:
+        assert _torch.num_modes() == 1
+        _torch.push_mode(inner)
+        assert _torch.mode_stack() == [outer, inner]
+        torch.zeros(2)
+        assert _torch.pop_mode() is inner
+        assert _torch.mode_stack() == [outer]
+    assert inner.seen == ["aten.zeros.default"]
+    assert outer.seen == ["aten.zeros.default"]
+    assert _torch.num_modes() == 0
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_without_mode(position: int) -> None:
+    """One mode is taken out of the stack, wherever it is, and put back in its place, after an exception too."""
+    modes = [Names(), Names(), Names()]
+    with modes[0], modes[1], modes[2]:
+        with pytest.raises(KeyError), _torch.without_mode(modes[position]) as found:
+            assert found
+            assert _torch.mode_stack() == [mode for mode in modes if mode is not modes[position]]
+            raise KeyError
+        assert _torch.mode_stack() == modes
+        with _torch.without_mode(Names()) as found:
+            assert not found
+            assert _torch.mode_stack() == modes
+
+
+def test_without_saved_hooks() -> None:
+    """All hooks are off inside and on afterwards, in order."""
+    calls: list[str] = []
+
+    def hooks(name: str) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            calls.append(name)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    x = torch.ones(2, requires_grad=True)
+    with hooks("outer"), hooks("inner"):
+        with _torch.without_saved_hooks():
+            x.sin()
+        assert calls == []
+        x.sin()
+    assert calls == ["inner"]
+    x.sin()
+    assert calls == ["inner"]
+
+
+@pytest.mark.parametrize("way", ["Tensor.backward", "autograd.backward", "autograd.grad", "checkpoint"])
+def test_one_door_to_the_engine(way: str) -> None:
+    """Every way into backward passes through the function that is replaced, and none does after the undoing."""
+    num_calls = 0
+
+    def make(original: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return original(*args, **kwargs)
+
+        return replacement
+
+    def run() -> None:
+        x = torch.ones(2, requires_grad=True)
+        if way == "Tensor.backward":
+            (x * 2).sum().backward()
+        elif way == "autograd.backward":
+            torch.autograd.backward((x * 2).sum())
+        elif way == "autograd.grad":
+            torch.autograd.grad((x * 2).sum(), x)
+        else:
+            torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+
+    undo = _torch.patch_run_backward(make)
+    try:
+        run()
+    finally:
+        undo()
+    seen = num_calls
+    assert seen == (2 if way == "checkpoint" else 1)
+    run()
+    assert num_calls == seen
+
+
+def test_signature_of_the_engine() -> None:
+    """Whether the graph is kept is the third argument, whether one is made the fourth."""
+    told: list[tuple[Any, ...]] = []
+
+    def make(original: Any) -> Any:
+        def replacement(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            told.append(args[1:3])
+            assert all(isinstance(output, torch.Tensor) for output in outputs)
+            return original(outputs, *args, **kwargs)
+
+        return replacement
+
+    x = torch.ones(2, requires_grad=True)
+    undo = _torch.patch_run_backward(make)
+    try:
+        (x * 2).sum().backward()
+        (x * 2).sum().backward(retain_graph=True)
+        torch.autograd.grad((x * x).sum(), x, create_graph=True)
+    finally:
+        undo()
+    assert [tuple(map(bool, flags)) for flags in told] == [(False, False), (True, False), (True, True)]
+
+
+def test_guard_of_functional_transforms() -> None:
+    """`torch.func.grad` forbids saved-tensor hooks through the function that is replaced."""
+    entered: list[str] = []
+
+    def make(original: Any) -> Any:
+        def replacement(message: str) -> Any:
+            entered.append(message)
+            return original(message)
+
+        return replacement
+
+    undo = _torch.patch_functorch_guard(make)
+    try:
+        assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2.0, 2.0]
+    finally:
+        undo()
+    assert entered
+    count = len(entered)
+    torch.func.grad(lambda x: x.sum())(torch.ones(2))
+    assert len(entered) == count
+
+
+def test_call_of_compiled_regions() -> None:
+    """AOTAutograd calls what it compiled, forward and backward, through the function that is replaced."""
+    code = """
+import torch
+from torchdelta import _torch
+import torch._dynamo
+calls = []
+def make(original):
+    def replacement(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+    return replacement
+undo = _torch.patch_compiled_call(make)
+compiled = torch.compile(lambda x: (x * 2).sin(), backend="aot_eager")
+x = torch.ones(4, requires_grad=True)
+y = compiled(x)
+forward = len(calls)
+y.sum().backward()
+print(forward, len(calls))
+undo()
+compiled(x)
+print(len(calls))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, after = result.stdout.splitlines()
+    forward, both = map(int, first.split())
+    assert forward >= 1
+    assert both > forward
+    assert int(after) == both
+
+
+def test_numeric_environment() -> None:
+    """What kernels read is read, and set again."""
+    before = _torch.numeric_environment()
+    changed = (torch.float64, not before[1], True, "medium", before[4])
+    try:
+        _torch.set_numeric_environment(changed)
+        assert torch.get_default_dtype() is torch.float64
+        assert torch.backends.mkldnn.enabled == changed[1]
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert _torch.numeric_environment() == changed
+    finally:
+        _torch.set_numeric_environment(before)
+    assert _torch.numeric_environment() == before
+
+
+def test_input_sizes_bytes() -> None:
+    """An autograd node tells the shapes and dtypes of the gradients that flow into it."""
+    x = torch.ones(3, 5, requires_grad=True)
+    y = x.double() * 2
+    assert _torch.input_sizes_bytes(y.grad_fn) == 15 * 8
+    values, _ = y.sort()
+    assert _torch.input_sizes_bytes(values.grad_fn) >= 15 * 8
+    assert _torch.input_sizes_bytes(object()) == 0
+
+
+def test_node_attributes() -> None:
+    """A node has a name, following nodes, and, where it accumulates, its leaf."""
+    x = torch.ones(2, requires_grad=True)
+    node = (x * 2).grad_fn
+    assert node is not None
+    assert node.name() == "MulBackward0"
+    ((accumulate, index),) = [edge for edge in node.next_functions if edge[0] is not None]
+    assert index == 0
+    assert accumulate is not None
+    assert accumulate.name() == "torch::autograd::AccumulateGrad"
+    assert accumulate.variable is x  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_views_with_bits() -> None:
+    """Conjugate and negative views share their storage."""
+    x = torch.tensor([1 + 2j])
+    assert _torch.conj(x).is_conj()
+    assert _torch.neg_view(x.real).is_neg()
+    assert _torch.storage_address(_torch.conj(x)) == _torch.storage_address(x)
+
+
+def test_op_overloads() -> None:
+    """An op has a schema with aliases, tags, a namespace, a fast call, and room for an attribute."""
+    func = torch.ops.aten.add_.Tensor
+    assert isinstance(func, _torch.OpOverload)
+    assert func._schema.arguments[0].alias_info is not None
+    assert func._schema.arguments[0].alias_info.is_write
+    assert func.namespace == "aten"
+    assert func._op(torch.ones(1), 1).item() == 2
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli.default.tags
+    func._torchdelta_contract = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.ops.aten.add_.Tensor._torchdelta_contract == 1
+    del func._torchdelta_contract
+
+
+def test_fake_tensors() -> None:
+    """A meta tensor becomes a fake one that says it is on the device, and costs nothing."""
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = _torch.fake_view(mode, torch.empty(4, 4, device="meta"), "cpu")
+    assert isinstance(fake, _torch.FakeTensor)
+    assert fake.device.type == "cpu"
+    with mode:
+        made = fake @ torch.ones(4, 2)
+    assert isinstance(made, _torch.FakeTensor)
+    assert made.shape == (4, 2)
+    assert made.untyped_storage().device.type == "meta"
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    """Names that are made at their first use are the only ones."""
+    with pytest.raises(AttributeError):
+        _ = _torch.NoSuchName
+
+
+def test_dispatch_modes_have_the_hooks_for_compilation() -> None:
+    """The two class methods that the recorder overrides exist in torch under these names."""
+    assert inspect.ismethod(TorchDispatchMode.ignore_compile_internals)
+    assert inspect.ismethod(TorchDispatchMode._should_skip_dynamo)
