@@ -243,9 +243,12 @@ class Residency:
             return storage
         if buffer.fetching is not None:
             fetch, buffer.fetching = buffer.fetching, None
-            self.counters.stall_s += fetch.transfer.wait()
-            self.adopt(buffer, fetch.storage)
-            return fetch.storage
+            try:
+                self.counters.stall_s += fetch.transfer.wait()
+                self.adopt(buffer, fetch.storage)
+                return fetch.storage
+            except TierError:
+                fetch = None  # its storage is of no use; the copy is tried once more below
         if buffer.copy is not None:
             try:
                 return self._read(buffer)
@@ -263,12 +266,12 @@ class Residency:
         assert copy is not None
         self.room(buffer.size_bytes, "swap-in")
         storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
-        self.adopt(buffer, storage)
-        if self.surveys:
-            return storage
-        self.counters.stall_s += copy.arrive()
-        self.counters.stall_s += copy.tier.read(copy.slot, storage).wait()
-        self.counters.swapped_in_bytes += buffer.size_bytes
+        self.ledger.know(storage)
+        if not self.surveys:
+            self.counters.stall_s += copy.arrive()
+            self.counters.stall_s += copy.tier.read(copy.slot, storage).wait()
+            self.counters.swapped_in_bytes += buffer.size_bytes
+        self.adopt(buffer, storage)  # not before it is filled: after a failed read the buffer is as far away as before
         return storage
 
     def adopt(self, buffer: Buffer, storage: torch.UntypedStorage, *, held: bool = False) -> None:
