@@ -7,6 +7,9 @@ release that changes one of them fails there, by name, and not somewhere in the 
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,23 +156,133 @@ def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any
     return undo
 
 
-def patch_compiled_call(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace the function through which AOTAutograd calls a compiled region by `make(original)`; returns what undoes it.
+_COMPILED_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 
-    Importing that module costs a second, so the patch waits until somebody else imported it: without `torch.compile` there is nothing to do.
-    """
-    import sys  # noqa: PLC0415 - only here
 
-    module = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
-    if module is None or not hasattr(module, "call_func_at_runtime_with_args"):
-        return lambda: None
-    original = module.call_func_at_runtime_with_args
-    module.call_func_at_runtime_with_args = make(original)
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Calls back right after a module was imported by somebody else."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name = name
+        self.then = then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:  # noqa: ANN401 - the import system's signature
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)  # the others find it
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:  # noqa: ANN401
+            execute(module)
+            self.then(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _patch_when_imported(module_name: str, patch: Callable[[Any], Callable[[], None] | None]) -> Callable[[], None]:
+    """Run `patch(module)` now if the module is there, else as soon as somebody imports it; returns what undoes it."""
+    undos: list[Callable[[], None]] = []
+
+    def run(module: Any) -> None:  # noqa: ANN401
+        undo_one = patch(module)
+        if undo_one is not None:
+            undos.append(undo_one)
+
+    waiting = _WhenImported(module_name, run)
+    if module_name in sys.modules:
+        run(sys.modules[module_name])
+    else:
+        sys.meta_path.insert(0, waiting)
 
     def undo() -> None:
-        module.call_func_at_runtime_with_args = original
+        if waiting in sys.meta_path:
+            sys.meta_path.remove(waiting)
+        while undos:
+            undos.pop()()
 
     return undo
+
+
+def patch_compiled_call(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the two doors to compiled code by `make(original)`; returns what undoes it.
+
+    The doors are `OptimizedModule.__call__` (a module that `torch.compile` returned) and the function through which AOTAutograd calls a compiled
+    backward. Importing their modules costs a second, so where nobody has done it yet the patch waits for whoever does.
+    """
+
+    def patch_backward(module: Any) -> Callable[[], None] | None:  # noqa: ANN401
+        original = getattr(module, "call_func_at_runtime_with_args", None)
+        if original is None:
+            return None
+        module.call_func_at_runtime_with_args = make(original)
+
+        def undo() -> None:
+            module.call_func_at_runtime_with_args = original
+
+        return undo
+
+    def patch_module(module: Any) -> Callable[[], None] | None:  # noqa: ANN401
+        kind = module.OptimizedModule
+        original = kind.__call__
+        kind.__call__ = make(original)
+
+        def undo() -> None:
+            kind.__call__ = original
+
+        return undo
+
+    undo_backward = _patch_when_imported(_COMPILED_RUNTIME, patch_backward)
+    undo_module = _patch_when_imported("torch._dynamo.eval_frame", patch_module)
+
+    def undo() -> None:
+        undo_backward()
+        undo_module()
+
+    return undo
+
+
+_region_codes: set[Any] = set()
+
+
+def is_in_compiled_region() -> bool:
+    """Say whether the running op comes from compiled code: a compiled function calls kernels that are dispatched among kernels that are not.
+
+    Costs a walk up the stack, but only in a process that has compiled something.
+    """
+    if not getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):
+        return False
+    if not _region_codes:
+        module = sys.modules.get(_COMPILED_RUNTIME)
+        _region_codes.update(_codes_named("runtime_wrapper", module))
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _region_codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _codes_named(name: str, module: Any) -> set[Any]:  # noqa: ANN401
+    """Return the code objects of all functions of this name in a module, nested ones too: closures share them."""
+    found: set[Any] = set()
+    stack = [thing.__code__ for thing in vars(module).values() if hasattr(thing, "__code__")] if module is not None else []
+    stack += [
+        method.__code__
+        for thing in (vars(module).values() if module is not None else ())
+        if isinstance(thing, type)
+        for method in vars(thing).values()
+        if hasattr(method, "__code__")
+    ]
+    while stack:
+        code = stack.pop()
+        if code.co_name == name:
+            found.add(code)
+        stack.extend(constant for constant in code.co_consts if hasattr(constant, "co_consts"))
+    return found
 
 
 def numeric_environment() -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ recomputed, and room is made for the region as a whole before it runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,21 +27,25 @@ class CompiledRegions:
         self.session = session
         self._working_set_bytes: dict[Any, int] = {}
 
-    def call(self, original: Callable[..., Any], function: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Stand in for AOTAutograd's `call_func_at_runtime_with_args(function, args, ...)`."""
+    def call(self, original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Stand in for `call_func_at_runtime_with_args(function, args, ...)` or `OptimizedModule.__call__(module, first argument, ...)`."""
         session = self.session
-        key = (id(function), tuple(a.shape if isinstance(a, torch.Tensor) else None for a in args))
+        inputs = given[1] if len(given) > 1 and isinstance(given[1], list | tuple) else (*given[1:], *kwargs.values())
+        tensors = [a for a in inputs if isinstance(a, torch.Tensor)]
+        key = (id(given[0]), tuple(a.shape for a in tensors))
         session.residency.room(self._working_set_bytes.get(key, 0), "a compiled region")
         session.ledger.clock += 1
         trace = session.ledger.trace
         if trace is not None:
-            trace.on_opaque_start(args)
+            trace.on_opaque_start(tensors)
         with without_mode(session.recorder), PeakMeter(session.ledger.device_type) as meter:
-            out = original(function, args, *rest, **kwargs)
+            out = original(*given, **kwargs)
         before_bytes = session.ledger.live_bytes
         self._know(out)
         outputs_bytes = session.ledger.live_bytes - before_bytes
-        self._working_set_bytes[key] = max(self._working_set_bytes.get(key, 0), outputs_bytes, meter.extra_bytes)
+        # The first call may have compiled, which takes memory that no later call does: its outputs are all that is learned from it.
+        measured_bytes = meter.extra_bytes if key in self._working_set_bytes else 0
+        self._working_set_bytes[key] = max(self._working_set_bytes.get(key, 0), outputs_bytes, measured_bytes)
         if trace is not None:
             trace.on_opaque_end("torchdelta.compiled", out, node=session.node_name, working_set_bytes=meter.extra_bytes)
         session.residency.room(0, "a compiled region")
@@ -56,4 +61,7 @@ class CompiledRegions:
                 self.session.ledger.know(out.untyped_storage())
         elif isinstance(out, list | tuple):
             for item in out:
+                self._know(item)
+        elif isinstance(out, Mapping):  # the outputs of transformers
+            for item in out.values():
                 self._know(item)

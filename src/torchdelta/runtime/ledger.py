@@ -28,6 +28,7 @@ class Ledger:
         self.records: dict[int, StorageRecord] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.late_bytes = 0  # of parameters that the scan did not find (see scan.py)
         self.clock = 0  # ops seen; the unit of staleness
         self.held: dict[int, Buffer] = {}  # buffers kept alive by us: what could be evicted
         self.trace: TraceBuilder | None = None
@@ -102,6 +103,8 @@ class Ledger:
         """Return the buffer that a tensor's storage holds now; a storage of unknown origin gets one without an op."""
         storage = tensor.untyped_storage()
         record = self.records.get(storage._cdata)
+        if record is None and tensor.is_leaf and tensor.requires_grad:
+            self.late_bytes += storage.nbytes()
         if record is None or record.reference is None:
             record = self.know(storage)
         buffer = record.current

@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
             return self.execute(func, facts, args, kwargs)
         self.counters.num_ops += 1
         self.ledger.clock += 1
-        records = not counts_only and (grad_enabled or self.session.num_handles > 0)
+        records = not counts_only and (grad_enabled or self.session.num_handles > 0) and not _torch.is_in_compiled_region()
         if kind is Kind.COMPUTE or facts.keeps_statistics:
             if counts_only:
                 return self._count(func, facts, args, kwargs)

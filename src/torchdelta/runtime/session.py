@@ -32,7 +32,7 @@ from torchdelta.runtime.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 from torchdelta.runtime.tracing import TraceBuilder
 from torchdelta.summary import Summary
-from torchdelta.units import parse_size
+from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torchdelta.config import Config
     from torchdelta.trace.model import Trace
 
+_logger = logging.getLogger("torchdelta")
 _local = threading.local()
 _patch_lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
@@ -141,6 +142,7 @@ class Session:
         _unpatch()
         self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
+        _logger.info("result: %s", str(self.summary()).splitlines()[0])
         if self.num_handles == 0:
             self._finish()
         if impossible is not None:
@@ -199,8 +201,31 @@ class Session:
 
     def _on_step_end(self) -> None:
         self.residency.digests = False
+        if self.steps.num_steps == 1:
+            self._log_first_step()
         if self.ledger.trace is not None:
             self._end_trace()
+
+    def _log_first_step(self) -> None:
+        counters = self.counters
+        _logger.info(
+            "captured a step: %d ops, %d saved tensors, peak %s of %s",
+            counters.num_ops,
+            counters.num_saved,
+            format_bytes(self.steps.peak_bytes),
+            format_bytes(self.budget_bytes),
+        )
+        if self.ledger.late_bytes:
+            _logger.info("%s of parameters were not found when the scope opened and counted from their first use", format_bytes(self.ledger.late_bytes))
+        if counters.num_evictions == 0:
+            _logger.info("the step fits: nothing leaves the device, recording is the only cost")
+        else:
+            _logger.info(
+                "policy %s: %s swapped out, %s dropped for recomputing",
+                self.config.policy,
+                format_bytes(counters.swapped_out_bytes),
+                format_bytes(counters.dropped_bytes),
+            )
 
     def _end_trace(self) -> None:
         builder, self.ledger.trace = self.ledger.trace, None
@@ -220,7 +245,7 @@ class Session:
             is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.num_handles > 0
             if self.steps.is_in_optimizer or not is_trainable or self._is_stopped:
                 raise self.survey.error(is_lower_bound=False)
-            logging.getLogger("torchdelta").info("the budget of %d bytes cannot hold at %s: surveying the rest of the step", self.budget_bytes, why)
+            _logger.info("the budget of %d bytes cannot hold at %s: surveying the rest of the step", self.budget_bytes, why)
         self.survey.need(size_bytes, why)
 
     def end_survey(self) -> None:
