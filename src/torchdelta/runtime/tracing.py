@@ -230,6 +230,8 @@ class TraceBuilder:
                     writes.append(version.id)
                     if watches and record.current is not None:
                         self._held[version.id] = weakref.ref(record.current)
+        if not reads and not writes:
+            return  # nothing on this device: a profiler's mark, say
         self._add(
             Op(
                 index=index,
