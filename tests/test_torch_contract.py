@@ -332,7 +332,7 @@ def test_guard_of_functional_transforms() -> None:
 
 
 def test_call_of_compiled_regions() -> None:
-    """AOTAutograd calls what it compiled, forward and backward, through the function that is replaced."""
+    """AOTAutograd calls what it compiled through the function that is replaced, at the latest in backward, and not after the undoing."""
     code = """
 import torch
 from torchdelta import _torch
@@ -357,8 +357,7 @@ print(len(calls))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, after = result.stdout.splitlines()
     forward, both = map(int, first.split())
-    assert forward >= 1
-    assert both > forward
+    assert both > forward >= 0
     assert int(after) == both
 
 
