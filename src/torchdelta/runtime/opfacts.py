@@ -66,7 +66,8 @@ class OpFacts:
         self.keeps_statistics = base in _STATISTICS
         self.overwrites = base in _OVERWRITE
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
-        if base in _NO_OUTPUT or func.namespace == "prim":
+        # Without the last part, the ranges that an optimizer opens for the profiler would each leave a key in the predictor, step after step.
+        if base in _NO_OUTPUT or func.namespace == "prim" or not (written or any("Tensor" in str(r.type) for r in schema.returns)):
             self.kind = Kind.NO_OUTPUT
         elif base in _REPLACE:
             self.kind = Kind.REPLACE
