@@ -141,6 +141,8 @@ class Backward:
 
     def _before(self, gradients: Any, *, name: str = "") -> None:  # noqa: ANN401 - tuple of tensors and None
         self._meet(gradients)
+        if self.session.ledger.trace is not None:
+            self.session.ledger.trace.on_gradients(gradients)
         self.session.node_name = name
         push_mode(self.recorder)
 
@@ -157,6 +159,7 @@ class Backward:
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
         self.session.residency.room(sum(sizes) + temporary_bytes, name)
         if self.session.ledger.trace is not None:
+            self.session.ledger.trace.on_gradients(gradients)
             self.session.ledger.trace.on_opaque_start(gradients, temporary_bytes)
 
     def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:  # noqa: ANN401
@@ -183,8 +186,6 @@ class Backward:
                         ledger.know_by_tensor(gradient)
                 except NotImplementedError:  # a wrapper of torch.func has no storage
                     continue
-                if ledger.trace is not None:
-                    ledger.trace.on_gradient(gradient)
         if ledger.live_bytes > before_bytes:
             self.session.residency.room(0, "gradient accumulation")
 

@@ -114,6 +114,8 @@ class Draft:
         self.num_storages = 0
         self.end_of_op = 0  # index after the last op that is no pseudo-op
         self.recent: collections.deque[PlainStorage] = collections.deque(maxlen=NUM_RECENT)
+        self.flowing: set[PlainStorage] = set()  # the gradients that flowed into the last node
+        self.start_of_node = 0  # index before its first op
 
     def born(self, record: StorageRecord, birth_op: int, phase: Phase | None, *, by_optimizer: bool = False) -> Version:
         """Put down a storage that was not known before."""
@@ -186,8 +188,11 @@ class Draft:
         """Return which gradients, dead since the last op, may be in a sum of the engine's: they live to its making."""
         index = len(self.ops)
         sources: list[int] = []
+        used_up = self.flowing if index > self.start_of_node else set[PlainStorage]()  # a node without ops hands them on
         for storage in reversed(self.recent):
             version = storage.current
+            if storage in used_up:
+                continue
             if len(sources) < num_sources and version.size_bytes == size_bytes and version.death_op == index:
                 version.death_op = index + 1
                 sources.append(version.id)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torchdelta.runtime import buffer as live
-    from torchdelta.runtime.drafting import Version
+    from torchdelta.runtime.drafting import PlainStorage, Version
     from torchdelta.runtime.opfacts import OpFacts
     from torchdelta.runtime.session import Session
     from torchdelta.runtime.tape import OpEntry
@@ -327,17 +327,22 @@ class TraceBuilder:
                 self._draft.versions[id_].storage.birth_phase = "backward"
 
     @_guarded
-    def on_gradient(self, gradient: torch.Tensor) -> None:
-        """Note a gradient that flows into a node: the engine may have added it up."""
-        record = self._record(gradient)
-        if record is None:
-            return
-        version = self._draft.by_record.get(record.id)
-        if version is None:
-            self._accumulate(record, None)
-        elif _version_counter(gradient) > version.storage.noted_version and version.storage.birth_phase == "backward":
-            self._accumulate(record, version)
-            version.storage.noted_version = _version_counter(gradient)
+    def on_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Note the gradients that flow into a node which is about to run: the engine may have added them up."""
+        flowing: set[PlainStorage] = set()
+        for gradient in gradients:
+            record = self._record(gradient) if gradient is not None else None
+            if gradient is None or record is None:
+                continue
+            version = self._draft.by_record.get(record.id)
+            if version is None:
+                version = self._accumulate(record, None)
+            elif _is_added_to(version.storage, gradient):
+                version = self._accumulate(record, version)
+                version.storage.noted_version = _version_counter(gradient)
+            flowing.add(version.storage)
+        self._draft.flowing = flowing
+        self._draft.start_of_node = len(self._draft.ops)
 
     @_guarded
     def on_leaf_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -351,7 +356,7 @@ class TraceBuilder:
         version = self._draft.by_record.get(record.id)
         if version is None:
             version = self._accumulate(record, None)
-        elif version.storage.kind == "gradient" and _version_counter(gradient) > version.storage.noted_version:
+        elif _is_added_to(version.storage, gradient):
             version = self._accumulate(record, version)
         version.storage.kind = "gradient"
         version.storage.noted_version = _version_counter(gradient)
@@ -474,6 +479,12 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     base = tensor._base  # noqa: SLF001 - no public name
     owner = tensor if base is None else base
     return owner.is_leaf and owner.requires_grad
+
+
+def _is_added_to(storage: PlainStorage, gradient: torch.Tensor) -> bool:
+    """Say whether the engine has added to a gradient in place since it was last looked at."""
+    is_gradient = storage.kind == "gradient" or storage.birth_phase == "backward"
+    return is_gradient and _version_counter(gradient) > storage.noted_version
 
 
 def _version_counter(tensor: torch.Tensor) -> int:
