@@ -24,6 +24,8 @@ KINDS: list[tuple[Any, Kind]] = [
     (aten._unsafe_view.default, Kind.VIEW),
     (aten._local_scalar_dense.default, Kind.NO_OUTPUT),
     (aten.equal.default, Kind.NO_OUTPUT),
+    (torch.ops.profiler._record_function_enter_new.default, Kind.NO_OUTPUT),
+    (torch.ops.profiler._record_function_exit._RecordFunction, Kind.NO_OUTPUT),
     (aten.add_.Tensor, Kind.WRITE),
     (aten.add.out, Kind.WRITE),
     (aten._foreach_add_.Scalar, Kind.WRITE),
