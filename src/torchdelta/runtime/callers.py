@@ -24,8 +24,8 @@ class ModulePaths:
     """Names the innermost running module by its path from the outermost one, such as "transformer.h.0.attn"."""
 
     def __init__(self, on_root: Callable[[torch.nn.Module], None]) -> None:
-        """Call `on_root` once with each outermost module that was seen to run."""
-        self._on_root = on_root
+        """Call the method `on_root`, whose object is not kept alive, with each outermost module that is seen to run."""
+        self._on_root = weakref.WeakMethod(on_root)
         self._paths: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
 
     def current(self) -> str:
@@ -49,7 +49,9 @@ class ModulePaths:
             frame = frame.f_back
         for path, child in root.named_modules():
             self._paths[id(child)] = (weakref.ref(child), path)
-        self._on_root(root)
+        on_root = self._on_root()
+        if on_root is not None:
+            on_root(root)
         if id(module) not in self._paths:  # called by its parent, but not registered on it
             self._paths[id(module)] = (weakref.ref(module), type(module).__name__)
         return self._paths[id(module)][1]

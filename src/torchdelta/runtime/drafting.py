@@ -188,7 +188,9 @@ class Draft:
         """Return which gradients, dead since the last op, may be in a sum of the engine's: they live to its making."""
         index = len(self.ops)
         sources: list[int] = []
-        used_up = self.flowing if index > self.start_of_node else set[PlainStorage]()  # a node without ops hands them on
+        used_up = (
+            self.flowing if index > self.start_of_node else set[PlainStorage]()
+        )  # a node without ops hands them on
         for storage in reversed(self.recent):
             version = storage.current
             if storage in used_up:
@@ -208,7 +210,7 @@ class Draft:
             created_by = "torchdelta recorder"
         return Trace(
             header=Header(
-                torch_version=torch.__version__,
+                torch_version=str(torch.__version__),
                 device=self.device_type,
                 device_name=torch.cuda.get_device_name() if self.device_type == "cuda" else "",
                 created_by=created_by,

@@ -209,6 +209,7 @@ class TraceBuilder:
         *,
         written: Iterable[torch.Tensor] = (),
         entry: OpEntry | None = None,
+        workspace_bytes: int = 0,
     ) -> None:
         """Note an op that has just run; `written` are the arguments that it wrote, `entry` what can recompute it."""
         phase = self.session.steps.phase
@@ -244,6 +245,7 @@ class TraceBuilder:
                 random=facts.is_random,
                 recomputable=facts.is_recomputable,
                 node=self.session.node_name if phase == "backward" else "",
+                workspace_bytes=workspace_bytes,
             )
         )
         self._draft.end_of_op = index + 1
