@@ -1,7 +1,8 @@
 """The only file that touches private torch APIs.
 
-Checked on torch 2.13.0 (CPU); written for 2.11 to 2.14. Every name here has a contract test in `tests/test_torch_contract.py`, so that a torch
-release that changes one of them fails there, by name, and not somewhere in the runtime.
+Checked on torch 2.13.0 (CPU); written for 2.11 to 2.14. Every name here has a contract test in
+`tests/test_torch_contract.py`, so that a torch release that changes one of them fails there, by name, and not somewhere
+in the runtime.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import contextlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _python_dispatch
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
 # [Note: storages are known by address]
-# `Tensor.untyped_storage()` makes a Python object that the storage keeps for ever, and which counts as one of its holders (torch 2.13). The
-# autograd engine accumulates gradients in place only where the storage has ONE holder, so looking at a gradient's storage object would turn
-# an in-place addition into an allocation. `_storage_address` gives the same key as `UntypedStorage._cdata` without making the object.
+# `Tensor.untyped_storage()` makes a Python object that the storage keeps for ever, and which counts as one of its
+# holders (torch 2.13). The autograd engine accumulates gradients in place only where the storage has ONE holder, so
+# looking at a gradient's storage object would turn an in-place addition into an allocation. `_storage_address` gives
+# the same key as `UntypedStorage._cdata` without making the object.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address
 storage_num_holders: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -37,7 +41,8 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# The C functions below `_python_dispatch._push_mode` and `_pop_mode`, which ask about infra modes first: twice a node, that shows.
+# The C functions below `_python_dispatch._push_mode` and `_pop_mode`, which ask about infra modes first: twice a node,
+# that shows.
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 
@@ -47,12 +52,12 @@ OpOverload = torch._ops.OpOverload
 MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
 
 
-def pop_mode() -> Any:  # noqa: ANN401 - whatever mode is on top
+def pop_mode() -> Any:
     """Take the top mode off this thread's stack and return it."""
     return torch._C._pop_torch_dispatch_stack(None)
 
 
-def top_mode() -> Any:  # noqa: ANN401 - whatever mode is on top
+def top_mode() -> Any:
     """Return the top mode of this thread's stack, or None."""
     height = torch._C._len_torch_dispatch_stack()
     return torch._C._get_dispatch_stack_at(height - 1) if height else None
@@ -61,15 +66,19 @@ def top_mode() -> Any:  # noqa: ANN401 - whatever mode is on top
 def storage_at(address: int) -> torch.UntypedStorage:
     """Return the storage object of a living storage, by its address.
 
-    The caller must know that the storage is alive (one of its tensors is, or is just dying): a dead address is undefined behaviour.
+    The caller must know that the storage is alive (one of its tensors is, or is just dying): a dead address is
+    undefined behaviour.
     """
     return torch.UntypedStorage._new_with_weak_ptr(address)
 
 
 class Quietly:
-    """Run the library's own tensor work unseen: no dispatch mode, no function mode, no autograd, no autocast, no grad mode.
+    """Run the library's own tensor work unseen.
 
-    `grad` is the grad mode inside, for kernels that read it (an LSTM returns no workspace without it). A fresh object is wanted for each use.
+    No dispatch mode, no function mode, no autograd, no autocast, no grad mode.
+
+    `grad` is the grad mode inside, for kernels that read it (an LSTM returns no workspace without it). A fresh object
+    is wanted for each use.
     """
 
     __slots__ = ("_guards", "_was")
@@ -88,8 +97,11 @@ class Quietly:
 
 
 @contextlib.contextmanager
-def without_mode(mode: object) -> Iterator[bool]:
-    """Take one dispatch mode off this thread's stack for a while; modes of others above it stay where they are. Yields whether it was on."""
+def without_mode(mode: object) -> Generator[bool]:
+    """Take one dispatch mode off this thread's stack for a while; modes of others above it stay where they are.
+
+    Yields whether it was on.
+    """
     above: list[Any] = []
     stack = mode_stack()
     found = mode in stack
@@ -114,7 +126,7 @@ def without_mode(mode: object) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def without_saved_hooks() -> Iterator[None]:
+def without_saved_hooks() -> Generator[None]:
     """Take all default saved-tensor hooks off this thread for a while (innermost first) and put them back in order."""
     taken: list[tuple[Any, Any]] = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
@@ -130,7 +142,8 @@ def without_saved_hooks() -> Iterator[None]:
 def patch_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace the one Python door to the autograd engine by `make(original)`; returns what undoes it.
 
-    `Tensor.backward`, `autograd.backward`, `autograd.grad` and reentrant checkpointing all pass through `_engine_run_backward`.
+    `Tensor.backward`, `autograd.backward`, `autograd.grad` and reentrant checkpointing all pass through
+    `_engine_run_backward`.
     """
     original = torch.autograd.graph._engine_run_backward
     replacement = make(original)
@@ -145,7 +158,10 @@ def patch_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace the context in which `torch.func` transforms forbid saved-tensor hooks by `make(original)`; returns what undoes it."""
+    """Replace the context in which `torch.func` transforms forbid saved-tensor hooks by `make(original)`.
+
+    Returns what undoes it.
+    """
     original = torch.autograd.graph.disable_saved_tensors_hooks
     replacement = make(original)
     torch.autograd.graph.disable_saved_tensors_hooks = replacement
@@ -166,7 +182,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         self.name = name
         self.then = then
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:  # noqa: ANN401 - the import system's signature
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)  # the others find it
@@ -175,7 +191,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def exec_module(module: Any) -> None:  # noqa: ANN401
+        def exec_module(module: Any) -> None:
             execute(module)
             self.then(module)
 
@@ -187,7 +203,7 @@ def _patch_when_imported(module_name: str, patch: Callable[[Any], Callable[[], N
     """Run `patch(module)` now if the module is there, else as soon as somebody imports it; returns what undoes it."""
     undos: list[Callable[[], None]] = []
 
-    def run(module: Any) -> None:  # noqa: ANN401
+    def run(module: Any) -> None:
         undo_one = patch(module)
         if undo_one is not None:
             undos.append(undo_one)
@@ -210,11 +226,12 @@ def _patch_when_imported(module_name: str, patch: Callable[[Any], Callable[[], N
 def patch_compiled_call(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace the two doors to compiled code by `make(original)`; returns what undoes it.
 
-    The doors are `OptimizedModule.__call__` (a module that `torch.compile` returned) and the function through which AOTAutograd calls a compiled
-    backward. Importing their modules costs a second, so where nobody has done it yet the patch waits for whoever does.
+    The doors are `OptimizedModule.__call__` (a module that `torch.compile` returned) and the function through which
+    AOTAutograd calls a compiled backward. Importing their modules costs a second, so where nobody has done it yet the
+    patch waits for whoever does.
     """
 
-    def patch_backward(module: Any) -> Callable[[], None] | None:  # noqa: ANN401
+    def patch_backward(module: Any) -> Callable[[], None] | None:
         original = getattr(module, "call_func_at_runtime_with_args", None)
         if original is None:
             return None
@@ -225,7 +242,7 @@ def patch_compiled_call(make: Callable[[Callable[..., Any]], Callable[..., Any]]
 
         return undo
 
-    def patch_module(module: Any) -> Callable[[], None] | None:  # noqa: ANN401
+    def patch_module(module: Any) -> Callable[[], None] | None:
         kind = module.OptimizedModule
         original = kind.__call__
         kind.__call__ = make(original)
@@ -249,7 +266,9 @@ _region_codes: set[Any] = set()
 
 
 def is_in_compiled_region() -> bool:
-    """Say whether the running op comes from compiled code: a compiled function calls kernels that are dispatched among kernels that are not.
+    """Say whether the running op comes from compiled code.
+
+    A compiled function calls kernels that are dispatched among kernels that are not.
 
     Costs a walk up the stack, but only in a process that has compiled something.
     """
@@ -266,10 +285,12 @@ def is_in_compiled_region() -> bool:
     return False
 
 
-def _codes_named(name: str, module: Any) -> set[Any]:  # noqa: ANN401
+def _codes_named(name: str, module: Any) -> set[Any]:
     """Return the code objects of all functions of this name in a module, nested ones too: closures share them."""
     found: set[Any] = set()
-    stack = [thing.__code__ for thing in vars(module).values() if hasattr(thing, "__code__")] if module is not None else []
+    stack = (
+        [thing.__code__ for thing in vars(module).values() if hasattr(thing, "__code__")] if module is not None else []
+    )
     stack += [
         method.__code__
         for thing in (vars(module).values() if module is not None else ())
@@ -307,8 +328,11 @@ def set_numeric_environment(environment: tuple[Any, ...]) -> None:
         torch.set_num_threads(num_threads)
 
 
-def input_sizes_bytes(node: Any) -> int:  # noqa: ANN401 - autograd nodes have no public type
-    """Return the bytes of all gradients that flow into an autograd node (`_input_metadata`: shape and dtype of each)."""
+def input_sizes_bytes(node: Any) -> int:
+    """Return the bytes of all gradients that flow into an autograd node (`_input_metadata`.
+
+    Shape and dtype of each).
+    """
     total_bytes = 0
     for metadata in getattr(node, "_input_metadata", None) or ():
         count = 1
@@ -323,17 +347,17 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 
 def _fake() -> tuple[Any, Any]:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: PLC0415 - 0.2 s, and only an impossible budget needs it
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     return FakeTensor, FakeTensorMode
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - module attribute
+def __getattr__(name: str) -> Any:
     if name in {"FakeTensor", "FakeTensorMode"}:
         return _fake()[name == "FakeTensorMode"]
     raise AttributeError(name)
 
 
-def fake_view(mode: Any, tensor: torch.Tensor, device_type: str) -> torch.Tensor:  # noqa: ANN401 - a FakeTensorMode
+def fake_view(mode: Any, tensor: torch.Tensor, device_type: str) -> torch.Tensor:
     """Return a meta tensor as a fake tensor on a device; they share the (memory-less) storage."""
     return _fake()[0](mode, tensor, torch.device(device_type))

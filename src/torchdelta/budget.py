@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from torchdelta.config import Config
 from torchdelta.errors import ScopeError
 from torchdelta.runtime.device import device_memory_bytes
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.session import Session
-from torchdelta.summary import Summary
 from torchdelta.units import parse_size
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
 
 __all__ = ["MemoryBudget"]
@@ -24,8 +24,8 @@ __all__ = ["MemoryBudget"]
 class MemoryBudget:
     """Keep whatever runs inside it within a number of bytes of device memory, with the same bits.
 
-    Use it around an ordinary training loop, or call `start()` and `stop()` from a framework's callbacks. It acts on the thread that started it. It may be
-    used again after it was stopped, but not nested.
+    Use it around an ordinary training loop, or call `start()` and `stop()` from a framework's callbacks. It acts on the
+    thread that started it. It may be used again after it was stopped, but not nested.
 
     Args:
         budget: "8GiB", "80%" (of the device; on CPU of the lesser of RAM and the cgroup's limit), or an int of bytes.
@@ -78,12 +78,14 @@ class MemoryBudget:
             self._session = session  # another thread asked: it runs on
             raise
 
-    def __enter__(self) -> MemoryBudget:
+    def __enter__(self) -> Self:
         """Start."""
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Stop, whatever happened inside. An impossible budget that nothing else has told of yet is told here."""
         if isinstance(error, BudgetError) or (error is not None and not isinstance(error, Exception)):
             with contextlib.suppress(BudgetError):
@@ -100,16 +102,23 @@ class MemoryBudget:
         return session.summary()
 
     def trace(self) -> Trace:
-        """Return the trace of the first complete step since the last start: its ops and buffers, as they are without a budget.
+        """Return the trace of the first complete step since the last start.
 
-        `torchdelta.trace.model` describes it, `torchdelta.trace.file.write_trace` writes it to a file. Later steps are not traced and pay nothing for it.
+        Its ops and buffers, as they are without a budget.
+
+        `torchdelta.trace.model` describes it, `torchdelta.trace.file.write_trace` writes it to a file. Later steps are
+        not traced and pay nothing for it.
 
         Raises:
-            ScopeError: There is none: never started, no step complete so far, or the trace was dropped (the log says why).
+            ScopeError: There is none: never started, no step complete so far, or the trace was dropped (the log says
+                why).
         """
         session = self._session or (self._past[-1] if self._past else None)
         trace = session.trace() if session is not None else None
         if trace is None:
-            msg = "there is no trace: run one complete training step (forward, backward and optimizer) inside the budget first"
+            msg = (
+                "there is no trace: run one complete training step (forward, backward and optimizer) inside the budget "
+                "first"
+            )
             raise ScopeError(msg)
         return trace

@@ -37,7 +37,10 @@ class StepSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Everything since the budget was first started. `budget_bytes` is None where decisions are forced and no budget is consulted."""
+    """Everything since the budget was first started.
+
+    `budget_bytes` is None where decisions are forced and no budget is consulted.
+    """
 
     budget_bytes: int | None
     peak_bytes: int
@@ -59,18 +62,24 @@ class Summary:
         budget = "none (decisions are forced)" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         lines = [
             f"peak {format_bytes(self.peak_bytes)} of budget {budget}; {len(self.steps)} steps",
-            f"kept {format_bytes(self.kept_bytes)}, swapped out {format_bytes(self.swapped_out_bytes)}, "
-            f"recomputed {format_bytes(self.recomputed_bytes)} in {self.num_recomputed_ops} ops",
+            (
+                f"kept {format_bytes(self.kept_bytes)}, swapped out {format_bytes(self.swapped_out_bytes)}, "
+                f"recomputed {format_bytes(self.recomputed_bytes)} in {self.num_recomputed_ops} ops"
+            ),
             f"stalled {self.stall_s:.3f} s, recomputing {self.recompute_s:.3f} s",
         ]
         if self.swapped_out_bytes == 0 and self.num_recomputed_ops == 0:
             lines.append("the steps fit: nothing left the device, the recording is the only cost")
         if self.steps:
-            lines.append(f"{'step':>6} {'time s':>9} {'peak':>12} {'kept':>12} {'swapped':>12} {'recomputed':>12} {'stall s':>9}")
+            lines.append(
+                f"{'step':>6} {'time s':>9} {'peak':>12} {'kept':>12} {'swapped':>12} {'recomputed':>12} {'stall s':>9}"
+            )
             shown = self.steps if len(self.steps) <= 4 else (*self.steps[:3], self.steps[-1])
             lines.extend(
-                f"{step.index:>6} {step.time_s:>9.3f} {format_bytes(step.peak_bytes):>12} {format_bytes(step.kept_bytes):>12} "
-                f"{format_bytes(step.swapped_out_bytes):>12} {format_bytes(step.recomputed_bytes):>12} {step.stall_s:>9.3f}"
+                f"{step.index:>6} {step.time_s:>9.3f} {format_bytes(step.peak_bytes):>12} "
+                f"{format_bytes(step.kept_bytes):>12} "
+                f"{format_bytes(step.swapped_out_bytes):>12} {format_bytes(step.recomputed_bytes):>12} "
+                f"{step.stall_s:>9.3f}"
                 for step in shown
             )
         return "\n".join(lines)

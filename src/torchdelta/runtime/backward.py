@@ -1,8 +1,9 @@
 """Backward: the recorder is off between autograd nodes and on inside them.
 
-A dispatch mode that is on in backward makes the engine accumulate gradients out of place (a larger peak), and changes the bits of some derivative
-formulas. So the scope's mode is taken off when `backward()` is called, and each node's prehook pushes it and its posthook pops it; nodes whose formulas
-would notice (mode_sensitive.py) run without, and room for them is made from the sizes of the gradients that they hand on.
+A dispatch mode that is on in backward makes the engine accumulate gradients out of place (a larger peak), and changes
+the bits of some derivative formulas. So the scope's mode is taken off when `backward()` is called, and each node's
+prehook pushes it and its posthook pops it; nodes whose formulas would notice (mode_sensitive.py) run without, and room
+for them is made from the sizes of the gradients that they hand on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch import input_sizes_bytes, mode_stack, num_modes, pop_mode, push_mode, storage_address, top_mode, without_mode
+from torchdelta._torch import (
+    input_sizes_bytes,
+    mode_stack,
+    num_modes,
+    pop_mode,
+    push_mode,
+    storage_address,
+    top_mode,
+    without_mode,
+)
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.headroom import Headroom
 from torchdelta.runtime.mode_sensitive import is_mode_sensitive
@@ -24,8 +34,14 @@ if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
 
 _ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
-# Nodes that run without the mode make temporaries besides the gradients they hand on: so many times the largest of these.
-_TEMPORARY_SHARE: Final = {"ProdBackward": 2.0, "CumprodBackward": 4.0, "MaskedFillBackward": 0.0, "MaskedScatterBackward": 1.0}
+# Nodes that run without the mode make temporaries besides the gradients they hand on: so many times the largest of
+# these.
+_TEMPORARY_SHARE: Final = {
+    "ProdBackward": 2.0,
+    "CumprodBackward": 4.0,
+    "MaskedFillBackward": 0.0,
+    "MaskedScatterBackward": 1.0,
+}
 
 
 class Backward:
@@ -39,17 +55,30 @@ class Backward:
         self.headroom = Headroom()
         self._leaves: list[Any] = []  # of the running backward; a survey leaves no fake gradient on them
 
-    def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the engine's signature
+    def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
         if self.session.ledger.trace is not None:
             self.session.ledger.trace.on_backward_start(args[0] if args else kwargs.get("grad_tensors"))
         num_before = num_modes()
-        keeps_graph = bool((len(args) > 1 and args[1]) or (len(args) > 2 and args[2]) or kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        keeps_graph = bool(
+            (len(args) > 1 and args[1])
+            or (len(args) > 2 and args[2])
+            or kwargs.get("retain_graph")
+            or kwargs.get("create_graph")
+        )
         ledger = self.session.ledger
         budget_bytes = self.session.residency.budget_bytes
         start_bytes, earlier_peak_bytes, num_handles = ledger.live_bytes, ledger.peak_bytes, self.session.num_handles
-        can_skip = self._depth == 0 and not keeps_graph and budget_bytes is not None and self.session.survey is None and ledger.trace is None
-        if can_skip and self.headroom.is_sure(live_bytes=start_bytes, num_handles=num_handles, budget_bytes=budget_bytes or 0):
+        can_skip = (
+            self._depth == 0
+            and not keeps_graph
+            and budget_bytes is not None
+            and self.session.survey is None
+            and ledger.trace is None
+        )
+        if can_skip and self.headroom.is_sure(
+            live_bytes=start_bytes, num_handles=num_handles, budget_bytes=budget_bytes or 0
+        ):
             return self._run_unwatched(original, outputs, *args, **kwargs)
         ledger.peak_bytes = start_bytes
         if budget_bytes is None:
@@ -78,7 +107,9 @@ class Backward:
             if self.session.survey is not None:
                 self.session.survey.leaves.extend(self._leaves)
             if self._depth == 0 and can_skip and error is None:
-                self.headroom.measured(start_bytes=start_bytes, peak_bytes=ledger.peak_bytes, num_handles=num_handles, leaves=self._leaves)
+                self.headroom.measured(
+                    start_bytes=start_bytes, peak_bytes=ledger.peak_bytes, num_handles=num_handles, leaves=self._leaves
+                )
             ledger.peak_bytes = max(ledger.peak_bytes, earlier_peak_bytes)
             if self._depth == 0:
                 self._leaves.clear()
@@ -87,7 +118,7 @@ class Backward:
                     self._end_survey(error)
             error = None  # an exception that its own frame holds would keep everything in it alive
 
-    def _run_unwatched(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _run_unwatched(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward that surely fits. See [Note: never act without need] in headroom.py."""
         ledger = self.session.ledger
         expected_bytes = self.headroom.expected_peak_bytes(ledger.live_bytes)
@@ -101,13 +132,16 @@ class Backward:
             self.session.on_backward_end(keeps_graph=False)
 
     def _end_survey(self, error: BaseException | None) -> None:
-        """The backward of an impossible step is over: say what it would have needed. An error of its own means that it was not seen to its end."""
+        """The backward of an impossible step is over: say what it would have needed.
+
+        An error of its own means that it was not seen to its end.
+        """
         survey = self.session.survey
         if survey is None or isinstance(error, BudgetError | KeyboardInterrupt):
             return
         raise survey.error(is_lower_bound=error is not None) from error
 
-    def _install(self, outputs: Any, handles: list[Any]) -> None:  # noqa: ANN401 - tensors or gradient edges
+    def _install(self, outputs: Any, handles: list[Any]) -> None:
         stack: list[Any] = []
         for output in outputs:
             if isinstance(output, torch.Tensor):
@@ -139,21 +173,21 @@ class Backward:
                 handles.append(node.register_hook(functools.partial(self._after, leaves)))
             stack.extend(following)
 
-    def _before(self, gradients: Any, *, name: str = "") -> None:  # noqa: ANN401 - tuple of tensors and None
+    def _before(self, gradients: Any, *, name: str = "") -> None:
         self._meet(gradients)
         if self.session.ledger.trace is not None:
             self.session.ledger.trace.on_gradients(gradients)
         self.session.node_name = name
         push_mode(self.recorder)
 
-    def _after(self, leaves: Any, _inputs: Any, _outputs: Any) -> None:  # noqa: ANN401 - tuples of tensors and None
+    def _after(self, leaves: Any, _inputs: Any, _outputs: Any) -> None:
         # Modes of others that the node left behind are theirs to pop; ours is the one that we pushed.
         if top_mode() is self.recorder:
             pop_mode()
         self.session.node_name = ""
         self._pending.extend(leaves)
 
-    def _before_blind(self, name: str, following: list[Any], gradients: Any) -> None:  # noqa: ANN401
+    def _before_blind(self, name: str, following: list[Any], gradients: Any) -> None:
         self._meet(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
@@ -162,7 +196,7 @@ class Backward:
             self.session.ledger.trace.on_gradients(gradients)
             self.session.ledger.trace.on_opaque_start(gradients, temporary_bytes)
 
-    def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:  # noqa: ANN401
+    def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
         trace = self.session.ledger.trace
         if trace is not None:
             for gradient in inputs:
@@ -172,7 +206,7 @@ class Backward:
         self._meet(inputs)
         self._pending.extend(leaves)
 
-    def _meet(self, gradients: Any) -> None:  # noqa: ANN401 - tuple of tensors and None
+    def _meet(self, gradients: Any) -> None:
         """Count gradients that came to be between nodes: the engine's own sums, and what users' tensor hooks made."""
         if self._pending:
             self._settle()

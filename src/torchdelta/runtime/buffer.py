@@ -1,12 +1,13 @@
 """The nouns that the runtime moves: buffers, the storages that hold them, and views of them.
 
-Mutable state, all of it: a `Buffer` is one version of the content of one storage and outlives it (that is the point), a `StorageRecord` is one
-living storage, a `View` is how an op or a saved tensor looked at a buffer.
+Mutable state, all of it: a `Buffer` is one version of the content of one storage and outlives it (that is the point), a
+`StorageRecord` is one living storage, a `View` is how an op or a saved tensor looked at a buffer.
 
 [Note: the invariant]
-Every buffer that somebody may still want is *held* (`strong`), or has a copy on a tier (`copy`), or is the current content of a living storage, or
-can be recomputed by its op from buffers of which the same is true. A buffer without an op is held from its first use on and can only be swapped;
-before an in-place op writes such a buffer, its content is copied if anything still depends on it.
+Every buffer that somebody may still want is *held* (`strong`), or has a copy on a tier (`copy`), or is the current
+content of a living storage, or can be recomputed by its op from buffers of which the same is true. A buffer without an
+op is held from its first use on and can only be swapped; before an in-place op writes such a buffer, its content is
+copied if anything still depends on it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -75,7 +76,9 @@ class Buffer:
         self.last_used = 0  # op clock
         self.save_order = 0  # position among the buffers saved in the step; backward wants them about last-in first-out
         self.is_pinned = False  # parameters and leaves: autograd keeps them whatever we do
-        self.successor: Buffer | None = None  # the next content of the same storage, when this one was saved (see saved.py)
+        self.successor: Buffer | None = (
+            None  # the next content of the same storage, when this one was saved (see saved.py)
+        )
         self.digest: bytes | None = None
 
 
@@ -143,9 +146,10 @@ class StorageRecord:
     """One living storage, counted against the budget until it dies.
 
     [Note: two ways to see a storage die]
-    In forward a weak reference to the storage object tells. In backward that object must not be made (see [Note: storages are known by address]
-    in _torch.py), so there the tensors on the storage are watched; when the last known one dies and the storage does not, somebody made an alias
-    where we could not look (the engine's `detach` of a new `.grad`), and the record changes over to the first way.
+    In forward a weak reference to the storage object tells. In backward that object must not be made (see [Note:
+    storages are known by address] in _torch.py), so there the tensors on the storage are watched; when the last known
+    one dies and the storage does not, somebody made an alias where we could not look (the engine's `detach` of a new
+    `.grad`), and the record changes over to the first way.
     """
 
     __slots__ = ("address", "current", "holders", "id", "is_fake", "on_death", "reference", "size_bytes")
@@ -175,41 +179,46 @@ class StorageRecord:
         self.holders[id(reference)] = reference
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the living storage object, or None (also for a storage watched through its tensors: those are never fetched)."""
+        """Return the living storage object, or None (also for a storage watched through its tensors.
+
+        Those are never fetched).
+        """
         return self.reference() if self.reference is not None else None
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("record",)
 
-    def __new__(cls, storage: torch.UntypedStorage, record: StorageRecord) -> _StorageReference:
+    def __new__(cls, storage: torch.UntypedStorage, record: StorageRecord) -> Self:
         self = super().__new__(cls, storage, _storage_died)
         self.record = record
         return self
 
     def __init__(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
-        super().__init__(storage, _storage_died)
+        del record  # taken by `__new__`
+        super().__init__(storage, _storage_died)  # pyright: ignore[reportCallIssue]
 
 
 class _TensorReference(weakref.ref[torch.Tensor]):
     __slots__ = ("record",)
 
-    def __new__(cls, tensor: torch.Tensor, record: StorageRecord) -> _TensorReference:
+    def __new__(cls, tensor: torch.Tensor, record: StorageRecord) -> Self:
         self = super().__new__(cls, tensor, _tensor_died)
         self.record = record
         return self
 
     def __init__(self, tensor: torch.Tensor, record: StorageRecord) -> None:
-        super().__init__(tensor, _tensor_died)
+        del record  # taken by `__new__`
+        super().__init__(tensor, _tensor_died)  # pyright: ignore[reportCallIssue]
 
 
-def _storage_died(reference: Any) -> None:  # noqa: ANN401 - the weakref module calls it
+def _storage_died(reference: Any) -> None:
     record: StorageRecord = reference.record
     if record.reference is reference:
         record.on_death(record)
 
 
-def _tensor_died(reference: Any) -> None:  # noqa: ANN401 - the weakref module calls it
+def _tensor_died(reference: Any) -> None:
     record: StorageRecord = reference.record
     holders = record.holders
     if holders is None or holders.pop(id(reference), None) is None or holders:
@@ -233,7 +242,8 @@ class View:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.dtype = dtype = tensor.dtype
-        # Wrapped numbers (0-dim, from Python scalars) carry a flag that promotes types differently and that no rebuilding restores.
+        # Wrapped numbers (0-dim, from Python scalars) carry a flag that promotes types differently and that no
+        # rebuilding restores.
         self.tensor: torch.Tensor | None = None
         is_neg = tensor.is_neg()
         self.flags = (tensor.is_conj(), is_neg) if dtype.is_complex or is_neg else None
@@ -243,7 +253,9 @@ class View:
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Build the tensor on `storage`. Call it inside `Quietly`."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.shape, self.stride)
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )
         if self.flags is not None:
             if self.flags[0]:
                 tensor = _torch.conj(tensor)

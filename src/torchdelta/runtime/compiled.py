@@ -1,7 +1,7 @@
 """Regions compiled by `torch.compile`: each is one opaque op with a measured working set.
 
-A compiled region's kernels write buffers that no dispatch mode sees, so the recorder is off inside, what comes out is kept or swapped and never
-recomputed, and room is made for the region as a whole before it runs.
+A compiled region's kernels write buffers that no dispatch mode sees, so the recorder is off inside, what comes out is
+kept or swapped and never recomputed, and room is made for the region as a whole before it runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class CompiledRegions:
         self.session = session
         self._working_set_bytes: dict[Any, int] = {}
 
-    def call(self, original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Stand in for `call_func_at_runtime_with_args(function, args, ...)` or `OptimizedModule.__call__(module, first argument, ...)`."""
+    def call(self, original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
+        """Stand in for the call of a compiled region.
+
+        That is `call_func_at_runtime_with_args(function, args, ...)` or `OptimizedModule.__call__(module, first, ...)`.
+        """
         session = self.session
         inputs = given[1] if len(given) > 1 and isinstance(given[1], list | tuple) else (*given[1:], *kwargs.values())
         tensors = [a for a in inputs if isinstance(a, torch.Tensor)]
@@ -43,7 +46,8 @@ class CompiledRegions:
         before_bytes = session.ledger.live_bytes
         self._know(out)
         outputs_bytes = session.ledger.live_bytes - before_bytes
-        # The first call may have compiled, which takes memory that no later call does: its outputs are all that is learned from it.
+        # The first call may have compiled, which takes memory that no later call does: its outputs are all that is
+        # learned from it.
         measured_bytes = meter.extra_bytes if key in self._working_set_bytes else 0
         self._working_set_bytes[key] = max(self._working_set_bytes.get(key, 0), outputs_bytes, measured_bytes)
         if trace is not None:
@@ -51,7 +55,7 @@ class CompiledRegions:
         session.residency.room(0, "a compiled region")
         return out
 
-    def _know(self, out: Any) -> None:  # noqa: ANN401 - a tensor or a nest of them
+    def _know(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
             if out.__class__ is not torch.Tensor or out.layout is not torch.strided:
                 return

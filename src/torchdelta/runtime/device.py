@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Self
 
 import torch
 
 
 def device_memory_bytes() -> int:
-    """Return the bytes of the device: the GPU's memory, or on CPU the lesser of RAM and the limits of the cgroups that this process is in."""
+    """Return the bytes of the device.
+
+    The GPU's memory, or on CPU the lesser of RAM and the limits of the cgroups that this process is in.
+    """
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -46,10 +50,11 @@ def _cgroup_limits() -> list[int]:
 
 
 class PeakMeter:
-    """Measures how many bytes more than at its start a piece of code had at its highest, where no allocator can be asked.
+    """Measures how many bytes more than at its start a piece of code had at its highest, without an allocator to ask.
 
-    CUDA has statistics. On CPU under Linux the kernel's high-water mark of resident pages is reset and read: an estimate from below, since pages that the
-    C library has kept from earlier count as there already. Elsewhere it says 0.
+    CUDA has statistics. On CPU under Linux the kernel's high-water mark of resident pages is reset and read: an
+    estimate from below, since pages that the C library has kept from earlier count as there already. Elsewhere it says
+    0.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -57,7 +62,7 @@ class PeakMeter:
         self.extra_bytes = 0
         self._start_bytes = 0
 
-    def __enter__(self) -> PeakMeter:
+    def __enter__(self) -> Self:
         """Note the level."""
         if self.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()

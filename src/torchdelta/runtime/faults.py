@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 NAMES: Final = ("rng-replay", "batch-norm-stats")
 _disabled: set[str] = set()
@@ -16,7 +18,7 @@ def is_disabled(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def disabled(name: str) -> Iterator[None]:
+def disabled(name: str) -> Generator[None]:
     """Switch one safety off for a while. Results are wrong inside; only tests want that.
 
     Raises:

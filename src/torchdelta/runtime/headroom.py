@@ -1,10 +1,11 @@
 """Headroom: knows when a backward surely fits, so that watching it inside can be left out.
 
 [Note: never act without need]
-Hooks on every node and a dispatch mode inside each are half of the cost of recording. When an earlier backward of the same size used little of the budget,
-nothing in this one can need an eviction, so it runs as if torchdelta were not there: saved tensors still go through the hooks, `.grad`s are counted when
-it ends, and the peak is taken to be this start plus the growth that was measured. Every so often one is watched again. Whatever is larger than what was
-measured, keeps its graph, or steps an optimizer in backward, is watched.
+Hooks on every node and a dispatch mode inside each are half of the cost of recording. When an earlier backward of the
+same size used little of the budget, nothing in this one can need an eviction, so it runs as if torchdelta were not
+there: saved tensors still go through the hooks, `.grad`s are counted when it ends, and the peak is taken to be this
+start plus the growth that was measured. Every so often one is watched again. Whatever is larger than what was measured,
+keeps its graph, or steps an optimizer in backward, is watched.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Headroom:
         """Say whether a backward that starts now surely fits and needs no watching."""
         if not self._is_measured or self._num_skipped >= _WATCH_EVERY:
             return False
-        if live_bytes > self._start_bytes * _LARGER_THAN_MEASURED or num_handles > self._num_handles * _LARGER_THAN_MEASURED:
+        if (
+            live_bytes > self._start_bytes * _LARGER_THAN_MEASURED
+            or num_handles > self._num_handles * _LARGER_THAN_MEASURED
+        ):
             return False
         if live_bytes + self._growth_bytes * _GROWTH_MARGIN > budget_bytes * _SHARE_OF_BUDGET:
             return False

@@ -1,7 +1,8 @@
 """Autograd nodes in whose backward a Python dispatch mode changes bits, so that none is pushed there.
 
-Their derivative formulas ask `areAnyTensorSubclassLike` (ATen/TensorSubclassLikeUtils.h), which is true whenever a dispatch mode is on, and take
-another path then. A test derives the set from torch's own op database by running every backward with and without a no-op mode.
+Their derivative formulas ask `areAnyTensorSubclassLike` (ATen/TensorSubclassLikeUtils.h), which is true whenever a
+dispatch mode is on, and take another path then. A test derives the set from torch's own op database by running every
+backward with and without a no-op mode.
 """
 
 from __future__ import annotations
@@ -24,5 +25,8 @@ MODE_SENSITIVE_NODES: Final = frozenset(
 
 
 def is_mode_sensitive(node_name: str) -> bool:
-    """Say whether a node of this name must run without a dispatch mode. The trailing number tells overloads apart and is ignored."""
+    """Say whether a node of this name must run without a dispatch mode.
+
+    The trailing number tells overloads apart and is ignored.
+    """
     return node_name.rstrip("0123456789") in MODE_SENSITIVE_NODES

@@ -1,4 +1,7 @@
-"""Which module is running: its path, for the trace and for `decisions`. On only where somebody asks: hooks on every module call cost."""
+"""Which module is running: its path, for the trace and for `decisions`.
+
+On only where somebody asks: hooks on every module call cost.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class ModuleTracker:
         self._handles.clear()
         self._stack.clear()
 
-    def _enter(self, module: Module, _args: Any) -> None:  # noqa: ANN401 - the hook's signature
+    def _enter(self, module: Module, _args: Any) -> None:
         if threading.get_ident() != self._thread_id:
             return
         if not self._stack:
@@ -55,6 +58,6 @@ class ModuleTracker:
             self._root = names
         self._stack.append(self._root.get(id(module), type(module).__name__))
 
-    def _leave(self, _module: Module, _args: Any, _output: Any) -> None:  # noqa: ANN401 - the hook's signature
+    def _leave(self, _module: Module, _args: Any, _output: Any) -> None:
         if self._stack and threading.get_ident() == self._thread_id:
             self._stack.pop()

@@ -1,10 +1,12 @@
 """Rematerializer: runs recorded ops again to get back a buffer that was dropped.
 
-Complexity: linear in the missing ops of the chain; each is run once, and whatever saved buffer comes along on the way is retained.
+Complexity: linear in the missing ops of the chain; each is run once, and whatever saved buffer comes along on the way
+is retained.
 
 [Note: no reference cycles]
-A cycle that touches a storage keeps it until the garbage collector runs; a recursive closure here once made the recomputing peak higher than the plain
-one. So: no recursive closures, no exception objects stored, and locals that hold storages are cleared in `finally` (tested with gc.disable()).
+A cycle that touches a storage keeps it until the garbage collector runs; a recursive closure here once made the
+recomputing peak higher than the plain one. So: no recursive closures, no exception objects stored, and locals that hold
+storages are cleared in `finally` (tested with gc.disable()).
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch import Quietly
 from torchdelta.errors import ReplayError, SavedTensorError
 from torchdelta.runtime.buffer import Buffer, View
 from torchdelta.runtime.opfacts import Kind
@@ -43,7 +44,8 @@ class Rematerializer:
         """Recompute a buffer and return its storage. Call it inside `Quietly`.
 
         Raises:
-            ReplayError: A source was changed where nobody could see it, or the replay gave something else than the first time.
+            ReplayError: A source was changed where nobody could see it, or the replay gave something else than the
+                first time.
         """
         start_s = time.perf_counter()
         self._depth += 1
@@ -61,7 +63,10 @@ class Rematerializer:
                 self.counters.recompute_s += time.perf_counter() - start_s
 
     def missing_time_s(self, target: Buffer) -> float:
-        """Return the seconds that recomputing a buffer would take now: its own op and every missing op above it, swap-ins included."""
+        """Return the seconds that recomputing a buffer would take now.
+
+        Its own op and every missing op above it, swap-ins included.
+        """
         if target.op is None:
             return float("inf")
         time_s = target.op.time_s
@@ -85,7 +90,10 @@ class Rematerializer:
         return time_s
 
     def _plan(self, target: Buffer, locked: list[Buffer]) -> tuple[list[Buffer], dict[int, int]]:
-        """Return the missing buffers in the order of recomputation, and how often each buffer will be read; lock what the plan counts on."""
+        """Return the missing buffers in the order of recomputation, and how often each buffer will be read.
+
+        Lock what the plan counts on.
+        """
         order: list[Buffer] = []
         uses: dict[int, int] = {}
         seen: dict[int, Buffer] = {}
@@ -99,12 +107,17 @@ class Rematerializer:
             if id(buffer) in seen:
                 continue
             seen[id(buffer)] = buffer
-            if buffer is not target and (buffer.copy is not None or buffer.fetching is not None or resident(buffer) is not None):
+            if buffer is not target and (
+                buffer.copy is not None or buffer.fetching is not None or resident(buffer) is not None
+            ):
                 buffer.num_locks += 1
                 locked.append(buffer)
                 continue
             if buffer.op is None:
-                msg = f"the content of {buffer.origin or 'a tensor'} ({buffer.size_bytes} bytes), which a recomputation reads, was overwritten unseen"
+                msg = (
+                    f"the content of {buffer.origin or 'a tensor'} ({buffer.size_bytes} bytes), which a recomputation "
+                    "reads, was overwritten unseen"
+                )
                 raise SavedTensorError(msg)
             stack.append((buffer, True))
             for source in sources(buffer.op):
@@ -112,7 +125,9 @@ class Rematerializer:
                 stack.append((source, False))
         return order, uses
 
-    def _carry_out(self, target: Buffer, order: list[Buffer], uses: dict[int, int], kept: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+    def _carry_out(
+        self, target: Buffer, order: list[Buffer], uses: dict[int, int], kept: dict[int, torch.UntypedStorage]
+    ) -> torch.UntypedStorage:
         for buffer in order:
             if id(buffer) not in kept:
                 storage = self.residency.resident(buffer)
@@ -130,7 +145,9 @@ class Rematerializer:
         storage = kept.get(id(target))
         return storage if storage is not None else self.residency.bring(target)
 
-    def _replay(self, buffer: Buffer, target: Buffer, uses: dict[int, int], kept: dict[int, torch.UntypedStorage]) -> None:
+    def _replay(
+        self, buffer: Buffer, target: Buffer, uses: dict[int, int], kept: dict[int, torch.UntypedStorage]
+    ) -> None:
         entry = buffer.op
         assert entry is not None
         if self.residency.surveys:
@@ -143,7 +160,8 @@ class Rematerializer:
             kwargs = {name: build.one(argument) for name, argument in entry.kwargs.items()} if entry.kwargs else {}
             if entry.facts.kind is Kind.COMPUTE:
                 expected = [reference() for reference in entry.outputs]
-                self.residency.room(sum(b.size_bytes for b in expected if b is not None), f"{entry.facts.name} (recomputed)")
+                size_bytes = sum(b.size_bytes for b in expected if b is not None) + entry.workspace_bytes
+                self.residency.room(size_bytes, f"{entry.facts.name} (recomputed)")
                 expected = None
             outputs = run_again(entry, args, kwargs)
             args = kwargs = None
@@ -153,15 +171,26 @@ class Rematerializer:
             build.clear()
         self.ledger.clock += 1
 
-    def _count_replay(self, entry: OpEntry, wanted: Buffer, target: Buffer, uses: dict[int, int], kept: dict[int, torch.UntypedStorage]) -> None:
+    def _count_replay(
+        self,
+        entry: OpEntry,
+        wanted: Buffer,
+        target: Buffer,
+        uses: dict[int, int],
+        kept: dict[int, torch.UntypedStorage],
+    ) -> None:
         """In a survey: make room and storages for a replay, but run nothing."""
         sources_there = [self.residency.bring(source) for source in sources(entry) if id(source) not in kept]
         expected = [buffer for reference in entry.outputs if (buffer := reference()) is not None]
-        self.residency.room(sum(buffer.size_bytes for buffer in expected), f"{entry.facts.name} (recomputed)")
+        self.residency.room(
+            sum(buffer.size_bytes for buffer in expected) + entry.workspace_bytes, f"{entry.facts.name} (recomputed)"
+        )
         for buffer in expected:
             storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
             self.ledger.know(storage)
-            if buffer is wanted or (self.residency.resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))):
+            if buffer is wanted or (
+                self.residency.resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))
+            ):
                 self.residency.adopt(buffer, storage)
                 if buffer is target or uses.get(id(buffer)):
                     kept[id(buffer)] = storage
@@ -171,7 +200,7 @@ class Rematerializer:
     def _take(
         self,
         entry: OpEntry,
-        outputs: Any,  # noqa: ANN401 - an op returns anything
+        outputs: Any,
         written: list[torch.UntypedStorage],
         wanted: Buffer,
         target: Buffer,
@@ -186,11 +215,19 @@ class Rematerializer:
                 continue
             storage = written[buffer.output_index] if writes else results[buffer.output_index].untyped_storage()
             if storage.nbytes() != buffer.size_bytes:
-                msg = f"recomputing {entry.facts.name} gave {storage.nbytes()} bytes where the first run gave {buffer.size_bytes}"
+                msg = (
+                    f"recomputing {entry.facts.name} gave {storage.nbytes()} bytes "
+                    f"where the first run gave {buffer.size_bytes}"
+                )
                 raise ReplayError(msg)
-            if buffer is wanted or (self.residency.resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))):
+            if buffer is wanted or (
+                self.residency.resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))
+            ):
                 if buffer.digest is not None and digest_of(storage) != buffer.digest:
-                    msg = f"recomputing {entry.facts.name} gave other content than the first run: it is not deterministic here; keep it (decisions='keep')"
+                    msg = (
+                        f"recomputing {entry.facts.name} gave other content than the first run: "
+                        "it is not deterministic here; keep it (decisions='keep')"
+                    )
                     raise ReplayError(msg)
                 self.residency.adopt(buffer, storage)
                 self.counters.recomputed_bytes += buffer.size_bytes
@@ -214,7 +251,7 @@ class _Arguments:
         self.storages: list[torch.UntypedStorage] = []
         self.locked: list[Buffer] = []
 
-    def one(self, argument: Any) -> Any:  # noqa: ANN401 - op arguments are anything
+    def one(self, argument: Any) -> Any:
         if argument.__class__ is View:
             return self._view(argument)
         if argument.__class__ is list:
@@ -226,7 +263,9 @@ class _Arguments:
             storage = torch.UntypedStorage(argument.size_bytes, device=self.owner.ledger.device_type)
             self.owner.ledger.know(storage)
             self.written.append(storage)
-            return torch.empty(0, dtype=argument.dtype, device=storage.device).set_(storage, argument.offset, argument.shape, argument.stride)
+            return torch.empty(0, dtype=argument.dtype, device=storage.device).set_(
+                storage, argument.offset, argument.shape, argument.stride
+            )
         return argument
 
     def _view(self, view: View) -> torch.Tensor:
@@ -236,15 +275,18 @@ class _Arguments:
         residency = self.owner.residency
         if buffer.op is None and buffer.witness is not None and buffer.witness._version != buffer.witness_version:
             msg = (
-                f"a tensor of {buffer.size_bytes} bytes that a recomputation reads was changed in place outside of the budget's scope "
-                f"(version {buffer.witness._version}, recorded {buffer.witness_version}): keep the scope open around the whole loop"
+                f"a tensor of {buffer.size_bytes} bytes that a recomputation reads was changed in place "
+                "outside of the budget's scope "
+                f"(version {buffer.witness._version}, recorded {buffer.witness_version}): "
+                "keep the scope open around the whole loop"
             )
             raise ReplayError(msg)
         storage = self.kept.get(id(buffer))
         if storage is None:
             storage = residency.bring(buffer)
         if id(buffer) in self.overwritten:
-            # The op writes it: give it a copy of the WHOLE storage, the same one for every argument on it, and never the resident one.
+            # The op writes it: give it a copy of the WHOLE storage, the same one for every argument on it, and never
+            # the resident one.
             clone = self.clones.get(id(buffer))
             if clone is None:
                 buffer.num_locks += 1

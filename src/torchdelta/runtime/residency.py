@@ -1,7 +1,7 @@
 """Residency: makes room before it is needed, by sending buffers away, and brings them back.
 
-The one function that everything calls before it allocates is `room`. Who leaves is the policy's ranking; whether that would free anything is checked
-here: evicting a buffer that somebody else keeps alive frees nothing.
+The one function that everything calls before it allocates is `room`. Who leaves is the policy's ranking; whether that
+would free anything is checked here: evicting a buffer that somebody else keeps alive frees nothing.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ class Residency:
     # -- room
 
     def room(self, size_bytes: int, why: str) -> None:
-        """Make sure that `size_bytes` more fit under the budget. Raises BudgetError (through `on_shortage`) when they cannot."""
+        """Make sure that `size_bytes` more fit under the budget.
+
+        Raises BudgetError (through `on_shortage`) when they cannot.
+        """
         if self.leaving:
             self.reap()
         budget_bytes = self.budget_bytes
         if budget_bytes is None:
             return
-        if size_bytes > self.largest_request_bytes:
-            self.largest_request_bytes = size_bytes
+        self.largest_request_bytes = max(self.largest_request_bytes, size_bytes)
         if self.ledger.live_bytes + size_bytes <= budget_bytes:
             return
         self._make_room(budget_bytes - size_bytes)
@@ -127,7 +129,8 @@ class Residency:
         strong = buffer.strong
         if strong is None or buffer.is_pinned or buffer.num_locks or buffer.size_bytes < self.least_eviction_bytes:
             return False
-        # Our alias and the storage's own Python object are two holders; a third is somebody else, and then evicting frees nothing.
+        # Our alias and the storage's own Python object are two holders; a third is somebody else, and then evicting
+        # frees nothing.
         return storage_num_holders(storage_address(strong)) <= 2
 
     def _wait_for_leaving(self, target_bytes: int) -> None:
@@ -166,7 +169,11 @@ class Residency:
     # -- leaving
 
     def evict(self, buffer: Buffer, action: Action, *, lazily: bool = False) -> None:
-        """Send a buffer away. `lazily`: a copy may still be under way when this returns (`leaving`). Falls back on the other action, else keeps."""
+        """Send a buffer away.
+
+        `lazily`: a copy may still be under way when this returns (`leaving`). Falls back on the other action, else
+        keeps.
+        """
         if buffer.strong is None:
             return
         if action is Action.DROP and buffer.op is None and buffer.copy is None:
@@ -207,13 +214,18 @@ class Residency:
         return True
 
     def preserve(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
-        """Copy a buffer's content before an op overwrites it: something recorded still depends on it, and nothing can recompute it."""
+        """Copy a buffer's content before an op overwrites it.
+
+        Something recorded still depends on it, and nothing can recompute it.
+        """
         self.counters.num_copies_before_write += 1
         if self.surveys:
             buffer.copy = SurveyedCopy()
             return
         with Quietly():
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+                storage, 0, (storage.nbytes(),), (1,)
+            )
             if buffer.size_bytes < self.least_eviction_bytes * 16 or self._tier_is_full:
                 self.room(buffer.size_bytes, "copy before an in-place op")
                 alias = source.clone()
@@ -257,7 +269,10 @@ class Residency:
                 if buffer.op is None:
                     raise
         if buffer.op is None:
-            msg = f"the content of a saved {buffer.origin or 'tensor'} of {buffer.size_bytes} bytes is gone: it was overwritten where nobody could see it"
+            msg = (
+                f"the content of a saved {buffer.origin or 'tensor'} of {buffer.size_bytes} bytes is gone: "
+                "it was overwritten where nobody could see it"
+            )
             raise SavedTensorError(msg)
         return self.recompute(buffer)
 
@@ -291,13 +306,20 @@ class Residency:
             self.ledger.held[id(buffer)] = buffer
 
     def prefetch(self, save_order: int) -> None:
-        """Start bringing back the swapped buffers that backward wants next (those saved last before `save_order`), while they fit without an eviction."""
+        """Start bringing back the swapped buffers that backward wants next, while they fit without an eviction.
+
+        Those are the ones saved last before `save_order`.
+        """
         budget_bytes = self.budget_bytes
         away = self.away
         if not self._away_is_sorted:
             away.sort(key=_save_order)
             self._away_is_sorted = True
-        while away and (away[-1].num_saved == 0 or away[-1].copy is None or (away[-1].save_order >= save_order and away[-1].strong is not None)):
+        while away and (
+            away[-1].num_saved == 0
+            or away[-1].copy is None
+            or (away[-1].save_order >= save_order and away[-1].strong is not None)
+        ):
             away.pop()
         depth = 0
         for buffer in reversed(away):
@@ -308,7 +330,10 @@ class Residency:
             depth += 1
             if buffer.fetching is not None or self.resident(buffer) is not None:
                 continue
-            if budget_bytes is not None and self.ledger.live_bytes + buffer.size_bytes + 2 * self.largest_request_bytes > budget_bytes:
+            if (
+                budget_bytes is not None
+                and self.ledger.live_bytes + buffer.size_bytes + 2 * self.largest_request_bytes > budget_bytes
+            ):
                 return
             with Quietly():
                 storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.device_type)
@@ -319,7 +344,10 @@ class Residency:
     # -- what it would cost
 
     def swap_time_s(self, buffer: Buffer) -> float:
-        """Return the seconds that sending a buffer away and back would take on an idle link; half of it when its copy is there already."""
+        """Return the seconds that sending a buffer away and back would take on an idle link.
+
+        Half of it when its copy is there already.
+        """
         tier = self.tier
         time_s = buffer.size_bytes / tier.read_bytes_per_s
         if buffer.copy is None:
@@ -375,5 +403,7 @@ def _save_order(buffer: Buffer) -> int:
 def digest_of(storage: torch.UntypedStorage) -> bytes:
     """Return a hash of a storage's content."""
     with Quietly():
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,)).cpu()
+        content = (
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,)).cpu()
+        )
         return hashlib.blake2b(memoryview(content.numpy()), digest_size=16).digest()  # pyright: ignore[reportArgumentType]

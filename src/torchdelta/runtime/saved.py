@@ -1,9 +1,10 @@
 """Saved tensors: what autograd keeps for backward goes through `pack` and comes back through `unpack`.
 
 [Note: a saved tensor follows its storage]
-Pack runs BEFORE the op that saves has finished, and that op may still write the tensor (the noise of `rrelu`, batch-norm statistics) without bumping its
-version. Eager would read the new content in backward, so a handle follows its storage to newer contents (`Buffer.successor`) as long as the version is the
-one at pack time; a bumped version raises eager's own error. The version is read from a probe that shares the tensor's counter and holds no bytes.
+Pack runs BEFORE the op that saves has finished, and that op may still write the tensor (the noise of `rrelu`,
+batch-norm statistics) without bumping its version. Eager would read the new content in backward, so a handle follows
+its storage to newer contents (`Buffer.successor`) as long as the version is the one at pack time; a bumped version
+raises eager's own error. The version is read from a probe that shares the tensor's counter and holds no bytes.
 """
 
 from __future__ import annotations
@@ -58,14 +59,21 @@ class Handle:
 
 
 class Pinned:
-    """What autograd holds for a tensor that stays: parameters, leaves, numbers. Its version is checked as autograd would."""
+    """What autograd holds for a tensor that stays: parameters, leaves, numbers.
+
+    Its version is checked as autograd would.
+    """
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A node that saves its own output must not hold the output's graph: that would be a cycle which no collector sees. The alias shares the version.
+        # A node that saves its own output must not hold the output's graph: that would be a cycle which no collector
+        # sees. The alias shares the version.
         if tensor.is_leaf:
             self.tensor = tensor
+        elif tensor.__class__ not in _PLAIN_TYPES:  # a fake tensor of a survey, whose ops are dispatched
+            with torch.no_grad():
+                self.tensor = tensor.detach()
         else:
             with NoDispatch(), NoFunction():
                 self.tensor = tensor.detach()
@@ -83,13 +91,18 @@ class SavedTensors:
         self.plain_types = frozenset(_PLAIN_TYPES)
         self.least_bytes = 0 if decisions is not None else self.residency.least_eviction_bytes
 
-    def pack(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - autograd takes any object
+    def pack(self, tensor: torch.Tensor) -> Any:
         """Take a tensor that autograd saves."""
         if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided:
             return tensor
         session = self.session
         session.steps.on_save()
-        if not tensor.shape or (tensor.is_leaf and tensor.requires_grad) or tensor.device.type != self.ledger.device_type or tensor._is_zerotensor():
+        if (
+            not tensor.shape
+            or (tensor.is_leaf and tensor.requires_grad)
+            or tensor.device.type != self.ledger.device_type
+            or tensor._is_zerotensor()
+        ):
             return self._pin(tensor)
         record = self.ledger.find(tensor)
         buffer = record.current if record is not None else None
@@ -133,7 +146,10 @@ class SavedTensors:
         )
         answer = decisions(saved)
         if answer not in _ACTIONS:
-            msg = f"decisions returned {answer!r} for {saved.op or 'a tensor'}: it must return 'recompute', 'swap' or 'keep'"
+            msg = (
+                f"decisions returned {answer!r} for {saved.op or 'a tensor'}: "
+                "it must return 'recompute', 'swap' or 'keep'"
+            )
             raise ConfigError(msg)
         return _ACTIONS[answer]
 
@@ -147,13 +163,15 @@ class SavedTensors:
         if isinstance(self.decisions, str):
             self._carry_out(buffer, _ACTIONS[self.decisions])
 
-    def unpack(self, packed: Any) -> torch.Tensor:  # noqa: ANN401 - what pack returned
+    def unpack(self, packed: Any) -> torch.Tensor:
         """Give back a saved tensor, bringing its content back when it is away."""
         if packed.__class__ is Handle:
             return self._unpack(packed)
         if packed.__class__ is Pinned:
             if packed.tensor._version != packed.version:
-                raise RuntimeError(_modified(packed.tensor.dtype, tuple(packed.tensor.shape), packed.tensor._version, packed.version))
+                raise RuntimeError(
+                    _modified(packed.tensor.dtype, tuple(packed.tensor.shape), packed.tensor._version, packed.version)
+                )
             if self.ledger.trace is not None:
                 self.ledger.trace.on_unpack(packed.tensor)
             return packed.tensor

@@ -15,15 +15,21 @@ if TYPE_CHECKING:
 def scan_storages(ledger: Ledger) -> int:
     """Count every storage that a tensor known to the garbage collector holds. Returns how many bytes were found.
 
-    Objects are asked by `type(o)`: `isinstance` would run `__class__` properties of lazy objects. Tensors that the collector does not list (after
-    `gc.freeze()`, or held by C++ alone) count from their first use on; a leaf's `.grad` is held by C++ and is asked for.
+    Objects are asked by `type(o)`: `isinstance` would run `__class__` properties of lazy objects. Tensors that the
+    collector does not list (after `gc.freeze()`, or held by C++ alone) count from their first use on; a leaf's `.grad`
+    is held by C++ and is asked for.
     """
     before_bytes = ledger.live_bytes
     for thing in gc.get_objects():
         kind = type(thing)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            _count(ledger, thing)
-        elif issubclass(kind, torch.Tensor) and getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__:
+        if (
+            kind is torch.Tensor
+            or kind is torch.nn.Parameter
+            or (
+                issubclass(kind, torch.Tensor)
+                and getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+            )
+        ):
             _count(ledger, thing)
     return ledger.live_bytes - before_bytes
 

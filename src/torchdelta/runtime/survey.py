@@ -1,12 +1,14 @@
 """The survey: when a budget cannot hold, how much would? The rest of the step is run on fake tensors to find out.
 
 [Note: an impossible budget]
-At the op for which no room can be made, raising at once would tell the user only that this op did not fit; the next try with "the least budget" would
-fail a little later, and so on up to the backward of the loss. Going on for real would pass the budget. So from that op on nothing is computed: every op
-yields `FakeTensor`s (shapes without memory), while the ledger, the policy and the saved-tensor hooks go on as before, with the budget raised to whatever
-is needed at each moment. The user's own code runs the rest of the forward and the backward in a fraction of a step's time; parameters, statistics and
-optimizer states are not touched; and when the backward ends, `BudgetError` names the largest need. Where the code asks for a value of a fake tensor
-(`loss.item()` before the backward), the backward of that value is surveyed on the spot; where that is not possible the error says "at least".
+At the op for which no room can be made, raising at once would tell the user only that this op did not fit; the next try
+with "the least budget" would fail a little later, and so on up to the backward of the loss. Going on for real would
+pass the budget. So from that op on nothing is computed: every op yields `FakeTensor`s (shapes without memory), while
+the ledger, the policy and the saved-tensor hooks go on as before, with the budget raised to whatever is needed at each
+moment. The user's own code runs the rest of the forward and the backward in a fraction of a step's time; parameters,
+statistics and optimizer states are not touched; and when the backward ends, `BudgetError` names the largest need. Where
+the code asks for a value of a fake tensor (`loss.item()` before the backward), the backward of that value is surveyed
+on the spot; where that is not possible the error says "at least".
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Survey:
             self.largest = _largest(self.session.ledger.records.values())
         residency.budget_bytes = max(residency.budget_bytes or 0, needed_bytes)
 
-    def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401 - an op returns anything
+    def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op on fake tensors. An in-place op returns the very argument that it would have written.
 
         Raises:
@@ -126,13 +128,15 @@ class Survey:
         return error
 
 
-def _largest(records: Any) -> list[tuple[str, int]]:  # noqa: ANN401 - values of a dict
+def _largest(records: Any) -> list[tuple[str, int]]:
     """Name the largest living storages."""
     ordered: list[StorageRecord] = sorted(records, key=lambda record: -record.size_bytes)[:NUM_LARGEST_SHOWN]
     names: list[tuple[str, int]] = []
     for record in ordered:
         origin = record.current.origin if record.current is not None else ""
         if not origin:
-            origin = "parameter" if record.current is not None and record.current.is_pinned else "gradient or other tensor"
+            origin = (
+                "parameter" if record.current is not None and record.current.is_pinned else "gradient or other tensor"
+            )
         names.append((origin, record.size_bytes))
     return names

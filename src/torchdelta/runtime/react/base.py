@@ -1,7 +1,8 @@
 """The seam of the reactive policies: when room is needed, rank who leaves and how.
 
-A policy is the *filter* and the *director* of DELTA (2022) in one function: it returns buffers in the order in which they should leave, each with the
-action by which it leaves. Whether an eviction frees anything, and the fallback when an action is impossible, are residency.py's business.
+A policy is the *filter* and the *director* of DELTA (2022) in one function: it returns buffers in the order in which
+they should leave, each with the action by which it leaves. Whether an eviction frees anything, and the fallback when an
+action is impossible, are residency.py's business.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Costs(Protocol):
         """Seconds to make the buffer again now: its own op and every missing op above it; infinite when impossible."""
         ...
 
-
     def dropped(self) -> list[Buffer]:
         """Buffers that are away and would be recomputed."""
         ...
@@ -57,5 +57,8 @@ class Policy(Protocol):
     name: str
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
-        """Return buffers and actions, first to leave first. Every candidate should be in it: what is left out stays whatever happens."""
+        """Return buffers and actions, first to leave first.
+
+        Every candidate should be in it: what is left out stays whatever happens.
+        """
         ...

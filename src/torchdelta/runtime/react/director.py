@@ -1,4 +1,7 @@
-"""The director's simplest question, which several policies share: which action is cheaper for a buffer looked at alone."""
+"""The director's simplest question, which several policies share.
+
+Which action is cheaper for a buffer looked at alone.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""DTR (Kirisame et al., ICLR 2021): recompute only, by (own cost + cost of the evicted neighbourhood) / (bytes x staleness).
+"""DTR (Kirisame et al., ICLR 2021).
 
-The neighbourhood of a buffer are the dropped buffers that would have to be made again for it, and those that would need it. As in DTR's h_eq, a connected
-group of dropped buffers counts as a whole; the groups are built afresh at each ranking, so that a recomputed buffer splits its group again (the published
-union-find cannot).
+Recompute only, by (own cost + cost of the evicted neighbourhood) / (bytes x staleness).
+
+The neighbourhood of a buffer are the dropped buffers that would have to be made again for it, and those that would need
+it. As in DTR's h_eq, a connected group of dropped buffers counts as a whole; the groups are built afresh at each
+ranking, so that a recomputed buffer splits its group again (the published union-find cannot).
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ class Dtr:
         clock = costs.clock
         able = [buffer for buffer in candidates if buffer.op is not None]
         unable = [buffer for buffer in candidates if buffer.op is None]
-        able.sort(key=lambda b: ((costs.own_time_s(b) + groups.neighbourhood_s(b)) / (b.size_bytes * (clock - b.last_used + 1)), b.id))
+        able.sort(
+            key=lambda b: (
+                (costs.own_time_s(b) + groups.neighbourhood_s(b)) / (b.size_bytes * (clock - b.last_used + 1)),
+                b.id,
+            )
+        )
         return [(buffer, Action.DROP) for buffer in able] + [(buffer, Action.SWAP) for buffer in unable]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.react.base import Action, Costs
 from torchdelta.runtime.react.director import cheaper_alone
 
 if TYPE_CHECKING:
     from torchdelta.runtime.buffer import Buffer
+    from torchdelta.runtime.react.base import Action, Costs
 
 
 class LargestFirst:

@@ -20,7 +20,12 @@ class RecomputeOnly:
         clock = costs.clock
         able = [buffer for buffer in candidates if buffer.op is not None]
         unable = [buffer for buffer in candidates if buffer.op is None]
-        able.sort(key=lambda buffer: (costs.missing_time_s(buffer) / (buffer.size_bytes * (clock - buffer.last_used + 1)), buffer.id))
+        able.sort(
+            key=lambda buffer: (
+                costs.missing_time_s(buffer) / (buffer.size_bytes * (clock - buffer.last_used + 1)),
+                buffer.id,
+            )
+        )
         return [(buffer, Action.DROP) for buffer in able] + [(buffer, Action.SWAP) for buffer in unable]
 
 
@@ -32,4 +37,6 @@ class SwapOnly:
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates in the order in which they were saved."""
         del costs
-        return [(buffer, Action.SWAP) for buffer in sorted(candidates, key=lambda buffer: (buffer.save_order, buffer.id))]
+        return [
+            (buffer, Action.SWAP) for buffer in sorted(candidates, key=lambda buffer: (buffer.save_order, buffer.id))
+        ]
