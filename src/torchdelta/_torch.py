@@ -5,6 +5,9 @@ Checked on torch 2.13.0 (CPU); written for 2.11 to 2.14. Every name here has a c
 in the runtime.
 """
 
+# torch's stubs do not have all that is here.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -117,9 +120,7 @@ def without_mode(mode: object) -> Generator[bool]:
         yield found
     finally:
         if found:
-            kept: list[Any] = []
-            for _ in above:
-                kept.append(pop_mode())
+            kept = [pop_mode() for _ in above]
             push_mode(mode)
             for other in reversed(kept):
                 push_mode(other)
@@ -182,7 +183,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         self.name = name
         self.then = then
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:  # noqa: ARG002 - the import system's
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)  # the others find it
@@ -359,5 +360,7 @@ def __getattr__(name: str) -> Any:
 
 
 def fake_view(mode: Any, tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return a meta tensor as a fake tensor on a device; they share the (memory-less) storage."""
-    return _fake()[0](mode, tensor, torch.device(device_type))
+    """Return a meta tensor as a fake tensor on a device; the fake one keeps the other alive."""
+    fake = _fake()[0](mode, tensor, torch.device(device_type))
+    fake._torchdelta_source = tensor  # it has a storage of its own: whoever holds the fake must hold what it stands for
+    return fake

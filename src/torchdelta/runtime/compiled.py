@@ -33,9 +33,10 @@ class CompiledRegions:
         That is `call_func_at_runtime_with_args(function, args, ...)` or `OptimizedModule.__call__(module, first, ...)`.
         """
         session = self.session
+        function: Any = given[0]
         inputs = given[1] if len(given) > 1 and isinstance(given[1], list | tuple) else (*given[1:], *kwargs.values())
         tensors = [a for a in inputs if isinstance(a, torch.Tensor)]
-        key = (id(given[0]), tuple(a.shape for a in tensors))
+        key = (id(function), tuple(a.shape for a in tensors))
         session.residency.room(self._working_set_bytes.get(key, 0), "a compiled region")
         session.ledger.clock += 1
         trace = session.ledger.trace

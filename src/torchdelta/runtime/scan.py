@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
 if TYPE_CHECKING:
     from torchdelta.runtime.ledger import Ledger
@@ -27,7 +27,7 @@ def scan_storages(ledger: Ledger) -> int:
             or kind is torch.nn.Parameter
             or (
                 issubclass(kind, torch.Tensor)
-                and getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+                and getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
             )
         ):
             _count(ledger, thing)

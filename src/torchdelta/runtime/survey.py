@@ -48,7 +48,7 @@ class Survey:
         session.saved.plain_types = session.saved.plain_types | {_torch.FakeTensor}
         session.residency.prefetches = False
         session.residency.surveys = True
-        session.recorder.execute = self.run
+        session.recorder.execute = self.run  # pyright: ignore[reportAttributeAccessIssue]
 
     def need(self, size_bytes: int, why: str) -> None:
         """Note that `size_bytes` more were needed than the budget so far; the budget grows to that."""

@@ -42,7 +42,7 @@ class Costs(Protocol):
         """Seconds that the op which made the buffer took; infinite when it cannot be run again."""
         ...
 
-    def missing_time_s(self, buffer: Buffer) -> float:
+    def missing_time_s(self, buffer: Buffer, /) -> float:
         """Seconds to make the buffer again now: its own op and every missing op above it; infinite when impossible."""
         ...
 
