@@ -164,9 +164,11 @@ def test_load_is_the_allocators_in_the_plain_step(model_name: str, optimizer_nam
         after_backward_bytes, abs=512
     )
     assert end_bytes - foreign_bytes == pytest.approx(after_step_bytes, abs=512)
-    # Convolutions of this size allocate much inside themselves, which no recorder sees.
-    tolerance = 0.2 if model_name == "resnet" else 0.01
-    assert peak(trace).size_bytes - foreign_bytes == pytest.approx(plain_peak_bytes, rel=tolerance)
+    # Convolutions of this size allocate a quarter of the peak inside themselves, which is estimated.
+    tolerance = 0.1 if model_name == "resnet" else 0.01
+    with_workspace_bytes = peak(trace, with_workspace=True).size_bytes - foreign_bytes
+    assert with_workspace_bytes == pytest.approx(plain_peak_bytes, rel=tolerance)
+    assert peak(trace).size_bytes - foreign_bytes <= plain_peak_bytes
 
 
 @pytest.mark.parametrize("model_name", MODELS)
@@ -245,7 +247,7 @@ def test_step_of_the_documentation() -> None:
 
 
 def test_kinds_are_found_out() -> None:
-    """Parameters, gradients, states, statistics and the batch are told apart, in the optimizer's first step and later."""
+    """Parameters, gradients, states, statistics and the batch are told apart, in the first step and later."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(2, 3, 8, 8)
