@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate.utils
 import pytest
@@ -13,6 +12,9 @@ from torch import nn
 
 from torchdelta import BudgetError, Config, MemoryBudget, SavedBuffer, TorchdeltaError
 from torchdelta.errors import ConfigError, ScopeError, SizeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 UNLIMITED = "1TiB"
 
@@ -32,7 +34,7 @@ def in_thread(run: Callable[[], Any]) -> BaseException | None:
     def body() -> None:
         try:
             run()
-        except Exception as error:  # noqa: BLE001 - handed to the caller
+        except Exception as error:  # noqa: BLE001 - judged by the caller
             errors.append(error)
 
     thread = threading.Thread(target=body)
@@ -44,7 +46,9 @@ def in_thread(run: Callable[[], Any]) -> BaseException | None:
 # -- the budget's size
 
 
-@pytest.mark.parametrize(("written", "size_bytes"), [("8GiB", 8 * 2**30), ("1GB", 10**9), (4096, 4096), ("512MiB", 2**29)])
+@pytest.mark.parametrize(
+    ("written", "size_bytes"), [("8GiB", 8 * 2**30), ("1GB", 10**9), (4096, 4096), ("512MiB", 2**29)]
+)
 def test_budget_is_read(written: int | str, size_bytes: int) -> None:
     """An int is bytes, text carries its unit."""
     assert MemoryBudget(written).budget_bytes == size_bytes
@@ -200,7 +204,12 @@ def test_keeping_everything_moves_nothing() -> None:
     with MemoryBudget(UNLIMITED, Config(decisions="keep")) as budget:
         step()
     summary = budget.summary()
-    assert (summary.swapped_out_bytes, summary.swapped_in_bytes, summary.recomputed_bytes, summary.num_recomputed_ops) == (0, 0, 0, 0)
+    assert (
+        summary.swapped_out_bytes,
+        summary.swapped_in_bytes,
+        summary.recomputed_bytes,
+        summary.num_recomputed_ops,
+    ) == (0, 0, 0, 0)
 
 
 # -- decisions
@@ -263,7 +272,10 @@ def test_callable_decides_each_buffer() -> None:
 @pytest.mark.parametrize("answer", ["drop", None, 3, "KEEP", ""])
 def test_wrong_answers_are_named(answer: Any) -> None:
     """The message says what came back, for which op, and what is allowed."""
-    with pytest.raises(ConfigError, match="must return 'recompute', 'swap' or 'keep'") as caught, MemoryBudget(UNLIMITED, Config(decisions=lambda _: answer)):
+    with (
+        pytest.raises(ConfigError, match="must return 'recompute', 'swap' or 'keep'") as caught,
+        MemoryBudget(UNLIMITED, Config(decisions=lambda _: answer)),
+    ):
         step()
     assert repr(answer) in str(caught.value)
     with MemoryBudget(UNLIMITED):
@@ -309,7 +321,7 @@ def test_two_threads_each_with_its_own_budget() -> None:
                     barrier.wait(timeout=60)
                     grad = step()
             results[decisions] = (grad, budget.summary())
-        except Exception as error:  # noqa: BLE001 - judged below
+        except Exception as error:  # noqa: BLE001 - judged by the caller
             errors.append(error)
 
     threads = [threading.Thread(target=train, args=(decisions,)) for decisions in ("recompute", "swap")]

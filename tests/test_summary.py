@@ -12,7 +12,14 @@ import pytest
 from torchdelta.summary import StepSummary, Summary
 
 STEP = StepSummary(
-    index=0, time_s=1.5, peak_bytes=3 * 2**20, kept_bytes=2**20, swapped_out_bytes=2**21, recomputed_bytes=2**10, stall_s=0.25, recompute_s=0.125
+    index=0,
+    time_s=1.5,
+    peak_bytes=3 * 2**20,
+    kept_bytes=2**20,
+    swapped_out_bytes=2**21,
+    recomputed_bytes=2**10,
+    stall_s=0.25,
+    recompute_s=0.125,
 )
 SUMMARY = Summary(
     budget_bytes=2**30,
@@ -31,7 +38,16 @@ SUMMARY = Summary(
 def test_text_names_every_total() -> None:
     """A reader sees budget, peak, what was kept, swapped and recomputed, and what it cost."""
     text = str(SUMMARY)
-    for part in ("3.00 MiB", "1.00 GiB", "1 steps", "kept 1.00 MiB", "swapped out 2.00 MiB", "recomputed 1.00 KiB in 7 ops", "stalled 0.250 s", "recomputing 0.125 s"):
+    for part in (
+        "3.00 MiB",
+        "1.00 GiB",
+        "1 steps",
+        "kept 1.00 MiB",
+        "swapped out 2.00 MiB",
+        "recomputed 1.00 KiB in 7 ops",
+        "stalled 0.250 s",
+        "recomputing 0.125 s",
+    ):
         assert part in text
     assert "the steps fit" not in text
 
@@ -46,7 +62,9 @@ def test_text_says_when_no_budget_was_consulted() -> None:
     assert "decisions are forced" in str(dataclasses.replace(SUMMARY, budget_bytes=None))
 
 
-@pytest.mark.parametrize(("num_steps", "shown"), [(0, []), (1, [0]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 4]), (900, [0, 1, 2, 899])])
+@pytest.mark.parametrize(
+    ("num_steps", "shown"), [(0, []), (1, [0]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 4]), (900, [0, 1, 2, 899])]
+)
 def test_table_of_steps_stays_short(num_steps: int, shown: list[int]) -> None:
     """The first three and the last; columns stand under their heads."""
     steps = tuple(dataclasses.replace(STEP, index=index) for index in range(num_steps))
@@ -72,4 +90,7 @@ def test_summary_does_not_change() -> None:
 def test_summary_needs_no_torch() -> None:
     """Files and reports read it on machines without torch."""
     code = "import sys, torchdelta.summary; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )

@@ -40,7 +40,7 @@ class Allocations:
 
 
 def op_names(run: Callable[[], Any]) -> list[str]:
-    """Return the names of the aten ops that a call runs, in order, as the profiler sees them (below every dispatch mode).
+    """Return the names of the aten ops that a call runs, in order, as the profiler sees them below every mode.
 
     An op that a mode passes on is seen twice, one within the other: it counts once.
     """
@@ -125,7 +125,9 @@ class Residual(nn.Module):
         return torch.relu_(self.norm(self.conv(x))) + x
 
 
-def train(model: nn.Module, x: torch.Tensor, *, num_steps: int = 2, lr: float = 0.05, momentum: float = 0.9) -> list[torch.Tensor]:
+def train(
+    model: nn.Module, x: torch.Tensor, *, num_steps: int = 2, lr: float = 0.05, momentum: float = 0.9
+) -> list[torch.Tensor]:
     """Train with SGD, and return every loss and, at the end, every parameter and buffer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     observed: list[torch.Tensor] = []
@@ -144,6 +146,8 @@ def train(model: nn.Module, x: torch.Tensor, *, num_steps: int = 2, lr: float = 
 def same_bits(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
     """Say whether two lists of tensors hold the same bytes."""
     return len(expected) == len(actual) and all(
-        a.dtype == b.dtype and a.shape == b.shape and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
         for a, b in zip(expected, actual, strict=True)
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +11,9 @@ from torch import nn
 
 from tests.runtime.programs import Allocations, Attention, Residual, mlp, op_names, running
 from torchdelta import _torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (lambda: mlp(64, 3), (32, 64)),

@@ -50,7 +50,9 @@ class ScriptedTier:
 
 @given(
     dtype=st.sampled_from(DTYPES),
-    changes=st.lists(st.sampled_from(["transpose", "narrow", "step", "expand", "unsqueeze", "diagonal", "flat"]), max_size=4),
+    changes=st.lists(
+        st.sampled_from(["transpose", "narrow", "step", "expand", "unsqueeze", "diagonal", "flat"]), max_size=4
+    ),
 )
 def test_view_rebuilds_the_tensor(dtype: torch.dtype, changes: list[str]) -> None:
     """Whatever way a tensor looks at its storage, the view looks the same way at a copy of that storage."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from torchdelta.runtime import device
 from torchdelta.runtime.device import device_memory_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_memory_of_this_machine() -> None:
@@ -21,7 +24,11 @@ def test_memory_of_this_machine() -> None:
     ("groups", "files", "expected"),
     [
         ("0::/a/b\n", {"/sys/fs/cgroup/a/memory.max": "4096000", "/sys/fs/cgroup/a/b/memory.max": "max"}, 4_096_000),
-        ("0::/a/b\n", {"/sys/fs/cgroup/a/memory.max": "4096000", "/sys/fs/cgroup/a/b/memory.max": "1000000"}, 1_000_000),
+        (
+            "0::/a/b\n",
+            {"/sys/fs/cgroup/a/memory.max": "4096000", "/sys/fs/cgroup/a/b/memory.max": "1000000"},
+            1_000_000,
+        ),
         ("0::/\n", {"/sys/fs/cgroup/memory.max": "5000000"}, 5_000_000),
         ("4:memory:/x\n", {"/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "3000000"}, 3_000_000),
         ("4:cpu,memory:/x\n0::/\n", {"/sys/fs/cgroup/memory/memory.limit_in_bytes": "2000000"}, 2_000_000),
@@ -29,7 +36,9 @@ def test_memory_of_this_machine() -> None:
         (None, {}, None),
     ],
 )
-def test_limits_of_the_control_groups(groups: str | None, files: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_control_groups(
+    groups: str | None, files: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The least limit on the way up counts, in both versions of control groups."""
 
     def read_text(path: Path, encoding: str | None = None) -> str:

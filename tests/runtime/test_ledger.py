@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("model_name", MODELS)
 def test_live_bytes_are_the_allocators(model_name: str, optimizer_name: str) -> None:
-    """After every forward, backward, optimizer step and zero_grad, the ledger has counted what the allocator handed out."""
+    """After every phase of a step, the ledger has counted what the allocator handed out."""
     allocations = Allocations()
     gc.collect()
     make, shape = MODELS[model_name]
@@ -60,7 +60,7 @@ def test_live_bytes_are_the_allocators(model_name: str, optimizer_name: str) -> 
 
 @pytest.mark.parametrize("model_name", ["perceptron", "attention"])
 def test_recorded_peak_is_the_allocators(model_name: str) -> None:
-    """The recorded peak of a plain step is within one percent of the allocator's (ops here allocate little inside themselves)."""
+    """The recorded peak of a plain step is within one percent of the allocator's."""
     allocations = Allocations()
     gc.collect()
     make, shape = MODELS[model_name]
@@ -248,7 +248,10 @@ def test_forgetting_stops_the_count() -> None:
 
 @pytest.mark.parametrize("ending", ["death", "forgetting"])
 def test_records_wait_for_no_collector(ending: str) -> None:
-    """A record and its weak reference must not hold each other: dead pairs would stay on the lists of storages that live on."""
+    """A record and its weak reference must not hold each other.
+
+    Dead pairs would stay on the lists of storages that live on.
+    """
     ledger = Ledger("cpu")
     x, y = torch.zeros(100), torch.zeros(100)
     ledger.know(x.untyped_storage())

@@ -34,7 +34,7 @@ KINDS: list[tuple[Any, Kind]] = [
 ]
 
 
-@pytest.mark.parametrize(("op", "kind"), KINDS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("op", "kind"), KINDS, ids=str)
 def test_kind_of_an_op(op: Any, kind: Kind) -> None:
     """The kind follows the schema, and the tables where the schema is silent."""
     assert OpFacts(op).kind is kind
@@ -49,7 +49,9 @@ def test_written_arguments_are_found_by_position_and_by_name() -> None:
     assert OpFacts(aten.mm.default).written_positions == ()
 
 
-@pytest.mark.parametrize("op", [aten.native_dropout.default, aten.bernoulli_.float, aten.randn.default, aten.rand_like.default])
+@pytest.mark.parametrize(
+    "op", [aten.native_dropout.default, aten.bernoulli_.float, aten.randn.default, aten.rand_like.default]
+)
 def test_random_ops_are_known(op: Any) -> None:
     """What draws from a generator is replayed from the state it had."""
     assert OpFacts(op).is_random
@@ -63,7 +65,14 @@ def test_ops_that_draw_nothing_are_known(op: Any) -> None:
 
 def test_batch_norm_statistics_are_known() -> None:
     """One op hides that it writes them, its successors say so; both keep them."""
-    hidden, legit, other = (OpFacts(op) for op in (aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.native_layer_norm.default))
+    hidden, legit, other = (
+        OpFacts(op)
+        for op in (
+            aten.native_batch_norm.default,
+            aten._native_batch_norm_legit.default,
+            aten.native_layer_norm.default,
+        )
+    )
     assert (hidden.hides_statistics, hidden.keeps_statistics) == (True, True)
     assert (legit.hides_statistics, legit.keeps_statistics) == (False, True)
     assert legit.written_positions == (3, 4)
@@ -77,7 +86,9 @@ def test_ops_that_overwrite_without_reading() -> None:
     assert not OpFacts(aten.add_.Tensor).overwrites
 
 
-@pytest.mark.parametrize("op", [aten.empty.memory_format, aten._ctc_loss.default, aten.empty_like.default, aten.new_empty.default])
+@pytest.mark.parametrize(
+    "op", [aten.empty.memory_format, aten._ctc_loss.default, aten.empty_like.default, aten.new_empty.default]
+)
 def test_ops_that_are_never_replayed(op: Any) -> None:
     """`empty` has no content of its own, and the loss of trap 30 gave wrong gradients."""
     assert not OpFacts(op).is_recomputable
@@ -106,6 +117,11 @@ def test_every_op_of_the_allow_list_exists() -> None:
 def test_no_op_of_the_allow_list_is_on_torchs_list_of_nondeterministic_ones() -> None:
     """What torch itself tags as not repeatable (without being seeded) cannot be replayed."""
     tag = getattr(torch.Tag, "nondeterministic", None)
-    flagged = [name for name in sorted(RECOMPUTABLE) for overload in getattr(aten, name).overloads() if tag is not None and tag in getattr(getattr(aten, name), overload).tags]
+    flagged = [
+        name
+        for name in sorted(RECOMPUTABLE)
+        for overload in getattr(aten, name).overloads()
+        if tag is not None and tag in getattr(getattr(aten, name), overload).tags
+    ]
     assert flagged == []
     assert not {"_coalesce", "allreduce_", "_c10d_functional"} & RECOMPUTABLE

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,6 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdelta.runtime.opfacts import Kind, facts_of
 from torchdelta.runtime.predict import Predictor, new_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Compare(TorchDispatchMode):
@@ -42,7 +44,12 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sort": lambda x: (x.sort(), x.topk(2), x.max(0)),
     "reduction": lambda x: (x.sum(0), x.mean(), x.var(1), x.argmax(1)),
     "concatenation": lambda x: torch.cat([x, x]) + torch.stack([x, x]).sum(0).repeat(2, 1),
-    "factories": lambda _: (torch.zeros(3, 4), torch.ones(5, dtype=torch.int8), torch.full((2, 2), 7.0), torch.arange(9)),
+    "factories": lambda _: (
+        torch.zeros(3, 4),
+        torch.ones(5, dtype=torch.int8),
+        torch.full((2, 2), 7.0),
+        torch.arange(9),
+    ),
     "random": lambda x: (torch.rand(4, 5), torch.randn_like(x), torch.nn.functional.dropout(x, 0.5), torch.randperm(6)),
     "convolution": lambda x: torch.nn.functional.conv2d(x[None, None], torch.ones(3, 1, 3, 3), padding=1),
     "pooling": lambda x: torch.nn.functional.max_pool2d(x[None, None], 2, return_indices=True),
@@ -96,7 +103,9 @@ def test_key_tells_shapes_dtypes_and_numbers_apart() -> None:
     assert len(keys) == 16
 
 
-@pytest.mark.parametrize("numbers", [(2, 2.0), (1, True), (2.0, 2 + 0j)], ids=["int-float", "int-bool", "float-complex"])
+@pytest.mark.parametrize(
+    "numbers", [(2, 2.0), (1, True), (2.0, 2 + 0j)], ids=["int-float", "int-bool", "float-complex"]
+)
 def test_equal_numbers_of_different_types_have_different_keys(numbers: tuple[Any, Any]) -> None:
     """`uint8 * 2` makes one byte an element, `uint8 * 2.0` four."""
     predictor, func, x = Predictor(), torch.ops.aten.mul.Tensor, torch.ones(10, dtype=torch.uint8)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.runtime.programs import mlp, running
-from torchdelta.runtime.buffer import Buffer
-from torchdelta.runtime.session import Session
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.buffer import Buffer
+    from torchdelta.runtime.session import Session
 
 
 def buffer_of(session: Session, tensor: torch.Tensor) -> Buffer:
@@ -167,7 +169,9 @@ def test_subclasses_are_left_alone() -> None:
     class Wrapped(torch.Tensor):
         @staticmethod
         def __new__(cls, elem: torch.Tensor) -> Any:
-            return torch.Tensor._make_wrapper_subclass(cls, elem.shape, dtype=elem.dtype, requires_grad=elem.requires_grad)
+            return torch.Tensor._make_wrapper_subclass(
+                cls, elem.shape, dtype=elem.dtype, requires_grad=elem.requires_grad
+            )
 
         def __init__(self, elem: torch.Tensor) -> None:
             self.elem = elem.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from torch import nn
 from tests.runtime.programs import mlp, running
 from torchdelta.errors import ReplayError
 from torchdelta.runtime.action import Action
-from torchdelta.runtime.buffer import Buffer
-from torchdelta.runtime.session import Session
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.buffer import Buffer
+    from torchdelta.runtime.session import Session
 
 
 def buffer_of(session: Session, tensor: torch.Tensor) -> Buffer:
@@ -32,7 +34,10 @@ def impure(buffer: Buffer, func: Any) -> None:
 
 @pytest.mark.parametrize("verify", ["first-step", None])
 def test_impure_op_is_found_out_by_verifying(verify: str | None) -> None:
-    """With `verify` the replay is compared with what was dropped, and the error names the op; without it nobody looks."""
+    """With `verify` the replay is compared with what was dropped, and the error names the op.
+
+    Without it nobody looks.
+    """
     x = torch.randn(64, 64, requires_grad=True)
     with running(verify=verify) as (_, session):
         y = x * 2

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,8 +15,12 @@ from torchdelta import BudgetError
 from torchdelta.config import POLICIES
 from torchdelta.errors import TierFullError, TierIOError
 from torchdelta.runtime.action import Action
-from torchdelta.runtime.buffer import Buffer
-from torchdelta.runtime.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.buffer import Buffer
+    from torchdelta.runtime.session import Session
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (lambda: mlp(64, 4, dropout=0.1), (96, 64)),
@@ -51,20 +54,28 @@ def run(name: str, budget: int | str, **options: Any) -> tuple[list[torch.Tensor
     return observed, summary.peak_bytes - base_bytes
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(name=st.sampled_from(sorted(MODELS)), policy=st.sampled_from(POLICIES), share=st.floats(0.05, 1.05), full=st.booleans())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    policy=st.sampled_from(POLICIES),
+    share=st.floats(0.05, 1.05),
+    full=st.booleans(),
+)
 @example(name="perceptron", policy="torchdelta", share=1.0, full=False)
 @example(name="residual", policy="delta-2022", share=0.5, full=False)
 @example(name="attention", policy="swap-only", share=0.6, full=True)
 def test_known_storages_never_pass_the_budget(name: str, policy: str, share: float, full: bool) -> None:
-    """At any budget a run either finishes within it with the same bits, or says that it cannot; with a tier that is full from the start, too."""
+    """At any budget a run either finishes within it with the same bits, or says that it cannot.
+
+    With a tier that is full from the start, too.
+    """
     expected, peak_bytes = plain_run(name)
     options = {"policy": policy} | ({"host_budget": 1} if full else {})
     try:
         observed, _ = run(name, int(peak_bytes * share), **options)
     except BudgetError as error:
         assert share < 1
-        assert error.budget_bytes > 0
+        assert error.budget_bytes > 0  # noqa: PT017 - an error is one of two right answers here
     else:
         assert same_bits(observed, expected)
 

@@ -64,7 +64,11 @@ def test_foreign_tensors_are_passed_through(kind: str) -> None:
     class Mine(torch.Tensor):
         pass
 
-    tensor = {"sparse": torch.eye(3).to_sparse(), "subclass": torch.ones(64, 64).as_subclass(Mine), "meta": torch.ones(64, 64, device="meta")}[kind]
+    tensor = {
+        "sparse": torch.eye(3).to_sparse(),
+        "subclass": torch.ones(64, 64).as_subclass(Mine),
+        "meta": torch.ones(64, 64, device="meta"),
+    }[kind]
     with running(decisions="swap") as (_, session):
         packed = packed_by(session, tensor)
         back = session.saved.unpack(packed)
@@ -137,7 +141,9 @@ def test_saved_output_makes_no_cycle() -> None:
     """A node that saves its own output must not keep its own graph alive."""
     x = torch.randn(64, 64, requires_grad=True)
     small = torch.randn(4, requires_grad=True)
-    with running():  # the first meta run of all imports modules that keep an exception, and so its frames, until a collection
+    with (
+        running()
+    ):  # the first meta run of all imports modules that keep an exception, and so its frames, until a collection
         (x * 2).exp()
     gc.collect()
     gc.disable()

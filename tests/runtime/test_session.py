@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +15,9 @@ from torch.optim import optimizer as optimizer_module
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
 from torchdelta import BudgetError, Config, MemoryBudget, _torch
 from torchdelta.runtime.session import Session, current_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def sizes_of(session: Session) -> dict[str, int]:
@@ -27,12 +29,14 @@ def sizes_of(session: Session) -> dict[str, int]:
         "held": len(session.ledger.held),
         "handles": session.num_handles,
         "predictions": len(session.recorder.predictor._bytes),
-        "on the tape": sum(record.current is not None and record.current.op is not None for record in session.ledger.records.values()),
+        "on the tape": sum(
+            record.current is not None and record.current.op is not None for record in session.ledger.records.values()
+        ),
         "leaving": len(residency.leaving),
         "away": len(residency.away),
         "dropped": len(residency.dropped()),
         "tier": residency.opened_tier.used_bytes if residency.opened_tier is not None else 0,
-        "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "files": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
     }
 
@@ -154,7 +158,7 @@ def test_session_dies_with_its_scope() -> None:
     for decisions in ("recompute", "swap", "keep"):
         with running(decisions=decisions):
             (x * 2).sin().sum().backward()
-        with pytest.raises(KeyError), running(decisions=decisions):
+        with pytest.raises(KeyError), running(decisions=decisions):  # noqa: PT012
             (x * 2).sin().sum()
             raise KeyError
     with pytest.raises(BudgetError), running(20_000):
@@ -178,10 +182,15 @@ def test_functional_transforms_work_inside() -> None:
     assert w.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks every input for it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo asks every input for it
 @pytest.mark.parametrize("decisions", ["recompute", "swap", "keep"])
 def test_compiled_submodule_works_during_and_after(decisions: str) -> None:
-    """A compiled part beside eager ones: the same bits, compiled before the scope or inside it, and it still runs compiled afterwards."""
+    """A compiled part beside eager ones.
+
+    The same bits, compiled before the scope or inside it, and it still runs compiled afterwards.
+    """
     torch._dynamo.reset()
     num_graphs = 0
 
@@ -194,7 +203,10 @@ def test_compiled_submodule_works_during_and_after(decisions: str) -> None:
         model.zero_grad()
         loss = compiled(model[0](x)).sin().sum()
         loss.backward()
-        return [loss.detach().clone(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+        return [
+            loss.detach().clone(),
+            *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None),
+        ]
 
     model, x = nn.Sequential(mlp(64, 1), mlp(64, 2)), torch.randn(64, 64)
     compiled = torch.compile(model[1], backend=backend)

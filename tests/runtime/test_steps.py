@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +13,9 @@ from torchdelta import Config, MemoryBudget
 from torchdelta.runtime.counters import Counters
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.steps import MAX_KEPT_STEPS, StepTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
@@ -50,7 +52,7 @@ def manual_sgd() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(parameter.grad, alpha=0.1)
                 parameter.grad = None
 
 

@@ -71,7 +71,15 @@ class NoTier:
         """Do nothing."""
 
 
-def made(size_bytes: int, *, used: int = 0, time_s: float | None = 1.0, sources: tuple[Buffer, ...] = (), copied: bool = False, saved: int = 0) -> Buffer:
+def made(
+    size_bytes: int,
+    *,
+    used: int = 0,
+    time_s: float | None = 1.0,
+    sources: tuple[Buffer, ...] = (),
+    copied: bool = False,
+    saved: int = 0,
+) -> Buffer:
     """Build a buffer; `time_s` None means that no op made it."""
     buffer = Buffer(size_bytes)
     buffer.last_used = used
@@ -211,20 +219,32 @@ def graphs(draw: st.DrawFn) -> tuple[list[Buffer], list[Buffer]]:
     buffers: list[Buffer] = []
     for _ in range(draw(st.integers(1, 9))):
         sources = draw(st.lists(st.sampled_from(buffers), max_size=3, unique_by=id)) if buffers else []
-        buffers.append(made(draw(st.integers(1, 50)), used=draw(st.integers(0, 99)), time_s=draw(st.integers(1, 64)) * 1.0, sources=tuple(sources)))
+        buffers.append(
+            made(
+                draw(st.integers(1, 50)),
+                used=draw(st.integers(0, 99)),
+                time_s=draw(st.integers(1, 64)) * 1.0,
+                sources=tuple(sources),
+            )
+        )
     return buffers, draw(st.lists(st.sampled_from(buffers), unique_by=id))
 
 
 @given(graph=graphs())
 def test_dtr_counts_the_evicted_neighbourhood(graph: tuple[list[Buffer], list[Buffer]]) -> None:
-    """Against brute force: dropped buffers that are reached from a resident one over dropped ones only, each counted once."""
+    """Against brute force.
+
+    Dropped buffers that are reached from a resident one over dropped ones only, each counted once.
+    """
     buffers, dropped = graph
     away = {id(buffer) for buffer in dropped}
 
     def near(buffer: Buffer) -> list[Buffer]:
         assert buffer.op is not None
         above = [view.buffer for view in buffer.op.args]
-        below = [other for other in buffers if other.op is not None and any(view.buffer is buffer for view in other.op.args)]
+        below = [
+            other for other in buffers if other.op is not None and any(view.buffer is buffer for view in other.op.args)
+        ]
         return [other for other in above + below if id(other) in away]
 
     def neighbourhood_s(buffer: Buffer) -> float:
@@ -240,7 +260,9 @@ def test_dtr_counts_the_evicted_neighbourhood(graph: tuple[list[Buffer], list[Bu
     costs = FixedCosts(dropped_buffers=dropped)
     resident = [buffer for buffer in buffers if id(buffer) not in away]
     ranking = [buffer for buffer, _ in ranked("dtr", resident, costs)]
-    scores = [(costs.own_time_s(b) + neighbourhood_s(b)) / (b.size_bytes * (costs.clock - b.last_used + 1)) for b in ranking]
+    scores = [
+        (costs.own_time_s(b) + neighbourhood_s(b)) / (b.size_bytes * (costs.clock - b.last_used + 1)) for b in ranking
+    ]
     assert len(ranking) == len(resident)
     assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(scores))
 
