@@ -47,9 +47,11 @@ num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # The C functions below `_python_dispatch._push_mode` and `_pop_mode`, which ask about infra modes first: twice a node,
 # that shows.
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 
 OpOverload = torch._ops.OpOverload
+is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 
 # The code of the frame in which a module runs its forward, hooks included; its local `self` is the module.
 MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__

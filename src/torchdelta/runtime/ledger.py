@@ -36,11 +36,16 @@ class Ledger:
     # -- storages
 
     def know(self, storage: torch.UntypedStorage) -> StorageRecord:
-        """Return the record of a storage, making one when it is new; from now on the storage object itself is watched."""
+        """Return the record of a storage, making one when it is new.
+
+        From now on the storage object itself is watched.
+        """
         address = storage._cdata
         record = self.records.get(address)
         if record is None:
-            record = StorageRecord(address, storage.nbytes() if storage.device.type in self.counted_devices else 0, self._died)
+            record = StorageRecord(
+                address, storage.nbytes() if storage.device.type in self.counted_devices else 0, self._died
+            )
             record.watch_storage(storage)
             self._add(record)
         elif record.reference is None:
@@ -50,7 +55,8 @@ class Ledger:
     def know_by_tensor(self, tensor: torch.Tensor) -> StorageRecord | None:
         """Count a tensor of backward without touching its storage object. See [Note: two ways to see a storage die].
 
-        The size is that of the tensor: what backward makes afresh fills its storage. Views of a known storage only add a holder.
+        The size is that of the tensor: what backward makes afresh fills its storage. Views of a known storage only add
+        a holder.
         """
         try:
             address = storage_address(tensor)
@@ -77,18 +83,22 @@ class Ledger:
         record.size_bytes = size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    def note_workspace(self, size_bytes: int) -> None:
+        """Note that the op which has just run had this much inside itself, beside what lives now."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + size_bytes)
+
     def _add(self, record: StorageRecord) -> None:
         self.records[record.address] = record
         self.live_bytes += record.size_bytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _died(self, record: StorageRecord) -> None:
         if self.records.get(record.address) is record:
             del self.records[record.address]
             self.live_bytes -= record.size_bytes
-        # A record and its weak reference hold each other. Left to the collector, dead pairs would stay on the lists of storages that live on, and CPython
-        # 3.11 walks such a list while it allocates, so that a collection in that moment frees the list under its feet (a crash).
+        # A record and its weak reference hold each other. Left to the collector, dead pairs would stay on the lists of
+        # storages that live on, and CPython 3.11 walks such a list while it allocates, so that a collection in that
+        # moment frees the list under its feet (a crash).
         record.reference = record.holders = None
         buffer = record.current
         record.current = None
@@ -116,7 +126,10 @@ class Ledger:
         return buffer
 
     def view_of(self, tensor: torch.Tensor) -> View:
-        """Return how a tensor looks at its buffer, for the tape. A buffer without an op is held from here on (see [Note: the invariant])."""
+        """Return how a tensor looks at its buffer, for the tape.
+
+        A buffer without an op is held from here on (see [Note: the invariant]).
+        """
         buffer = self.buffer_of(tensor)
         buffer.last_used = self.clock
         view = View(buffer, tensor)
@@ -124,7 +137,9 @@ class Ledger:
             self.hold(buffer, tensor)
             if tensor.requires_grad or tensor.__class__ is torch.nn.Parameter:
                 buffer.is_pinned = True
-        if tensor._is_zerotensor():  # zeros without memory (forward-mode derivatives): there is nothing to rebuild them on
+        if (
+            tensor._is_zerotensor()
+        ):  # zeros without memory (forward-mode derivatives): there is nothing to rebuild them on
             buffer.is_pinned = True
             view.tensor = buffer.strong
         elif not view.shape and buffer.op is None and buffer.size_bytes <= WRAPPED_NUMBER_BYTES:
@@ -132,13 +147,18 @@ class Ledger:
         return view
 
     def hold(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        """Keep a buffer's storage alive through an alias; remember whose version tells of writes that nobody recorded."""
+        """Keep a buffer's storage alive through an alias.
+
+        Remember whose version tells of writes that nobody recorded.
+        """
         with NoDispatch(), NoFunction():
             if tensor.__class__ is torch.Tensor or tensor.__class__ is torch.nn.Parameter:
                 alias = tensor.detach()
             else:  # a fake tensor of a survey
                 storage = tensor.untyped_storage()
-                alias = tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+                alias = tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+                    storage, 0, (storage.nbytes(),), (1,)
+                )
             buffer.strong = alias
             buffer.witness = tensor if tensor.is_leaf and buffer.op is None else alias
             buffer.witness_version = buffer.witness._version
@@ -151,10 +171,12 @@ class Ledger:
         self.held.pop(id(buffer), None)
 
     def cut(self) -> None:
-        """Forget how everything that lives was made: nothing saved is left, so nothing will be recomputed from before this moment.
+        """Forget how everything that lives was made.
 
-        Without it the tape would grow from step to step (a momentum buffer is made from itself), and an optimizer's in-place ops would have to
-        preserve the old parameters for a loss that somebody still holds.
+        Nothing saved is left, so nothing will be recomputed from before this moment.
+
+        Without it the tape would grow from step to step (a momentum buffer is made from itself), and an optimizer's
+        in-place ops would have to preserve the old parameters for a loss that somebody still holds.
         """
         for record in list(self.records.values()):
             buffer = record.current
@@ -178,10 +200,13 @@ class Ledger:
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the storage behind a fresh tensor: the extent of its strides, which padding or expansion makes differ from its count."""
+    """Return the bytes of the storage behind a fresh tensor.
+
+    The extent of its strides, which padding or expansion makes differ from its count.
+    """
     if tensor.is_contiguous():
-        return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()  # pyright: ignore[reportReturnType]
     extent = 1 + tensor.storage_offset()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         extent += (length - 1) * stride
-    return extent * tensor.element_size()
+    return extent * tensor.element_size()  # pyright: ignore[reportReturnType]

@@ -22,18 +22,50 @@ class Kind(enum.IntEnum):
     REPLACE = 4  # changes which storage an argument has, or its size
 
 
+# Their kernels for plain layouts reorder what they read and write into blocked layouts of their own (oneDNN).
+_REORDERS: Final = frozenset(
+    {"convolution", "convolution_backward", "_convolution", "mkldnn_convolution", "convolution_overrideable"}
+)
 # Views in all but their schema: they pass their argument's storage on without an alias annotation.
 _DISGUISED_VIEWS: Final = frozenset({"_unsafe_view", "_reshape_alias", "alias", "lift_fresh", "detach"})
-_NO_OUTPUT: Final = frozenset({"_local_scalar_dense", "equal", "is_same_size", "is_nonzero", "_assert_async", "sym_size", "sym_stride", "record_stream"})
+_NO_OUTPUT: Final = frozenset(
+    {
+        "_local_scalar_dense",
+        "equal",
+        "is_same_size",
+        "is_nonzero",
+        "_assert_async",
+        "sym_size",
+        "sym_stride",
+        "record_stream",
+    }
+)
 _REPLACE: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 # Ops that overwrite the whole of their first argument without reading it: the old content is no dependency.
 _OVERWRITE: Final = frozenset(
-    {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"}
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "exponential_",
+        "random_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    }
 )
-# They write their running statistics (arguments 3 and 4) without saying so in the schema, when argument 5 (training) is true.
+# They write their running statistics (arguments 3 and 4) without saying so in the schema, when argument 5 (training) is
+# true.
 _HIDDEN_STATISTICS: Final = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 # The same, said in the schema: in training the outputs do not depend on the statistics either.
-_STATISTICS: Final = _HIDDEN_STATISTICS | {"_native_batch_norm_legit", "_batch_norm_with_update", "_batch_norm_with_update_functional"}
+_STATISTICS: Final = _HIDDEN_STATISTICS | {
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
+}
 STATISTICS_POSITIONS: Final = (3, 4)
 TRAINING_POSITION: Final = 5
 
@@ -49,11 +81,12 @@ class OpFacts:
         "kind",
         "name",
         "overwrites",
+        "reorders",
         "written_keywords",
         "written_positions",
     )
 
-    def __init__(self, func: Any) -> None:  # noqa: ANN401 - OpOverload
+    def __init__(self, func: Any) -> None:
         schema = func._schema
         base = schema.name.split("::")[-1]
         self.name = str(func)
@@ -65,9 +98,15 @@ class OpFacts:
         self.hides_statistics = base in _HIDDEN_STATISTICS
         self.keeps_statistics = base in _STATISTICS
         self.overwrites = base in _OVERWRITE
+        self.reorders = base in _REORDERS
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
-        # Without the last part, the ranges that an optimizer opens for the profiler would each leave a key in the predictor, step after step.
-        if base in _NO_OUTPUT or func.namespace == "prim" or not (written or any("Tensor" in str(r.type) for r in schema.returns)):
+        # Without the last part, the ranges that an optimizer opens for the profiler would each leave a key in the
+        # predictor, step after step.
+        if (
+            base in _NO_OUTPUT
+            or func.namespace == "prim"
+            or not (written or any("Tensor" in str(r.type) for r in schema.returns))
+        ):
             self.kind = Kind.NO_OUTPUT
         elif base in _REPLACE:
             self.kind = Kind.REPLACE
@@ -79,7 +118,7 @@ class OpFacts:
             self.kind = Kind.COMPUTE
 
 
-def facts_of(func: Any) -> OpFacts:  # noqa: ANN401 - OpOverload
+def facts_of(func: Any) -> OpFacts:
     """Return the facts of an op; they live on the op, whose hash is slow Python."""
     try:
         return func._torchdelta_facts

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -24,19 +23,26 @@ def stateless_optimizers() -> list[torch.optim.Optimizer]:
 
 
 def first_step_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Return the bytes of the states that the first step will make, and of the temporaries of its largest parameter; zeros where it cannot be known.
+    """Return the bytes of the states that the first step will make, and of the temporaries of its largest parameter.
+
+    Zeros where it cannot be known.
 
     A copy of the optimizer steps on meta parameters with meta gradients: shapes without memory.
     """
     try:
-        # Most first steps make a state for every parameter or for none: one parameter tells, in a hundredth of the time.
+        # Most first steps make a state for every parameter or for none: one parameter tells, in a hundredth of the
+        # time.
         if not _states_after_trial(optimizer, only_first=True):
             return 0, 0
         state_bytes = _states_after_trial(optimizer, only_first=False)
-    except Exception:  # noqa: BLE001 - an optimizer that cannot be tried this way is met by the checks before each of its ops
-        logging.getLogger("torchdelta").debug("the first step of %s could not be tried on meta tensors", type(optimizer).__name__, exc_info=True)
+    except Exception:
+        logging.getLogger("torchdelta").debug(
+            "the first step of %s could not be tried on meta tensors", type(optimizer).__name__, exc_info=True
+        )
         return 0, 0
-    sizes_bytes = [p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    sizes_bytes = [
+        p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
     return state_bytes, 2 * max(sizes_bytes, default=0)
 
 

@@ -1,6 +1,7 @@
 """The recorder: a dispatch mode that sees every op, makes room for it, runs it, and notes what it made from what.
 
-In forward it records for replay; in backward it only counts (there is nothing to replay), and it is on only inside nodes: see backward.py.
+In forward it records for replay; in backward it only counts (there is nothing to replay), and it is on only inside
+nodes: see backward.py.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdelta import _torch
-from torchdelta._torch import graph_task_id, storage_address
+from torchdelta._torch import TorchDispatchMode, graph_task_id, storage_address
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
 from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of
-from torchdelta.runtime.predict import Predictor
+from torchdelta.runtime.predict import Predictor, workspace_bytes
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ VIEW = Kind.VIEW  # enum attributes are slow to look up, and most ops are views
 class Recorder(TorchDispatchMode):
     """Sees the ops of one thread."""
 
-    # Without these two, Dynamo skips compiled code, stickily (torch_internals: "ten facts" 6), and every op pays a Dynamo check.
+    # Without these two, Dynamo skips compiled code, stickily (torch_internals: "ten facts" 6), and every op pays a
+    # Dynamo check.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Tell Dynamo that this mode does not mind compiled code."""
@@ -49,7 +50,9 @@ class Recorder(TorchDispatchMode):
         self.predictor = Predictor()
         self.execute = execute  # a survey puts its own in place
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run one op. The signature is torch's."""
         facts: OpFacts
         try:
@@ -71,7 +74,9 @@ class Recorder(TorchDispatchMode):
             return self.execute(func, facts, args, kwargs)
         self.counters.num_ops += 1
         self.ledger.clock += 1
-        records = not counts_only and (grad_enabled or self.session.num_handles > 0) and not _torch.is_in_compiled_region()
+        records = (
+            not counts_only and (grad_enabled or self.session.num_handles > 0) and not _torch.is_in_compiled_region()
+        )
         if kind is Kind.COMPUTE or facts.keeps_statistics:
             if counts_only:
                 return self._count(func, facts, args, kwargs)
@@ -80,18 +85,24 @@ class Recorder(TorchDispatchMode):
 
     # -- ops that make new storages
 
-    def _count(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401
+    def _count(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         key = self.predictor.key(func, args, kwargs)
-        self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
+        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
+        inside_bytes = (
+            workspace_bytes(args, 0) if facts.reorders else 0
+        )  # (what backward makes is as large as what it reads)
+        self.residency.room(predicted_bytes + inside_bytes, facts.name)
         start_s = _clock_s()
         out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
         self._note_backward_output(out)
+        if inside_bytes:
+            self.ledger.note_workspace(inside_bytes)
         if self.ledger.trace is not None:
-            self.ledger.trace.on_op(facts, args, kwargs, out, time_s)
+            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, workspace_bytes=inside_bytes)
         return out
 
-    def _note_backward_output(self, out: Any) -> None:  # noqa: ANN401 - an op returns anything
+    def _note_backward_output(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
             self.ledger.know_by_tensor(out)
         elif isinstance(out, tuple | list):
@@ -99,10 +110,13 @@ class Recorder(TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self.ledger.know_by_tensor(item)
 
-    def _compute(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool) -> Any:  # noqa: ANN401
+    def _compute(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool
+    ) -> Any:
         key = self.predictor.key(func, args, kwargs)
         predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
-        self.residency.room(predicted_bytes, facts.name)
+        inside_bytes = workspace_bytes(args, predicted_bytes) if facts.reorders else 0
+        self.residency.room(predicted_bytes + inside_bytes, facts.name)
         is_training = facts.keeps_statistics and len(args) > TRAINING_POSITION and bool(args[TRAINING_POSITION])
         hides = is_training and not faults.is_disabled("batch-norm-stats")
         entry = self._capture(func, facts, args, kwargs, hides=hides) if records and facts.is_recomputable else None
@@ -116,6 +130,7 @@ class Recorder(TorchDispatchMode):
         time_s = _clock_s() - start_s
         if entry is not None:
             entry.time_s = time_s
+            entry.workspace_bytes = inside_bytes
         size_bytes = 0
         if isinstance(out, torch.Tensor):
             size_bytes = self._note_output(out, entry, 0, facts)
@@ -127,11 +142,17 @@ class Recorder(TorchDispatchMode):
             self.predictor.learn(key, size_bytes)
         for tensor, old in before:
             self._new_content(tensor, old, None, 0, facts)
+        if inside_bytes:
+            self.ledger.note_workspace(inside_bytes)
         if self.ledger.trace is not None:
-            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, written=statistics, entry=entry)
+            self.ledger.trace.on_op(
+                facts, args, kwargs, out, time_s, written=statistics, entry=entry, workspace_bytes=inside_bytes
+            )
         return out
 
-    def _capture(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, hides: bool) -> OpEntry | None:  # noqa: ANN401
+    def _capture(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, hides: bool
+    ) -> OpEntry | None:
         """Return the op for the tape, or None when an argument has no storage (sparse and other opaque layouts)."""
         view_of = self.ledger.view_of
         try:
@@ -151,7 +172,10 @@ class Recorder(TorchDispatchMode):
         return OpEntry(func, facts, captured, captured_kwargs)
 
     def _note_output(self, out: torch.Tensor, entry: OpEntry | None, index: int, facts: OpFacts) -> int:
-        """Give an output its buffer. Returns the bytes of its storage, 0 for a storage known before (a view in disguise)."""
+        """Give an output its buffer.
+
+        Returns the bytes of its storage, 0 for a storage known before (a view in disguise).
+        """
         try:
             storage = out.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -174,7 +198,9 @@ class Recorder(TorchDispatchMode):
 
     # -- ops that write their arguments
 
-    def _write(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool) -> Any:  # noqa: ANN401
+    def _write(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool
+    ) -> Any:
         targets = written_tensors(facts, args, kwargs)
         if facts.written_keywords:
             key = self.predictor.key(func, args, kwargs)
@@ -216,11 +242,17 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _capture_write(
-        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[torch.Tensor]  # noqa: ANN401
+        self,
+        func: Any,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        targets: list[torch.Tensor],
     ) -> OpEntry | None:
         """Return an in-place op for the tape if its result can be replayed.
 
-        It can when the old content can be recomputed (the replay works on a copy of that), or when the op overwrites all of it.
+        It can when the old content can be recomputed (the replay works on a copy of that), or when the op overwrites
+        all of it.
         """
         if facts.kind is not Kind.WRITE or not facts.is_recomputable or not targets:
             return None
@@ -253,12 +285,14 @@ class Recorder(TorchDispatchMode):
             self.residency.preserve(buffer, tensor.untyped_storage())
         return buffer
 
-    def _new_content(self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, index: int, facts: OpFacts) -> None:
+    def _new_content(
+        self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, index: int, facts: OpFacts
+    ) -> None:
         """Give a written storage its new buffer."""
         storage = tensor.untyped_storage()
         ledger = self.ledger
         record: StorageRecord = ledger.know(storage)
-        size_bytes = storage.nbytes() if storage.device.type == ledger.device_type else 0
+        size_bytes = storage.nbytes() if storage.device.type in ledger.counted_devices else 0
         if size_bytes != record.size_bytes:
             ledger.resize(record, size_bytes)
         buffer = Buffer(size_bytes)
@@ -272,7 +306,8 @@ class Recorder(TorchDispatchMode):
         if entry is not None:
             entry.outputs.append(weakref.ref(buffer))
         if old is not None and old.num_saved:
-            # Whether this write counts is decided at unpack by the version: until then the handles follow the storage to its new content.
+            # Whether this write counts is decided at unpack by the version: until then the handles follow the storage
+            # to its new content.
             old.successor = buffer
             buffer.num_saved = old.num_saved
             buffer.save_order = old.save_order
@@ -280,7 +315,7 @@ class Recorder(TorchDispatchMode):
             self.session.saved.on_resaved(buffer)
 
 
-def execute(func: Any, _facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: ANN401 - an op returns anything
+def execute(func: Any, _facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op for real."""
     return func._op(*args, **kwargs) if kwargs else func._op(*args)
 
@@ -305,4 +340,3 @@ def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _covers_storage(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-

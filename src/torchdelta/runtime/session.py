@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchdelta._torch import graph_task_id, mode_stack, patch_compiled_call, patch_functorch_guard, patch_run_backward, without_mode, without_saved_hooks
+from torchdelta._torch import (
+    graph_task_id,
+    mode_stack,
+    patch_compiled_call,
+    patch_functorch_guard,
+    patch_run_backward,
+    without_mode,
+    without_saved_hooks,
+)
 from torchdelta.errors import ScopeError
 from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.compiled import CompiledRegions
@@ -87,11 +95,13 @@ class Session:
         self.backward = Backward(self, self.recorder)
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._optimizer_hooks: list[Any] = []
-        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those whose first step was tried on fake tensors
+        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = (
+            weakref.WeakSet()
+        )  # those whose first step was tried on fake tensors
         self._is_stopped = False
         self._trace: Trace | None = None
 
-    def _open_tier(self) -> Any:  # noqa: ANN401 - a Tier
+    def _open_tier(self) -> Any:
         host, disk = self.config.host_budget, self.config.disk_budget
         return open_tier(
             self.config.tier,
@@ -183,7 +193,7 @@ class Session:
         """A backward pass is over."""
         self.steps.on_backward_end(keeps_graph=keeps_graph)
 
-    def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
+    def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self:
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=True)
@@ -195,7 +205,7 @@ class Session:
                 if state_bytes:
                     self.residency.room(state_bytes + temporary_bytes, f"the first step of {type(optimizer).__name__}")
 
-    def _after_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - torch's hook signature
+    def _after_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self:
             self.steps.on_optimizer_end()
 
@@ -216,7 +226,10 @@ class Session:
             format_bytes(self.budget_bytes),
         )
         if self.ledger.late_bytes:
-            _logger.info("%s of parameters were not found when the scope opened and counted from their first use", format_bytes(self.ledger.late_bytes))
+            _logger.info(
+                "%s of parameters were not found when the scope opened and counted from their first use",
+                format_bytes(self.ledger.late_bytes),
+            )
         if counters.num_evictions == 0:
             _logger.info("the step fits: nothing leaves the device, recording is the only cost")
         else:
@@ -245,7 +258,9 @@ class Session:
             is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.num_handles > 0
             if self.steps.is_in_optimizer or not is_trainable or self._is_stopped:
                 raise self.survey.error(is_lower_bound=False)
-            _logger.info("the budget of %d bytes cannot hold at %s: surveying the rest of the step", self.budget_bytes, why)
+            _logger.info(
+                "the budget of %d bytes cannot hold at %s: surveying the rest of the step", self.budget_bytes, why
+            )
         self.survey.need(size_bytes, why)
 
     def end_survey(self) -> None:
@@ -267,7 +282,13 @@ def _patch() -> None:
     with _patch_lock:
         _num_sessions += 1
         if _num_sessions == 1:
-            _undo.extend([patch_run_backward(_make_run_backward), patch_functorch_guard(_make_functorch_guard), patch_compiled_call(_make_compiled_call)])
+            _undo.extend(
+                [
+                    patch_run_backward(_make_run_backward),
+                    patch_functorch_guard(_make_functorch_guard),
+                    patch_compiled_call(_make_compiled_call),
+                ]
+            )
 
 
 def _unpatch() -> None:
@@ -280,7 +301,7 @@ def _unpatch() -> None:
 
 
 def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the engine's signature
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = current_session()
         if session is None or session.recorder not in mode_stack():  # off inside torch.func transforms
             return original(outputs, *args, **kwargs)
@@ -290,11 +311,14 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.func.grad` and its kin refuse to run under saved-tensor hooks: inside them the scope is off, and what they make is kept."""
-    import contextlib  # noqa: PLC0415
+    """`torch.func.grad` and its kin refuse to run under saved-tensor hooks.
+
+    Inside them the scope is off, and what they make is kept.
+    """
+    import contextlib
 
     @contextlib.contextmanager
-    def disable_saved_tensors_hooks(message: str) -> Any:  # noqa: ANN401
+    def disable_saved_tensors_hooks(message: str) -> Any:
         session = current_session()
         if session is None:
             with original(message):
@@ -307,9 +331,12 @@ def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled region is one opaque op: its kernels write buffers that no dispatch mode sees, so the recorder is off inside."""
+    """A compiled region is one opaque op.
 
-    def call_compiled(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    Its kernels write buffers that no dispatch mode sees, so the recorder is off inside.
+    """
+
+    def call_compiled(*args: Any, **kwargs: Any) -> Any:
         session = current_session()
         if session is None:
             return original(*args, **kwargs)

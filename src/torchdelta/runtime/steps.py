@@ -1,8 +1,8 @@
 """Finds the training steps in a loop that nobody marked.
 
-A step is one forward, backward and, where there is one, optimizer step. It ends after `optimizer.step()`; in a loop without `torch.optim` (or between the
-micro-batches of gradient accumulation) it ends where the next forward saves its first tensor after a backward that consumed its graph. Evaluation saves
-nothing and makes no step.
+A step is one forward, backward and, where there is one, optimizer step. It ends after `optimizer.step()`; in a loop
+without `torch.optim` (or between the micro-batches of gradient accumulation) it ends where the next forward saves its
+first tensor after a backward that consumed its graph. Evaluation saves nothing and makes no step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class StepTracker:
 
     @property
     def phase(self) -> Phase:
-        """Forward, backward or optimizer; what comes between the backward and the end of the step (clipping of gradients) counts as the optimizer's."""
+        """Forward, backward or optimizer.
+
+        What comes between the backward and the end of the step (clipping of gradients) counts as the optimizer's.
+        """
         if self.is_in_optimizer:
             return "optimizer"
         if graph_task_id() != -1:
@@ -104,7 +107,8 @@ class StepTracker:
         now_s = time.perf_counter()
         done = self.counters.minus(self._before)
         gone_bytes = done.swapped_out_bytes + done.dropped_bytes
-        # Plain numbers in one array: an object a step would grow the heap of a long run, and with it the collector's work.
+        # Plain numbers in one array: an object a step would grow the heap of a long run, and with it the collector's
+        # work.
         self._rows.extend(
             (
                 self.num_steps,

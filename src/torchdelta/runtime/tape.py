@@ -1,7 +1,8 @@
 """The tape: which op made which buffer, from what, and how to run it again.
 
-This is the narrow place where a native recorder can take over: the rest of the runtime knows ops only through `Tape.capture`, `sources`, and `run_again`.
-An entry holds its arguments by value, with every tensor replaced by a `View` of a buffer, so the tape keeps no storage alive.
+This is the narrow place where a native recorder can take over: the rest of the runtime knows ops only through
+`Tape.capture`, `sources`, and `run_again`. An entry holds its arguments by value, with every tensor replaced by a
+`View` of a buffer, so the tape keeps no storage alive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Scratch:
-    """In place of batch-norm statistics: a tensor of this shape with any content (in training the outputs do not depend on it)."""
+    """In place of batch-norm statistics.
+
+    A tensor of this shape with any content (in training the outputs do not depend on it).
+    """
 
     __slots__ = ("dtype", "shape")
 
@@ -47,9 +51,21 @@ class Fresh:
 class OpEntry:
     """One recorded op."""
 
-    __slots__ = ("__weakref__", "args", "environment", "facts", "func", "grad_enabled", "kwargs", "outputs", "random_state", "time_s")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "environment",
+        "facts",
+        "func",
+        "grad_enabled",
+        "kwargs",
+        "outputs",
+        "random_state",
+        "time_s",
+        "workspace_bytes",
+    )
 
-    def __init__(self, func: Any, facts: OpFacts, args: list[Any], kwargs: dict[str, Any] | None) -> None:  # noqa: ANN401
+    def __init__(self, func: Any, facts: OpFacts, args: list[Any], kwargs: dict[str, Any] | None) -> None:
         self.func = func
         self.facts = facts
         self.args = args
@@ -57,6 +73,7 @@ class OpEntry:
         self.grad_enabled = torch.is_grad_enabled()
         self.environment = numeric_environment()
         self.time_s = 0.0
+        self.workspace_bytes = 0  # what it allocates inside itself
         self.random_state: tuple[torch.Generator, torch.Tensor] | None = None
         self.outputs: list[weakref.ref[Buffer]] = []
 
@@ -78,22 +95,29 @@ def written_sources(entry: OpEntry) -> set[int]:
     for position in entry.facts.written_positions:
         argument = entry.args[position] if position < len(entry.args) else None
         if argument.__class__ is View:
-            written.add(id(argument.buffer))
+            written.add(id(argument.buffer))  # pyright: ignore[reportOptionalMemberAccess]
         elif argument.__class__ is list:
-            written.update(id(item.buffer) for item in argument if item.__class__ is View)
+            written.update(id(item.buffer) for item in argument if item.__class__ is View)  # pyright: ignore[reportOptionalIterable]
     for keyword in entry.facts.written_keywords:
         argument = entry.kwargs.get(keyword) if entry.kwargs else None
         if argument.__class__ is View:
-            written.add(id(argument.buffer))
+            written.add(id(argument.buffer))  # pyright: ignore[reportOptionalMemberAccess]
     return written
 
 
-def capture(value: Any, view_of: Callable[[torch.Tensor], View]) -> Any:  # noqa: ANN401 - op arguments are anything
-    """Return an op argument with every tensor in it replaced by a view of its buffer. Raises NotImplementedError for tensors without a storage."""
+def capture(value: Any, view_of: Callable[[torch.Tensor], View]) -> Any:
+    """Return an op argument with every tensor in it replaced by a view of its buffer.
+
+    Raises NotImplementedError for tensors without a storage.
+    """
     if isinstance(value, torch.Tensor):
         return view_of(value)
     if value.__class__ is list or value.__class__ is tuple:
-        return [capture(item, view_of) for item in value] if any(isinstance(item, torch.Tensor) for item in value) else value
+        return (
+            [capture(item, view_of) for item in value]
+            if any(isinstance(item, torch.Tensor) for item in value)
+            else value
+        )
     return value
 
 
@@ -115,8 +139,11 @@ def generator_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] |
     return torch.default_generator
 
 
-def run_again(entry: OpEntry, args: list[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - an op returns anything
-    """Run an op again on rebuilt arguments, under the grad mode, numeric settings and random state of the first time. Call it inside `Quietly`."""
+def run_again(entry: OpEntry, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op again on rebuilt arguments, under the grad mode, numeric settings and random state of the first time.
+
+    Call it inside `Quietly`.
+    """
     current = numeric_environment()
     if current != entry.environment:
         set_numeric_environment(entry.environment)
