@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+# Plain does not equal itself on these (one run in some dozens differs): there is nothing to compare with.
+NOT_REPRODUCIBLE = frozenset({"linalg.lstsq[3]"})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """Import the database before the collector is told to leave imports out."""
@@ -31,6 +35,8 @@ def offending(named_steps: Iterable[tuple[str, Step]]) -> tuple[dict[str, list[s
     found: dict[str, list[str]] = {}
     num_finished = 0
     for name, step in named_steps:
+        if name in NOT_REPRODUCIBLE:
+            continue
         plain = plain_outcome(step)
         num_finished += plain.raised is None
         for kind, decisions in DECISIONS.items():
