@@ -30,7 +30,7 @@ class ModulePaths:
 
     def current(self) -> str:
         """Return the path, empty outside of all modules."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to the stack
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code is MODULE_CALL_CODE:
                 module = frame.f_locals["self"]

@@ -63,7 +63,7 @@ def _guarded(
     def guarded(self: TraceBuilder, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:
             # In words: an exception object would hold the frames, and these the tensors.
             self.give_up(f"{type(error).__name__}: {error}")
 
@@ -101,7 +101,7 @@ class TraceBuilder:
         try:
             trace = self._draft.trace()
             validate(trace)
-        except Exception as error:  # noqa: BLE001 - the training goes on without a trace
+        except Exception as error:
             self.give_up(f"{type(error).__name__}: {error}")
             return None
         self._is_over = True
@@ -478,7 +478,7 @@ def _is_ours_alone(buffer: live.Buffer) -> bool:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is a leaf that wants a gradient, or a view of one."""
-    base = tensor._base  # noqa: SLF001 - no public name
+    base = tensor._base
     owner = tensor if base is None else base
     return owner.is_leaf and owner.requires_grad
 
@@ -491,4 +491,4 @@ def _is_added_to(storage: PlainStorage, gradient: torch.Tensor) -> bool:
 
 def _version_counter(tensor: torch.Tensor) -> int:
     """Return how often autograd has seen the content change: the engine's own additions count too."""
-    return tensor._version  # noqa: SLF001 - no public name
+    return tensor._version

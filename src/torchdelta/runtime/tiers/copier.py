@@ -322,7 +322,7 @@ class Copier:
                     self.medium.read_part(worker, part)
                 else:
                     self.medium.write_part(worker, part)
-            except BaseException as error:  # noqa: BLE001 (a thread that dies would leave its callers waiting)
+            except BaseException as error:
                 # Without its traceback, which would keep this thread's frames and all they refer to.
                 return error.with_traceback(None)
             return None
@@ -378,7 +378,7 @@ def _closed_error() -> TierIOError:
 
 def _work(copier: Copier, worker: int) -> None:
     """Run one thread: copy part after part until the copier closes."""
-    tokens = copier._tokens  # noqa: SLF001 (the thread's own half of the class)
+    tokens = copier._tokens
     while True:
         tokens.get()
         if copier.is_closing:
