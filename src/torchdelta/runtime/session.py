@@ -278,7 +278,7 @@ class Session:
 
 
 def _patch() -> None:
-    global _num_sessions
+    global _num_sessions  # noqa: PLW0603 - guarded by the lock
     with _patch_lock:
         _num_sessions += 1
         if _num_sessions == 1:
@@ -292,7 +292,7 @@ def _patch() -> None:
 
 
 def _unpatch() -> None:
-    global _num_sessions
+    global _num_sessions  # noqa: PLW0603 - guarded by the lock
     with _patch_lock:
         _num_sessions -= 1
         if _num_sessions == 0:

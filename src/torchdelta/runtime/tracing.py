@@ -63,7 +63,7 @@ def _guarded(
     def guarded(self: TraceBuilder, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - see above
             # In words: an exception object would hold the frames, and these the tensors.
             self.give_up(f"{type(error).__name__}: {error}")
 
@@ -101,7 +101,7 @@ class TraceBuilder:
         try:
             trace = self._draft.trace()
             validate(trace)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the training goes on without a trace
             self.give_up(f"{type(error).__name__}: {error}")
             return None
         self._is_over = True

@@ -199,7 +199,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """
     stream = read_records(path)
     _, header = next(stream)
-    assert isinstance(header, Header)  # noqa: S101 (an invariant of read_records)
+    assert isinstance(header, Header)
     # Each record with its line, for the message about one that turns out to be wrong when all are known.
     buffers: list[tuple[int, Buffer]] = []
     ops: list[tuple[int, Op]] = []
@@ -240,7 +240,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         TraceFileError: If the file's first line cannot be read or is not a header of a known version.
     """
     _, header = next(read_records(path))
-    assert isinstance(header, Header)  # noqa: S101 (an invariant of read_records)
+    assert isinstance(header, Header)
     return header
 
 

@@ -322,7 +322,7 @@ class Copier:
                     self.medium.read_part(worker, part)
                 else:
                     self.medium.write_part(worker, part)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (a thread that dies would leave its callers waiting)
                 # Without its traceback, which would keep this thread's frames and all they refer to.
                 return error.with_traceback(None)
             return None

@@ -50,10 +50,10 @@ class _MemoryMedium:
         self._mappings.append(mapping)
         self._starts.append(from_bytes)
 
-    def write_part(self, worker: int, part: Part) -> None:
+    def write_part(self, worker: int, part: Part) -> None:  # noqa: ARG002 (needs no buffer of its own)
         ctypes.memmove(self._address(part), part.address, part.size_bytes)  # a CDLL function: the GIL is released
 
-    def read_part(self, worker: int, part: Part) -> None:
+    def read_part(self, worker: int, part: Part) -> None:  # noqa: ARG002
         ctypes.memmove(part.address, self._address(part), part.size_bytes)
 
     def close(self) -> None:
