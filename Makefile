@@ -38,7 +38,7 @@ check: $(READY)  ## format, lint, types, import direction, exports
 	$(PY) -m pytest -q tests/test_imports.py tests/test_exports.py
 
 bench: $(READY)  ## measure: writes into benchmarks/results/
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks all
 
 clean:  ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
