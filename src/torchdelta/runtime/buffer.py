@@ -26,6 +26,7 @@ from torchdelta.errors import TierError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchdelta.runtime.ledger import Ledger
     from torchdelta.runtime.tape import OpEntry
     from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
@@ -42,6 +43,7 @@ class Buffer:
         "fetching",
         "id",
         "is_pinned",
+        "keeper",
         "last_used",
         "num_locks",
         "num_saved",
@@ -68,6 +70,7 @@ class Buffer:
         self.strong: torch.Tensor | None = None  # an alias that keeps the storage alive
         self.witness: torch.Tensor | None = None  # whose version tells of writes that the recorder could not see
         self.witness_version = 0
+        self.keeper: Ledger | None = None  # who holds `strong`
         self.num_saved = 0  # handles of saved tensors on it
         self.num_views = 0  # views of it, on the tape and in handles: who depends on its content
         self.num_locks = 0  # > 0: a recomputation counts on its being there
@@ -249,7 +252,10 @@ class View:
         self.flags = (tensor.is_conj(), is_neg) if dtype.is_complex or is_neg else None
 
     def __del__(self) -> None:
-        self.buffer.num_views -= 1
+        buffer = self.buffer
+        buffer.num_views -= 1
+        if buffer.num_views == 0 and buffer.op is None and buffer.num_saved == 0 and buffer.keeper is not None:
+            buffer.keeper.let_go(buffer)  # it was held only because nothing could make it again: now nothing wants it
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Build the tensor on `storage`. Call it inside `Quietly`."""

@@ -162,10 +162,12 @@ class Ledger:
             buffer.strong = alias
             buffer.witness = tensor if tensor.is_leaf and buffer.op is None else alias
             buffer.witness_version = buffer.witness._version
+        buffer.keeper = self
         self.held[id(buffer)] = buffer
 
     def let_go(self, buffer: Buffer) -> None:
         """Stop keeping a buffer's storage alive."""
+        buffer.keeper = None
         buffer.strong = None
         buffer.witness = None
         self.held.pop(id(buffer), None)
@@ -188,6 +190,7 @@ class Ledger:
         for buffer in held.values():
             buffer.op = None
             buffer.copy = None
+            buffer.keeper = None
             buffer.strong = None
             buffer.witness = None
 

@@ -226,15 +226,19 @@ class Residency:
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
                 storage, 0, (storage.nbytes(),), (1,)
             )
-            if buffer.size_bytes < self.least_eviction_bytes * 16 or self._tier_is_full:
-                self.room(buffer.size_bytes, "copy before an in-place op")
-                alias = source.clone()
-                self.adopt(buffer, alias.untyped_storage(), held=True)
-                return
-        slot = self.tier.reserve(buffer.size_bytes)
-        copy = TierCopy(self.tier, slot, self.tier.write(slot, storage), storage)
-        self.counters.stall_s += copy.arrive()
-        buffer.copy = copy
+            if buffer.size_bytes >= self.least_eviction_bytes * 16 and not self._tier_is_full:
+                try:
+                    slot = self.tier.reserve(buffer.size_bytes)
+                    copy = TierCopy(self.tier, slot, self.tier.write(slot, storage), storage)
+                    self.counters.stall_s += copy.arrive()
+                except TierError:
+                    self._tier_is_full = True
+                else:
+                    buffer.copy = copy
+                    return
+            self.room(buffer.size_bytes, "copy before an in-place op")
+            alias = source.clone()
+            self.adopt(buffer, alias.untyped_storage(), held=True)
 
     # -- coming back
 
@@ -303,6 +307,7 @@ class Residency:
             alias = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
             buffer.strong = buffer.witness = alias
             buffer.witness_version = alias._version
+            buffer.keeper = self.ledger
             self.ledger.held[id(buffer)] = buffer
 
     def prefetch(self, save_order: int) -> None:

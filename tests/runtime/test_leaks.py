@@ -1,0 +1,71 @@
+"""What is held must be let go when nothing depends on it any more, also where no handle ever dies last."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.runtime.programs import mlp, running
+from torchdelta import Config, MemoryBudget
+
+
+def batch() -> torch.Tensor:
+    """A batch from a data loader: no recorded op made it."""
+    return torch.from_numpy(np.ones((64, 64), np.float32))
+
+
+def test_small_saved_tensors_do_not_leak_gradients() -> None:
+    """All saved tensors are below the least eviction size, so no handle is ever made and the ledger is never cut."""
+    model, x = mlp(64, 2), torch.randn(8, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with running() as (_, session):
+        seen = []
+        for _ in range(6):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((session.ledger.live_bytes, len(session.ledger.held)))
+    assert seen[5] == seen[2]
+
+
+def test_frozen_model_with_gradients_on_does_not_leak_inputs() -> None:
+    """Inference without no_grad: nothing is saved."""
+    model = mlp(64, 2).requires_grad_(False)
+    with running() as (_, session):
+        seen = []
+        for _ in range(6):
+            model(batch())
+            seen.append((session.ledger.live_bytes, len(session.ledger.held)))
+    assert seen[5] == seen[2]
+
+
+def test_a_graph_that_somebody_keeps_does_not_leak_later_inputs() -> None:
+    """One handle stays alive, so the number of handles never comes to zero."""
+    model = mlp(64, 2)
+    with running() as (_, session):
+        kept = model(batch())
+        seen = []
+        for _ in range(6):
+            model(batch()).sum().backward()
+            model.zero_grad()
+            seen.append((session.ledger.live_bytes, len(session.ledger.held)))
+        del kept
+    assert seen[5] == seen[2]
+
+
+def test_kept_bytes_are_counted() -> None:
+    """Nothing in src ever adds to Counters.kept_bytes."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with MemoryBudget("1TiB", Config(decisions="keep")) as budget:
+        (x * 2).sin().sum().backward()
+    assert budget.summary().kept_bytes == x.nbytes
+
+
+def test_copy_before_write_with_a_full_tier() -> None:
+    """preserve() reserves on the tier without a way out: TierFullError where a clone would do."""
+    constant = torch.ones(256, 256)
+    x = torch.randn(256, 256, requires_grad=True)
+    with running(decisions="recompute", host_budget=1024):
+        y = (x + constant).sin()
+        constant.mul_(3)
+        y.sum().backward()
