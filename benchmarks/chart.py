@@ -85,7 +85,9 @@ def panel_of(name: str, panel: dict[str, list[tuple[float, float]]], left: float
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{ratio:.1f}</text>')
     for share in SHARES:
         label = f"{share:.0%}"
-        parts.append(f'<text x="{x_of(share):.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555555">{label}</text>')
+        parts.append(
+            f'<text x="{x_of(share):.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555555">{label}</text>'
+        )
     for policy, _, colour, marker in SERIES:
         line = [(x_of(share), y_of(ratio)) for share, ratio in panel[policy]]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
