@@ -7,7 +7,6 @@ three small panels are not worth a plotting library.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.results import REPOSITORY
@@ -43,16 +42,18 @@ def draw(models: dict[str, Any], environment: dict[str, Any]) -> str:
     highest = LEAST_RATIO + STEP_RATIO * (int((highest - LEAST_RATIO) / STEP_RATIO) + 1)
     width, height = LEFT + len(models) * (PANEL_WIDTH + GAP), TOP + PANEL_HEIGHT + 78
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        ' font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="16" font-weight="bold">Step time against plain, by memory budget (lower is better)</text>',
+        f'<text x="{LEFT}" y="16" font-weight="bold">Step time against plain, by budget (lower is better)</text>',
     ]
     for index, (name, panel) in enumerate(points.items()):
         parts += panel_of(name, panel, LEFT + index * (PANEL_WIDTH + GAP), highest)
     for index, (_, label, colour, marker) in enumerate(SERIES):
         x, y = LEFT + index * 190, height - 26
         parts += [mark(marker, x + 6, y - 4, colour), f'<text x="{x + 18}" y="{y}">{label}</text>']
-    conditions = f"{environment.get('processor', 'CPU')}, torch {environment.get('torch', '')}; raw: benchmarks/results/policies.json"
+    machine = f"{environment.get('processor', 'CPU')}, torch {environment.get('torch', '')}"
+    conditions = f"{machine}; raw figures: benchmarks/results/policies.json"
     parts.append(f'<text x="{LEFT}" y="{height - 6}" fill="#555555" font-size="10">{conditions}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
