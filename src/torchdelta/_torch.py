@@ -40,6 +40,8 @@ AUTOCAST_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU)
 )
 
+# The name of the node that adds a gradient into a leaf's `.grad`.
+ACCUMULATE = "torch::autograd::AccumulateGrad"
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -309,13 +311,21 @@ def _codes_named(name: str, module: Any) -> set[Any]:
     return found
 
 
+def _matmul_precision() -> str | None:
+    """Return the precision of float32 products; None where old and new settings are mixed, which torch refuses."""
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 def numeric_environment() -> tuple[Any, ...]:
     """Return the global settings that kernels read besides their arguments: a replay runs under the recorded ones."""
     return (
         torch.get_default_dtype(),
         torch._C._get_mkldnn_enabled(),
         torch._C._get_deterministic_algorithms(),
-        torch._C._get_float32_matmul_precision(),
+        _matmul_precision(),
         torch.get_num_threads(),
     )
 
@@ -326,7 +336,8 @@ def set_numeric_environment(environment: tuple[Any, ...]) -> None:
     torch.set_default_dtype(dtype)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch._C._set_deterministic_algorithms(deterministic, warn_only=torch._C._get_deterministic_algorithms_warn_only())
-    torch._C._set_float32_matmul_precision(precision)
+    if precision is not None:
+        torch._C._set_float32_matmul_precision(precision)
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
 

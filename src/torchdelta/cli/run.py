@@ -76,7 +76,10 @@ def run(
     try:
         outcome = run_script(target, arguments or [], is_module=is_module)
     finally:
-        budget.stop()
+        try:
+            budget.stop()
+        except BudgetError as error:  # an impossible step that the script swallowed or outlived
+            outcome = Outcome(exit_code=1, error=error)
     exit_code = _report(outcome, BudgetError)
     _flush_stdout()
     _write_summary(budget.summary(), as_json=as_json, path=summary_json)

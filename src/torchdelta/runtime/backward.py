@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta._torch import (
+    ACCUMULATE,
     input_sizes_bytes,
     mode_stack,
     num_modes,
@@ -24,7 +25,7 @@ from torchdelta._torch import (
     without_mode,
 )
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.headroom import Headroom
+from torchdelta.runtime.headroom import Graph, Headroom
 from torchdelta.runtime.mode_sensitive import is_mode_sensitive
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from torchdelta.runtime.recorder import Recorder
     from torchdelta.runtime.session import Session
 
-_ACCUMULATE: Final = "torch::autograd::AccumulateGrad"
 # Nodes that run without the mode make temporaries besides the gradients they hand on: so many times the largest of
 # these.
 _TEMPORARY_SHARE: Final = {
@@ -76,10 +76,13 @@ class Backward:
             and self.session.survey is None
             and ledger.trace is None
         )
-        if can_skip and self.headroom.is_sure(
-            live_bytes=start_bytes, num_handles=num_handles, budget_bytes=budget_bytes or 0
-        ):
-            return self._run_unwatched(original, outputs, *args, **kwargs)
+        graph = Graph(_roots(outputs)) if can_skip else None
+        if graph is not None:
+            expected_bytes = self.headroom.expected_peak_bytes(
+                graph, live_bytes=start_bytes, num_handles=num_handles, budget_bytes=budget_bytes or 0
+            )
+            if expected_bytes is not None:
+                return self._run_unwatched(original, graph, expected_bytes, outputs, *args, **kwargs)
         ledger.peak_bytes = start_bytes
         if budget_bytes is None:
             self.session.residency.see_off()  # forced decisions are carried out, also where nothing presses
@@ -106,10 +109,11 @@ class Backward:
             self._settle()
             if self.session.survey is not None:
                 self.session.survey.leaves.extend(self._leaves)
-            if self._depth == 0 and can_skip and error is None:
+            if graph is not None and error is None:
                 self.headroom.measured(
-                    start_bytes=start_bytes, peak_bytes=ledger.peak_bytes, num_handles=num_handles, leaves=self._leaves
+                    graph, start_bytes=start_bytes, peak_bytes=ledger.peak_bytes, num_handles=num_handles
                 )
+            graph = None
             ledger.peak_bytes = max(ledger.peak_bytes, earlier_peak_bytes)
             if self._depth == 0:
                 self._leaves.clear()
@@ -118,15 +122,16 @@ class Backward:
                     self._end_survey(error)
             error = None  # an exception that its own frame holds would keep everything in it alive
 
-    def _run_unwatched(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_unwatched(
+        self, original: Callable[..., Any], graph: Graph, expected_bytes: int, outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a backward that surely fits. See [Note: never act without need] in headroom.py."""
         ledger = self.session.ledger
-        expected_bytes = self.headroom.expected_peak_bytes(ledger.live_bytes)
         try:
             with without_mode(self.recorder):
                 return original(outputs, *args, **kwargs)
         finally:
-            self._pending.extend(self.headroom.leaves())
+            self._pending.extend(graph.leaves)
             self._settle()
             ledger.peak_bytes = max(ledger.peak_bytes, expected_bytes)
             self.session.on_backward_end(keeps_graph=False)
@@ -142,12 +147,7 @@ class Backward:
         raise survey.error(is_lower_bound=error is not None) from error
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:
-        stack: list[Any] = []
-        for output in outputs:
-            if isinstance(output, torch.Tensor):
-                stack.append(output.grad_fn)
-            else:
-                stack.append(getattr(output, "node", None))
+        stack = _roots(outputs)
         seen: set[Any] = set()
         add = seen.add
         while stack:
@@ -156,14 +156,14 @@ class Backward:
                 continue
             add(node)
             name = node.name()
-            if name == _ACCUMULATE:
+            if name == ACCUMULATE:
                 # Nothing of an ordinary accumulation is ours to see; a hook that steps the optimizer there is.
                 if getattr(node.variable, "_post_accumulate_grad_hooks", None):
                     handles.append(node.register_prehook(self._before))
                     handles.append(node.register_hook(functools.partial(self._after, ())))
                 continue
             following = [child for child, _ in node.next_functions]
-            leaves = [child.variable for child in following if child is not None and child.name() == _ACCUMULATE]
+            leaves = [child.variable for child in following if child is not None and child.name() == ACCUMULATE]
             self._leaves.extend(leaves)
             if is_mode_sensitive(name):
                 handles.append(node.register_prehook(functools.partial(self._before_blind, name, following)))
@@ -233,3 +233,8 @@ class Backward:
                 ledger.know(gradient.untyped_storage())
                 if ledger.trace is not None:
                     ledger.trace.on_leaf_gradient(leaf, gradient)
+
+
+def _roots(outputs: Any) -> list[Any]:
+    """Return the nodes from which a backward starts; `outputs` are tensors or gradient edges."""
+    return [output.grad_fn if isinstance(output, torch.Tensor) else getattr(output, "node", None) for output in outputs]

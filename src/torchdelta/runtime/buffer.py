@@ -12,7 +12,6 @@ copied if anything still depends on it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +20,6 @@ import torch
 
 from torchdelta import _torch
 from torchdelta._torch import storage_at, storage_num_holders
-from torchdelta.errors import TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,9 +108,8 @@ class TierCopy:
             self.transfer = self.source = None
 
     def __del__(self) -> None:
-        if self.transfer is not None:
-            with contextlib.suppress(TierError):
-                self.transfer.wait()
+        # Never wait here: a collection may run this under the tier's own lock. The tier keeps the storage alive until
+        # its copy has ended.
         self.tier.release(self.slot)
 
 
@@ -129,7 +126,7 @@ class SurveyedCopy(TierCopy):
 
 
 class Fetch:
-    """A buffer's content on its way back. The target storage outlives the transfer whatever happens to the buffer."""
+    """A buffer's content on its way back. The tier keeps the target storage alive until the transfer has ended."""
 
     __slots__ = ("copy", "storage", "transfer")
 
@@ -137,12 +134,6 @@ class Fetch:
         self.copy = copy
         self.storage = storage
         self.transfer: Transfer = copy.tier.read(copy.slot, storage)
-
-    def __del__(self) -> None:
-        transfer = getattr(self, "transfer", None)
-        if transfer is not None:
-            with contextlib.suppress(TierError):
-                transfer.wait()
 
 
 class StorageRecord:

@@ -43,7 +43,9 @@ class CompiledRegions:
         if trace is not None:
             trace.on_opaque_start(tensors)
         with without_mode(session.recorder), PeakMeter(session.ledger.device_type) as meter:
+            before = session.recorder.before_unseen_writes(tensors)
             out = original(*given, **kwargs)
+            session.recorder.after_unseen_writes(before)
         before_bytes = session.ledger.live_bytes
         self._know(out)
         outputs_bytes = session.ledger.live_bytes - before_bytes

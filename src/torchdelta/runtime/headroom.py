@@ -2,18 +2,24 @@
 
 [Note: never act without need]
 Hooks on every node and a dispatch mode inside each are half of the cost of recording. When an earlier backward of the
-same size used little of the budget, nothing in this one can need an eviction, so it runs as if torchdelta were not
+same graph used little of the budget, nothing in this one can need an eviction, so it runs as if torchdelta were not
 there: saved tensors still go through the hooks, `.grad`s are counted when it ends, and the peak is taken to be this
-start plus the growth that was measured. Every so often one is watched again. Whatever is larger than what was measured,
-keeps its graph, or steps an optimizer in backward, is watched.
+start plus the growth that was measured. The same graph means the same nodes in the same order over the same leaves, and
+no more saved. Every so often one is watched again; whatever keeps its graph, or steps an optimizer in backward, always
+is.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torchdelta._torch import ACCUMULATE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
 # A backward surely fits when its start plus this many times the measured growth stays below the share of the budget.
@@ -21,46 +27,72 @@ _GROWTH_MARGIN: Final = 1.5
 _SHARE_OF_BUDGET: Final = 0.75
 _LARGER_THAN_MEASURED: Final = 1.05
 _WATCH_EVERY: Final = 16
+_MAX_GRAPHS: Final = 64
+
+
+class Graph:
+    """The shape of a backward: what it runs, and into which leaves it accumulates."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        names: list[str] = []
+        self.leaves: list[torch.Tensor] = []
+        seen: set[Any] = set()
+        stack = [root for root in roots if root is not None]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            name = node.name()
+            if name == ACCUMULATE:
+                self.leaves.append(node.variable)
+            else:
+                names.append(name)
+                stack.extend(child for child, _ in node.next_functions if child is not None)
+        self.signature = hash((tuple(names), tuple(id(leaf) for leaf in self.leaves)))
+        self.has_hooks = any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in self.leaves)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Measured:
+    """What a watched backward of one graph took."""
+
+    start_bytes: int
+    growth_bytes: int
+    num_handles: int
+    leaves: list[weakref.ref[torch.Tensor]]
+    num_skipped: int = 0
 
 
 class Headroom:
-    """What the last watched backward took."""
+    """What watched backwards took, by graph."""
 
     def __init__(self) -> None:
-        self._is_measured = False
-        self._start_bytes = 0
-        self._growth_bytes = 0
-        self._num_handles = 0
-        self._num_skipped = 0
-        self._leaves: list[weakref.ref[torch.Tensor]] = []
+        self._measured: dict[int, _Measured] = {}
 
-    def measured(self, *, start_bytes: int, peak_bytes: int, num_handles: int, leaves: list[torch.Tensor]) -> None:
+    def measured(self, graph: Graph, *, start_bytes: int, peak_bytes: int, num_handles: int) -> None:
         """Note what a watched backward took."""
-        self._is_measured = not any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves)
-        self._start_bytes = start_bytes
-        self._growth_bytes = peak_bytes - start_bytes
-        self._num_handles = num_handles
-        self._num_skipped = 0
-        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+        if len(self._measured) >= _MAX_GRAPHS:
+            self._measured.clear()
+        self._measured[graph.signature] = _Measured(
+            start_bytes=start_bytes,
+            growth_bytes=peak_bytes - start_bytes,
+            num_handles=num_handles,
+            leaves=[weakref.ref(leaf) for leaf in graph.leaves],
+        )
 
-    def is_sure(self, *, live_bytes: int, num_handles: int, budget_bytes: int) -> bool:
-        """Say whether a backward that starts now surely fits and needs no watching."""
-        if not self._is_measured or self._num_skipped >= _WATCH_EVERY:
-            return False
-        if (
-            live_bytes > self._start_bytes * _LARGER_THAN_MEASURED
-            or num_handles > self._num_handles * _LARGER_THAN_MEASURED
-        ):
-            return False
-        if live_bytes + self._growth_bytes * _GROWTH_MARGIN > budget_bytes * _SHARE_OF_BUDGET:
-            return False
-        self._num_skipped += 1
-        return True
-
-    def expected_peak_bytes(self, live_bytes: int) -> int:
-        """Return the peak of a backward that starts now."""
-        return live_bytes + self._growth_bytes
-
-    def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves into which the measured backward accumulated, those that live."""
-        return [leaf for reference in self._leaves if (leaf := reference()) is not None]
+    def expected_peak_bytes(self, graph: Graph, *, live_bytes: int, num_handles: int, budget_bytes: int) -> int | None:
+        """Return the peak of a backward that surely fits and needs no watching, None for any other."""
+        earlier = self._measured.get(graph.signature)
+        if earlier is None or graph.has_hooks or earlier.num_skipped >= _WATCH_EVERY:
+            return None
+        if any(now is not then() for now, then in zip(graph.leaves, earlier.leaves, strict=True)):
+            return None  # an id that was used again
+        if live_bytes > earlier.start_bytes * _LARGER_THAN_MEASURED:
+            return None
+        if num_handles > earlier.num_handles * _LARGER_THAN_MEASURED:
+            return None
+        if live_bytes + earlier.growth_bytes * _GROWTH_MARGIN > budget_bytes * _SHARE_OF_BUDGET:
+            return None
+        earlier.num_skipped += 1
+        return live_bytes + earlier.growth_bytes

@@ -135,7 +135,7 @@ class Ledger:
         view = View(buffer, tensor)
         if buffer.op is None and buffer.strong is None and buffer.copy is None:
             self.hold(buffer, tensor)
-            if tensor.requires_grad or tensor.__class__ is torch.nn.Parameter:
+            if _is_parameter(tensor):
                 buffer.is_pinned = True
         if (
             tensor._is_zerotensor()
@@ -159,9 +159,11 @@ class Ledger:
                 alias = tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
                     storage, 0, (storage.nbytes(),), (1,)
                 )
-            buffer.strong = alias
-            buffer.witness = tensor if tensor.is_leaf and buffer.op is None else alias
-            buffer.witness_version = buffer.witness._version
+            witness = tensor if tensor.is_leaf and buffer.op is None else alias
+            version = 0 if witness.is_inference() else witness._version
+            buffer.strong, buffer.witness, buffer.witness_version = alias, witness, version
+            if witness.is_inference():
+                buffer.witness = None  # such tensors count no versions
         buffer.keeper = self
         self.held[id(buffer)] = buffer
 
@@ -200,6 +202,14 @@ class Ledger:
             record.reference = record.holders = None  # as in `_died`
         self.records.clear()
         self.live_bytes = 0
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a leaf that is trained, or a view of one."""
+    if tensor.__class__ is torch.nn.Parameter or (tensor.is_leaf and tensor.requires_grad):
+        return True
+    base = tensor._base
+    return base is not None and base.is_leaf and base.requires_grad
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from torchdelta import _torch
 from torchdelta._torch import TorchDispatchMode, graph_task_id, storage_address
+from torchdelta.errors import TierError
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
 from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of
@@ -21,6 +22,8 @@ from torchdelta.runtime.predict import Predictor, workspace_bytes
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torchdelta.runtime.session import Session
 
 _clock_s = time.perf_counter
@@ -61,9 +64,16 @@ class Recorder(TorchDispatchMode):
             facts = facts_of(func)
         survey = self.session.survey
         if types and (survey is None or any(a_type is not _torch.FakeTensor for a_type in types)):
-            return func(*args, **(kwargs or {}))  # a tensor subclass runs its own ops below us: leave it alone
+            # A tensor subclass runs its own ops below us: leave it alone, but see what it wrote.
+            targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
+            plain = [tensor for tensor in targets if tensor.__class__ is torch.Tensor]
+            before = [(tensor, self._overwritten(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
+            out = func(*args, **(kwargs or {}))
+            for tensor, old in before:
+                self._new_content(tensor, old, None, 0, facts)
+            return out
         kind = facts.kind
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         counts_only = not grad_enabled and graph_task_id() != -1
         if kind is VIEW:
             out = self.execute(func, facts, args, kwargs)
@@ -75,7 +85,9 @@ class Recorder(TorchDispatchMode):
         self.counters.num_ops += 1
         self.ledger.clock += 1
         records = (
-            not counts_only and (grad_enabled or self.session.num_handles > 0) and not _torch.is_in_compiled_region()
+            not counts_only
+            and (grad_enabled or (self.session.num_handles > 0 and not torch.is_inference_mode_enabled()))
+            and not _torch.is_in_compiled_region()
         )
         if kind is Kind.COMPUTE or facts.keeps_statistics:
             if counts_only:
@@ -88,14 +100,16 @@ class Recorder(TorchDispatchMode):
     def _count(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         key = self.predictor.key(func, args, kwargs)
         predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
-        inside_bytes = (
-            workspace_bytes(args, 0) if facts.reorders else 0
-        )  # (what backward makes is as large as what it reads)
+        # What the backward of a convolution makes is as large as what it reads.
+        inside_bytes = workspace_bytes(args, 0) if facts.reorders else 0
         self.residency.room(predicted_bytes + inside_bytes, facts.name)
+        before_bytes = self.ledger.live_bytes
         start_s = _clock_s()
         out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
         self._note_backward_output(out)
+        if self.ledger.live_bytes - before_bytes > predicted_bytes:
+            self.predictor.learn(key, self.ledger.live_bytes - before_bytes)
         if inside_bytes:
             self.ledger.note_workspace(inside_bytes)
         if self.ledger.trace is not None:
@@ -276,14 +290,50 @@ class Recorder(TorchDispatchMode):
         if record is None or record.current is None:
             return None
         buffer = record.current
-        if buffer.copy is not None and not buffer.copy.is_there():
-            self.counters.stall_s += buffer.copy.arrive()  # the tier still reads the storage
+        self._await_copy(buffer)
         self.ledger.let_go(buffer)
         record.current = None
         buffer.record = None
         if buffer.op is None and buffer.copy is None and buffer.num_views:
             self.residency.preserve(buffer, tensor.untyped_storage())
         return buffer
+
+    def _await_copy(self, buffer: Buffer) -> None:
+        """Wait for a copy that the tier still reads from the storage; one that failed is no copy."""
+        if buffer.copy is not None:
+            try:
+                self.counters.stall_s += buffer.copy.arrive()
+            except TierError:
+                buffer.copy = None
+
+    def before_unseen_writes(self, arguments: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
+        """Prepare for code that may write its arguments where no op is seen. Returns their versions."""
+        before: list[tuple[torch.Tensor, int]] = []
+        for argument in arguments:
+            if (
+                argument.__class__ is not torch.Tensor
+                or argument.layout is not torch.strided
+                or argument.is_inference()
+            ):
+                continue
+            record = self.ledger.find(argument)
+            if record is not None and record.current is not None:
+                self._await_copy(record.current)
+                before.append((argument, argument._version))
+        return before
+
+    def after_unseen_writes(self, before: list[tuple[torch.Tensor, int]]) -> None:
+        """Part the arguments that were written from what was known of their content.
+
+        The old content is recomputed where an op made it; where none did, whoever wants it is told that it is gone.
+        """
+        for tensor, version in before:
+            record = self.ledger.find(tensor)
+            if tensor._version != version and record is not None and record.current is not None:
+                buffer = record.current
+                self.ledger.let_go(buffer)
+                record.current = None
+                buffer.record = None
 
     def _new_content(
         self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, index: int, facts: OpFacts

@@ -158,7 +158,7 @@ class Rematerializer:
         try:
             args = [build.one(argument) for argument in entry.args]
             kwargs = {name: build.one(argument) for name, argument in entry.kwargs.items()} if entry.kwargs else {}
-            if entry.facts.kind is Kind.COMPUTE:
+            if entry.facts.kind is Kind.COMPUTE or entry.facts.keeps_statistics:
                 expected = [reference() for reference in entry.outputs]
                 size_bytes = sum(b.size_bytes for b in expected if b is not None) + entry.workspace_bytes
                 self.residency.room(size_bytes, f"{entry.facts.name} (recomputed)")
@@ -207,7 +207,7 @@ class Rematerializer:
         uses: dict[int, int],
         kept: dict[int, torch.UntypedStorage],
     ) -> None:
-        writes = entry.facts.kind is Kind.WRITE
+        writes = entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics
         results = outputs if isinstance(outputs, tuple | list) else (outputs,)
         for reference in entry.outputs:
             buffer = reference()
@@ -239,13 +239,26 @@ class Rematerializer:
                     self.ledger.know(result.untyped_storage())
 
 
+def _check_version(buffer: Buffer) -> None:
+    """Refuse a source whose content was changed where the recorder could not see it."""
+    if buffer.witness is not None and buffer.witness._version != buffer.witness_version:
+        msg = (
+            f"a tensor of {buffer.size_bytes} bytes that a recomputation reads was changed in place "
+            "where the budget could not see it "
+            f"(version {buffer.witness._version}, recorded {buffer.witness_version}): "
+            "keep the scope open around the whole loop"
+        )
+        raise ReplayError(msg)
+
+
 class _Arguments:
     """Rebuilds an op's arguments, and holds their storages and locks until the op has run."""
 
     def __init__(self, owner: Rematerializer, entry: OpEntry, kept: dict[int, torch.UntypedStorage]) -> None:
         self.owner = owner
         self.kept = kept
-        self.overwritten = written_sources(entry) if entry.facts.kind is Kind.WRITE else frozenset[int]()
+        writes = entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics
+        self.overwritten = written_sources(entry) if writes else frozenset[int]()
         self.clones: dict[int, torch.UntypedStorage] = {}
         self.written: list[torch.UntypedStorage] = []  # in the order of the entry's outputs
         self.storages: list[torch.UntypedStorage] = []
@@ -271,16 +284,13 @@ class _Arguments:
     def _view(self, view: View) -> torch.Tensor:
         buffer = view.buffer
         if view.tensor is not None and buffer.strong is not None:
-            return view.tensor
+            # A number stands for itself while nobody wrote it; afterwards its old content is in the copy that was kept.
+            if view.tensor is buffer.witness or view.tensor is buffer.strong:
+                _check_version(buffer)
+                return view.tensor
+            return view.on(buffer.strong.untyped_storage())
         residency = self.owner.residency
-        if buffer.op is None and buffer.witness is not None and buffer.witness._version != buffer.witness_version:
-            msg = (
-                f"a tensor of {buffer.size_bytes} bytes that a recomputation reads was changed in place "
-                "outside of the budget's scope "
-                f"(version {buffer.witness._version}, recorded {buffer.witness_version}): "
-                "keep the scope open around the whole loop"
-            )
-            raise ReplayError(msg)
+        _check_version(buffer)
         storage = self.kept.get(id(buffer))
         if storage is None:
             storage = residency.bring(buffer)

@@ -6,6 +6,7 @@ would free anything is checked here: evicting a buffer that somebody else keeps 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from typing import TYPE_CHECKING, Final
@@ -122,7 +123,7 @@ class Residency:
         self._cancel_fetches(target_bytes)
 
     def _candidates(self) -> list[Buffer]:
-        return [buffer for buffer in self.ledger.held.values() if self.is_evictable(buffer)]
+        return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]
 
     def is_evictable(self, buffer: Buffer) -> bool:
         """Say whether evicting this buffer now would free its bytes."""
@@ -164,7 +165,10 @@ class Residency:
             if self.ledger.live_bytes <= target_bytes:
                 return
             if buffer.fetching is not None and buffer.num_locks == 0:
-                buffer.fetching = None  # waits for the transfer, then frees its storage
+                fetch, buffer.fetching = buffer.fetching, None
+                with contextlib.suppress(TierError):
+                    self.counters.stall_s += fetch.transfer.wait()
+                del fetch  # frees its storage
 
     # -- leaving
 

@@ -122,6 +122,9 @@ class SavedTensors:
             self.ledger.trace.on_save(buffer, handle.view)
         if buffer.strong is None and (buffer.copy is None or self.residency.resident(buffer) is not None):
             self.ledger.hold(buffer, tensor)
+        if buffer.strong is not None and buffer.op is not None and session.survey is None:
+            # The alias has a counter of its own; the probe shares the user's, and tells of writes that nobody recorded.
+            buffer.witness, buffer.witness_version = handle.probe, handle.version
         if self.decisions is not None:
             self._carry_out(buffer, self._decide(buffer, tensor))
         return handle

@@ -138,6 +138,8 @@ class Session:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
         self._is_stopped = True
+        if self.steps.is_after_backward and self.survey is None:
+            self.steps.end()  # the last step of a loop without an optimizer
         self._end_trace()
         _local.session = None
         if self.recorder in mode_stack():
@@ -155,8 +157,18 @@ class Session:
         _logger.info("result: %s", str(self.summary()).splitlines()[0])
         if self.num_handles == 0:
             self._finish()
+        else:
+            self._distrust_what_is_not_held()
         if impossible is not None:
             raise impossible
+
+    def _distrust_what_is_not_held(self) -> None:
+        """After the scope nobody sees writes: what lives only because the user holds it will be replayed, not read."""
+        for record in list(self.ledger.records.values()):
+            buffer = record.current
+            if buffer is not None and buffer.strong is None and (buffer.op is not None or buffer.copy is not None):
+                record.current = None
+                buffer.record = None
 
     def _finish(self) -> None:
         self.ledger.cut()

@@ -57,7 +57,7 @@ class Survey:
         if needed_bytes > self.needed_bytes:
             self.needed_bytes = needed_bytes
             self.op = why
-            self.largest = _largest(self.session.ledger.records.values())
+            self.largest = _largest(list(self.session.ledger.records.values()))
         residency.budget_bytes = max(residency.budget_bytes or 0, needed_bytes)
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
