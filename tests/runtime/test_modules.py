@@ -2,102 +2,67 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import weakref
-
 import torch
 from torch import nn
 
-from torchdelta.runtime.modules import ModuleTracker
+from torchdelta.runtime.modules import ModulePaths
 
 
 class Spy(nn.Module):
     """Notes the path while it runs."""
 
-    def __init__(self, tracker: ModuleTracker, seen: list[str], error: Exception | None = None) -> None:
+    def __init__(self, paths: ModulePaths, seen: list[str]) -> None:
         super().__init__()
-        self.tracker = tracker
+        self.paths = paths
         self.seen = seen
-        self.error = error
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Look."""
-        self.seen.append(self.tracker.current)
-        if self.error is not None:
-            raise self.error
+        self.seen.append(self.paths.current())
         return x
 
 
+class Caller(nn.Module):
+    """Runs a module that is not registered on it."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run it."""
+        return self.others[0](x)
+
+
 def test_paths_are_those_of_named_modules() -> None:
-    """Nested modules have dotted paths, relative to the outermost one that was called."""
-    tracker, seen = ModuleTracker(), list[str]()
-    model = nn.Sequential(Spy(tracker, seen), nn.Sequential(nn.Identity(), Spy(tracker, seen)))
-    tracker.start()
-    model(torch.zeros(1))
-    model[1](torch.zeros(1))
-    tracker.stop()
-    assert seen == ["0", "1.1", "1"]
+    """Nested modules have dotted paths, relative to the outermost one that was called; outside of all there is none."""
+    paths, seen = ModulePaths(), list[str]()
+    nn.Sequential(Spy(paths, seen), nn.Sequential(nn.Identity(), Spy(paths, seen)))(torch.zeros(1))
+    assert seen == ["0", "1.1"]
+    assert paths.current() == ""
 
 
-def test_outermost_module_has_the_empty_path() -> None:
-    """It is called by nobody."""
-    tracker, seen = ModuleTracker(), list[str]()
-    tracker.start()
-    Spy(tracker, seen)(torch.zeros(1))
-    tracker.stop()
-    assert seen == [""]
-    assert tracker.current == ""
-
-
-def test_module_that_is_no_child_goes_by_its_type() -> None:
-    """A module kept in a plain list has no path in its caller."""
-    tracker, seen = ModuleTracker(), list[str]()
-    hidden = [Spy(tracker, seen)]
-
-    class Outer(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return hidden[0](x)
-
-    tracker.start()
-    Outer()(torch.zeros(1))
-    tracker.stop()
+def test_a_module_that_is_not_registered_has_its_class_name() -> None:
+    """A parent may call what it does not own."""
+    paths, seen = ModulePaths(), list[str]()
+    Caller(Spy(paths, seen))(torch.zeros(1))
     assert seen == ["Spy"]
 
 
-def test_exception_in_a_forward_leaves_no_path() -> None:
-    """After it the next module is outermost again."""
-    tracker, seen = ModuleTracker(), list[str]()
-    tracker.start()
-    with contextlib.suppress(KeyError):
-        nn.Sequential(nn.Sequential(Spy(tracker, seen, KeyError())))(torch.zeros(1))
-    assert tracker.current == ""
-    nn.Sequential(Spy(tracker, seen))(torch.zeros(1))
-    tracker.stop()
-    assert seen == ["0.0", "0"]
+def test_outermost_modules_are_told() -> None:
+    """Whoever asks hears of each root once, and is not kept alive by it."""
 
+    class Listener:
+        def __init__(self) -> None:
+            self.roots: list[nn.Module] = []
 
-def test_nothing_is_followed_before_start_and_after_stop() -> None:
-    """Hooks on every module call cost: they are on only where somebody asks."""
-    tracker, seen = ModuleTracker(), list[str]()
-    model = nn.Sequential(Spy(tracker, seen))
-    model(torch.zeros(1))
-    tracker.start()
-    tracker.start()
-    model(torch.zeros(1))
-    tracker.stop()
-    model(torch.zeros(1))
-    assert seen == ["", "0", ""]
+        def hear(self, root: nn.Module) -> None:
+            self.roots.append(root)
 
-
-def test_tracker_keeps_no_module_alive() -> None:
-    """Its names die with the model."""
-    tracker = ModuleTracker()
-    tracker.start()
-    model = nn.Sequential(nn.Identity())
+    listener, seen = Listener(), list[str]()
+    paths = ModulePaths(listener.hear)
+    model = nn.Sequential(Spy(paths, seen))
     model(torch.zeros(1))
-    tracker.stop()
-    reference = weakref.ref(model)
-    del model
-    gc.collect()
-    assert reference() is None
+    model(torch.zeros(1))
+    assert listener.roots == [model]
+    assert seen == ["0", "0"]

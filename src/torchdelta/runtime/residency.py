@@ -363,10 +363,6 @@ class Residency:
             time_s += buffer.size_bytes / tier.write_bytes_per_s
         return time_s
 
-    def exposed_swap_time_s(self, buffer: Buffer) -> float:
-        """Return the seconds of `swap_time_s` that training is expected to wait for."""
-        return self.swap_time_s(buffer)
-
     @property
     def clock(self) -> int:
         """Ops so far."""

@@ -142,7 +142,7 @@ class SavedTensors:
         saved = SavedBuffer(
             index=self.session.steps.next_saved_index(),
             op=buffer.origin,
-            module=self.session.modules.current,
+            module=self.session.modules.current(),
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             size_bytes=buffer.size_bytes,

@@ -27,7 +27,7 @@ from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
 from torchdelta.runtime.ledger import Ledger
-from torchdelta.runtime.modules import ModuleTracker
+from torchdelta.runtime.modules import ModulePaths
 from torchdelta.runtime.optimizers import first_step_bytes
 from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.recorder import Recorder, execute
@@ -85,7 +85,7 @@ class Session:
             self.residency.least_eviction_bytes = 0
         self.steps = StepTracker(self.ledger, self.counters)
         self.steps.on_step_end = self._on_step_end
-        self.modules = ModuleTracker()
+        self.modules = ModulePaths()
         self.num_handles = 0
         self.survey: Survey | None = None
         self.node_name = ""
@@ -126,8 +126,6 @@ class Session:
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
-        if callable(self.config.decisions):
-            self.modules.start()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
         self._hooks.__enter__()
         self.recorder.__enter__()
@@ -147,7 +145,6 @@ class Session:
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
-        self.modules.stop()
         for hook in self._optimizer_hooks:
             hook.remove()
         self._optimizer_hooks.clear()

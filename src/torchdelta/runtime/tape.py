@@ -1,7 +1,7 @@
 """The tape: which op made which buffer, from what, and how to run it again.
 
 This is the narrow place where a native recorder can take over: the rest of the runtime knows ops only through
-`Tape.capture`, `sources`, and `run_again`. An entry holds its arguments by value, with every tensor replaced by a
+`capture`, `sources` and `run_again`. An entry holds its arguments by value, with every tensor replaced by a
 `View` of a buffer, so the tape keeps no storage alive.
 """
 

@@ -33,8 +33,8 @@ import torch
 from msgspec import structs
 
 from torchdelta._torch import storage_address, storage_num_holders
-from torchdelta.runtime.callers import ModulePaths
 from torchdelta.runtime.drafting import Draft, Saved
+from torchdelta.runtime.modules import ModulePaths
 from torchdelta.trace.model import BEFORE_STEP, Op
 from torchdelta.trace.validate import validate
 

@@ -35,10 +35,6 @@ class FixedCosts:
         """By size alone; half when a copy is there."""
         return buffer.size_bytes * self.swap_s_per_byte * (0.5 if buffer.copy is not None else 1.0)
 
-    def exposed_swap_time_s(self, buffer: Buffer) -> float:
-        """All of it."""
-        return self.swap_time_s(buffer)
-
     def own_time_s(self, buffer: Buffer) -> float:
         """The op's."""
         return buffer.op.time_s if buffer.op is not None else float("inf")
@@ -199,7 +195,7 @@ def test_default_takes_the_cheaper_way_back(candidates: list[Buffer]) -> None:
     scores: list[float] = []
     for buffer, action in ranked("torchdelta", candidates, costs):
         recompute_s = costs.missing_time_s(buffer) if buffer.copy is None else float("inf")
-        swap_s = costs.exposed_swap_time_s(buffer)
+        swap_s = costs.swap_time_s(buffer)
         assert action is (Action.DROP if recompute_s <= swap_s else Action.SWAP)
         scores.append(min(recompute_s, swap_s) / (buffer.size_bytes * (costs.clock - buffer.last_used + 1)))
     assert scores == sorted(scores)

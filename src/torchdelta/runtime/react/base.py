@@ -34,10 +34,6 @@ class Costs(Protocol):
         """Seconds for the copy out (unless a copy is there) and back, on an idle link."""
         ...
 
-    def exposed_swap_time_s(self, buffer: Buffer) -> float:
-        """The part of `swap_time_s` that training is expected to wait for, by what recent transfers have shown."""
-        ...
-
     def own_time_s(self, buffer: Buffer) -> float:
         """Seconds that the op which made the buffer took; infinite when it cannot be run again."""
         ...
