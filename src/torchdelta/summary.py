@@ -68,7 +68,7 @@ class Summary:
             ),
             f"stalled {self.stall_s:.3f} s, recomputing {self.recompute_s:.3f} s",
         ]
-        if self.swapped_out_bytes == 0 and self.num_recomputed_ops == 0:
+        if self.steps and self.swapped_out_bytes == 0 and self.num_recomputed_ops == 0:
             lines.append("the steps fit: nothing left the device, the recording is the only cost")
         if self.steps:
             lines.append(

@@ -149,8 +149,8 @@ class Session:
             hook.remove()
         self._optimizer_hooks.clear()
         _unpatch()
-        self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
+        self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
         _logger.info("result: %s", str(self.summary()).splitlines()[0])
         if self.num_handles == 0:
             self._finish()

@@ -43,6 +43,7 @@ class Survey:
         self.largest: list[tuple[str, int]] = []
         self.leaves: list[Any] = []  # whose .grad may have become fake
         ledger = session.ledger
+        self.peak_bytes = ledger.peak_bytes  # of what was real
         ledger.new_device = "meta"
         ledger.counted_devices = frozenset({ledger.device_type, "meta"})
         session.saved.plain_types = session.saved.plain_types | {_torch.FakeTensor}
@@ -124,6 +125,7 @@ class Survey:
             largest=self.largest,
             is_lower_bound=is_lower_bound,
         )
+        session.ledger.peak_bytes = self.peak_bytes
         session.end_survey()
         return error
 
