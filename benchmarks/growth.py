@@ -65,7 +65,9 @@ def measure(outcome: Outcome, label: str, arguments: list[object], options: argp
         detail = f"{first[key]} then {last[key]}"
         if key == "num_objects" and first[key] != last[key]:
             detail += f" ({describe_types(first['types'], last['types'])})"
-        outcome.check(f"{label}: {key}", detail, passed=first[key] == last[key])
+        # Who leaves hangs on measured op times, so a step's own peak may differ a little: stated, not promised.
+        required = not key.startswith("step_")
+        outcome.check(f"{label}: {key}", detail, passed=first[key] == last[key], required=required)
     change = last["rss_bytes"] / first["rss_bytes"] - 1
     outcome.check(f"{label}: rss_bytes", f"{change:+.2%}", passed=abs(change) <= RSS_TOLERANCE)
 
