@@ -21,7 +21,7 @@ SERIES: Final = (
 )
 PANEL_WIDTH: Final = 270
 PANEL_HEIGHT: Final = 230
-LEFT, TOP, GAP = 46, 44, 26
+LEFT, TOP, GAP = 46, 44, 48
 LEAST_RATIO, STEP_RATIO = 1.0, 0.2
 SHARES: Final = (0.8, 0.6, 0.5, 0.4)
 
@@ -52,7 +52,7 @@ def draw(models: dict[str, Any], environment: dict[str, Any]) -> str:
     for index, (_, label, colour, marker) in enumerate(SERIES):
         x, y = LEFT + index * 190, height - 26
         parts += [mark(marker, x + 6, y - 4, colour), f'<text x="{x + 18}" y="{y}">{label}</text>']
-    machine = f"{environment.get('processor', 'CPU')}, torch {environment.get('torch', '')}"
+    machine = f"{environment['cpu']}, {environment['num_cores']} cores, torch {environment['torch']}"
     conditions = f"{machine}; raw figures: benchmarks/results/policies.json"
     parts.append(f'<text x="{LEFT}" y="{height - 6}" fill="#555555" font-size="10">{conditions}</text>')
     return "\n".join([*parts, "</svg>\n"])

@@ -6,6 +6,7 @@ nodes: see backward.py.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self.counters = session.counters
         self.predictor = Predictor()
         self.execute = execute  # a survey puts its own in place
+        self._has_told_of_subclasses = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,6 +67,9 @@ class Recorder(TorchDispatchMode):
         survey = self.session.survey
         if types and (survey is None or any(a_type is not _torch.FakeTensor for a_type in types)):
             # A tensor subclass runs its own ops below us: leave it alone, but see what it wrote.
+            if not self._has_told_of_subclasses:
+                self._has_told_of_subclasses = True
+                logging.getLogger("torchdelta").info("%s runs its own ops: what it makes is kept", types[0].__name__)
             targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
             plain = [tensor for tensor in targets if tensor.__class__ is torch.Tensor]
             before = [(tensor, self._overwritten(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import weakref
 from typing import TYPE_CHECKING, Final
 
@@ -156,7 +157,7 @@ class Residency:
             self.counters.stall_s += buffer.copy.arrive()
         except TierError:
             buffer.copy = None  # the source is untouched: it stays, or is dropped when it can be recomputed
-            self._tier_is_full = True
+            self._stop_swapping()
             return
         self.ledger.let_go(buffer)
 
@@ -217,6 +218,14 @@ class Residency:
         self.counters.swapped_out_bytes += buffer.size_bytes
         return True
 
+    def _stop_swapping(self) -> None:
+        """After a copy that failed: what can be recomputed leaves by that way from now on, the rest stays."""
+        if not self._tier_is_full:
+            self._tier_is_full = True
+            logging.getLogger("torchdelta").warning(
+                "a copy to the %s tier failed: nothing is swapped any more in this scope", self.tier.name
+            )
+
     def preserve(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
         """Copy a buffer's content before an op overwrites it.
 
@@ -236,7 +245,7 @@ class Residency:
                     copy = TierCopy(self.tier, slot, self.tier.write(slot, storage), storage)
                     self.counters.stall_s += copy.arrive()
                 except TierError:
-                    self._tier_is_full = True
+                    self._stop_swapping()
                 else:
                     buffer.copy = copy
                     return
