@@ -118,7 +118,7 @@ def test_source_changed_outside_of_the_scope_is_refused() -> None:
     with running(decisions="recompute"):
         total = (x + weight).sin().sum()
     weight.add_(1)
-    with pytest.raises(ReplayError, match="changed in place outside"):
+    with pytest.raises(ReplayError, match="changed in place where"):
         total.backward()
 
 

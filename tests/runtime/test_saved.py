@@ -155,6 +155,8 @@ def test_saved_output_makes_no_cycle() -> None:
                 z = (small * 2).exp().sigmoid()
                 del y, z
                 assert session.num_handles == 0
+                if session.residency.opened_tier is not None:
+                    session.residency.opened_tier.drain()
                 assert session.ledger.live_bytes == before_bytes
     finally:
         gc.enable()

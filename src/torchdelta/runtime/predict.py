@@ -66,6 +66,8 @@ class Predictor:
         """Note the true answer."""
         try:
             if self._bytes.get(key) != size_bytes:
+                if len(self._bytes) > _MAX_KEYS:
+                    self._bytes.clear()
                 self._bytes[key] = size_bytes
         except TypeError:
             return

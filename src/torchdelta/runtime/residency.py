@@ -122,6 +122,8 @@ class Residency:
             if ledger.live_bytes <= target_bytes:
                 return
         self._cancel_fetches(target_bytes)
+        if ledger.live_bytes > target_bytes and self._tier is not None:
+            self._tier.drain()  # copies that nobody wants any more still hold their storages
 
     def _candidates(self) -> list[Buffer]:
         return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]

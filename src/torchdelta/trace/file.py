@@ -333,4 +333,5 @@ def _in_words(end: End) -> str:
 def _one_line(error: object) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # without the path, which the message names already
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

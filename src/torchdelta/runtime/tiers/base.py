@@ -127,6 +127,10 @@ class Tier(Protocol):
         """Give the slot back; its bytes are reused once its transfers in flight have ended. Repeats are ignored."""
         ...
 
+    def drain(self) -> None:
+        """Wait for every transfer under way, and let go of its storage; failures are not raised here."""
+        ...
+
     def close(self) -> None:
         """Stop the transfers, join the threads and drop everything held. Repeats are ignored."""
         ...

@@ -9,6 +9,7 @@ each rounded up to the block, stay within the capacity. Fragmentation never make
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -146,6 +147,12 @@ class PooledTier:
                 self._collect_released()
             finally:
                 self._lock.release()
+
+    def drain(self) -> None:
+        """Wait for every transfer under way, and let go of its storage."""
+        for transfer in list(self._copier.in_flight.values()):
+            with contextlib.suppress(TierError):
+                transfer.wait()
 
     def close(self) -> None:
         """Stop the transfers, join the threads, drop the pool."""
