@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+# Plain does not equal itself on these (one run in some dozens differs): there is nothing to compare with.
+NOT_REPRODUCIBLE = frozenset({"linalg.lstsq[3]", "linalg.lstsq.grad_oriented[3]"})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """Import the database before the collector is told to leave imports out."""
@@ -30,20 +34,15 @@ def offending(named_steps: Iterable[tuple[str, Step]]) -> tuple[dict[str, list[s
     """
     found: dict[str, list[str]] = {}
     num_finished = 0
-    not_reproducible: list[str] = []
     for name, step in named_steps:
-        try:
-            plain = plain_outcome(step)
-        except AssertionError:  # plain does not equal itself: there is nothing to compare with
-            not_reproducible.append(name)
+        if name in NOT_REPRODUCIBLE:
             continue
+        plain = plain_outcome(step)
         num_finished += plain.raised is None
         for kind, decisions in DECISIONS.items():
             differences = judge(step, decisions, plain)
             if differences:
                 found[f"{name} {kind}"] = differences[:2]
-    # It happens to a few (uninitialised memory in linalg.lstsq[3], one run in some dozens), and must stay rare.
-    assert len(not_reproducible) <= 1, not_reproducible
     return found, num_finished
 
 
