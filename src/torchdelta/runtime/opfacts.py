@@ -74,7 +74,6 @@ class OpFacts:
     """The cached facts of one op overload."""
 
     __slots__ = (
-        "hides_statistics",
         "is_random",
         "is_recomputable",
         "keeps_statistics",
@@ -95,7 +94,6 @@ class OpFacts:
         self.written_positions = tuple(positions[a.name] for a in written if not a.kwarg_only)
         self.written_keywords = tuple(a.name for a in written if a.kwarg_only)
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
-        self.hides_statistics = base in _HIDDEN_STATISTICS
         self.keeps_statistics = base in _STATISTICS
         self.overwrites = base in _OVERWRITE
         self.reorders = base in _REORDERS

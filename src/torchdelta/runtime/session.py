@@ -40,7 +40,7 @@ from torchdelta.runtime.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 from torchdelta.runtime.tracing import TraceBuilder
 from torchdelta.summary import Summary
-from torchdelta.units import format_bytes, parse_size
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,12 +102,11 @@ class Session:
         self._trace: Trace | None = None
 
     def _open_tier(self) -> Any:
-        host, disk = self.config.host_budget, self.config.disk_budget
         return open_tier(
             self.config.tier,
             swap_dir=self.config.swap_dir,
-            host_budget_bytes=None if host is None else parse_size(host, name="host_budget"),
-            disk_budget_bytes=None if disk is None else parse_size(disk, name="disk_budget"),
+            host_budget_bytes=self.config.host_budget_bytes,
+            disk_budget_bytes=self.config.disk_budget_bytes,
         )
 
     # -- on and off

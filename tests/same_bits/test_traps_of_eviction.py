@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,29 +21,11 @@ from tests.same_bits.judge import (
     Scope,
     assert_same_bits,
     assert_same_error,
-    comparable_conditions,
     seed_everything,
     state_of,
     tracked_bytes,
 )
 from torchdelta import Config, MemoryBudget
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _thaw() -> Iterator[None]:
-    """Give back to the collector, at the end of this file, what its tests left out."""
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _comparable() -> Iterator[None]:
-    """Give every test the conditions under which bits can be compared."""
-    with comparable_conditions():
-        yield
 
 
 def leaf(*shape: int) -> torch.Tensor:

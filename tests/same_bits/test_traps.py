@@ -6,8 +6,7 @@ Each docstring names the trap by its number in the project's list.
 from __future__ import annotations
 
 import contextlib
-import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,30 +19,12 @@ from tests.same_bits.judge import (
     Scope,
     assert_same_bits,
     assert_same_error,
-    comparable_conditions,
     differences,
     inside_budget,
     plain_outcome,
     run,
     state_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _thaw() -> Iterator[None]:
-    """Give back to the collector, at the end of this file, what its tests left out."""
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _comparable() -> Iterator[None]:
-    """Give every test the conditions under which bits can be compared."""
-    with comparable_conditions():
-        yield
 
 
 def leaf(*shape: int) -> torch.Tensor:
