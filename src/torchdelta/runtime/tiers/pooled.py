@@ -1,10 +1,6 @@
 """The body that the memory and the disk tier share: slots in one growing pool, copies in the background, one budget.
 
-The two differ in their medium alone (see `copier.Medium`). The pool grows by doubling, never past the capacity, and
-is kept until the tier is closed: a training step needs next what the last one needed.
-
-The budget is kept exactly: a reservation succeeds if, and on a medium with room only if, the bytes of all slots,
-each rounded up to the block, stay within the capacity. Fragmentation never makes it fail (see `slots`).
+The two differ in their medium alone (see `copier.Medium`). Room and budget are the pool's business (see `pool`).
 """
 
 from __future__ import annotations
@@ -17,9 +13,9 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from torchdelta.errors import TierError, TierFullError
+from torchdelta.errors import TierError
 from torchdelta.runtime.tiers.copier import Copier, CopyTransfer, Medium, Part, PooledSlot
-from torchdelta.runtime.tiers.slots import Extent, SlotAllocator
+from torchdelta.runtime.tiers.pool import Pool
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +23,6 @@ if TYPE_CHECKING:
     from torchdelta.runtime.tiers.base import Slot
 
 __all__ = ["PooledTier"]
-
-_LEAST_GROWTH_BYTES: Final = 16 << 20
-_LARGEST_GROWTH_BYTES: Final = 1 << 30
 
 # A memoryview straight over an address: slicing costs no ctypes array type per size, as (c_char * n) would.
 _PYBUF_WRITE: Final = 0x200
@@ -46,9 +39,16 @@ class PooledTier:
 
     def __init__(self, medium: Medium, *, capacity_bytes: int | None) -> None:
         self._medium = medium
-        self._capacity_bytes = capacity_bytes
-        self._allocator = SlotAllocator(medium.block_bytes)
-        self._lock = threading.Lock()  # over the allocator and the ghosts
+        self._pool = Pool(
+            name=medium.name,
+            budget_option=medium.budget_option,
+            grow=medium.grow,
+            block_bytes=medium.block_bytes,
+            least_piece_bytes=medium.least_piece_bytes,
+            is_walled=medium.is_walled,
+            capacity_bytes=capacity_bytes,
+        )
+        self._lock = threading.Lock()  # over the pool and the ghosts
         self._released: deque[PooledSlot] = deque()  # given back, not yet looked at; see [Note: Finalizers]
         self._ghosts: list[PooledSlot] = []  # given back while copies ran, room still taken
         self._copier = Copier(medium)
@@ -68,17 +68,17 @@ class PooledTier:
             return 0
         with self._lock:
             self._collect_released()
-            return self._allocator.used_bytes
+            return self._pool.used_bytes
 
     @property
     def peak_used_bytes(self) -> int:
         """The largest `used_bytes` so far."""
-        return self._allocator.peak_used_bytes
+        return self._pool.peak_used_bytes
 
     @property
     def capacity_bytes(self) -> int | None:
         """The budget, or None."""
-        return self._capacity_bytes
+        return self._pool.capacity_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -88,7 +88,7 @@ class PooledTier:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pool has taken from the machine so far; within the capacity."""
-        return self._allocator.size_bytes
+        return self._pool.size_bytes
 
     @property
     def write_bytes_per_s(self) -> float:
@@ -109,12 +109,12 @@ class PooledTier:
         while True:
             with self._lock:
                 self._collect_released()
-                extents, reason = self._take(size_bytes)
+                extents, reason = self._pool.take(size_bytes)
                 ghost = self._ghosts[0] if self._ghosts else None
             if extents is not None:
                 return PooledSlot(size_bytes, extents, self._copier)
             if ghost is None:
-                raise TierFullError(self._full_message(size_bytes, reason))
+                raise self._pool.full_error(size_bytes, reason)
             self._await_jobs(ghost)
 
     def write(self, slot: Slot, storage: torch.UntypedStorage) -> CopyTransfer:
@@ -163,9 +163,7 @@ class PooledTier:
         with self._lock:
             self._released.clear()
             self._ghosts.clear()
-            peak_used_bytes = self._allocator.peak_used_bytes
-            self._allocator = SlotAllocator(self._medium.block_bytes)
-            self._allocator.peak_used_bytes = peak_used_bytes
+            self._pool.clear()
 
     def _is_foreign(self) -> bool:
         return os.getpid() != self._copier.process_id
@@ -198,7 +196,7 @@ class PooledTier:
             running = [bool(slot.jobs) for slot in self._ghosts]
             for slot, is_running in zip(self._ghosts, running, strict=True):
                 if not is_running:
-                    self._allocator.give_back(slot.extents)
+                    self._pool.give_back(slot.extents)
             self._ghosts = [slot for slot, is_running in zip(self._ghosts, running, strict=True) if is_running]
 
     def _await_jobs(self, slot: PooledSlot) -> None:
@@ -208,55 +206,6 @@ class PooledTier:
             return
         job.done.acquire()
         job.done.release()
-
-    def _take(self, size_bytes: int) -> tuple[tuple[Extent, ...] | None, str]:
-        """Find room, growing the pool where that is needed and allowed. Needs the lock.
-
-        Returns:
-            The extents or None, and for None the reason where it is not the capacity.
-        """
-        allocator = self._allocator
-        need_bytes = allocator.round_up(size_bytes)
-        if self._capacity_bytes is not None and allocator.used_bytes + need_bytes > self._capacity_bytes:
-            return None, ""
-        extents = allocator.take(size_bytes, least_piece_bytes=self._medium.least_piece_bytes)
-        if extents is not None:
-            return extents, ""
-        reason = self._grow(need_bytes)
-        return allocator.take(size_bytes, least_piece_bytes=1), reason
-
-    def _grow(self, need_bytes: int) -> str:
-        """Grow the pool for a slot of `need_bytes`: generously, else by what is missing at least, else not.
-
-        Returns:
-            Why the medium would not grow, or nothing.
-        """
-        allocator = self._allocator
-        generous_bytes = max(need_bytes, min(max(allocator.size_bytes, _LEAST_GROWTH_BYTES), _LARGEST_GROWTH_BYTES))
-        if self._capacity_bytes is not None:
-            room_bytes = self._capacity_bytes - allocator.size_bytes
-            generous_bytes = min(generous_bytes, room_bytes // allocator.block_bytes * allocator.block_bytes)
-        reason = ""
-        for add_bytes in (generous_bytes, need_bytes - allocator.free_bytes):
-            if add_bytes <= 0 or add_bytes > generous_bytes:
-                continue
-            try:
-                self._medium.grow(allocator.size_bytes, add_bytes)
-            except (OSError, MemoryError) as error:
-                reason = str(error) or type(error).__name__
-            else:
-                allocator.grow(add_bytes, walled=self._medium.is_walled)
-                return ""
-        return reason
-
-    def _full_message(self, size_bytes: int, reason: str) -> str:
-        capacity = "unlimited" if self._capacity_bytes is None else f"{self._capacity_bytes} bytes"
-        blame = f" ({reason})" if reason else ""
-        remedy = "free some room there" if reason else f"raise {self._medium.budget_option}"
-        return (
-            f"the {self.name} tier has no room for {size_bytes} bytes{blame}: capacity {capacity}, "
-            f"used {self._allocator.used_bytes} bytes; {remedy}"
-        )
 
 
 def _cut(slot: PooledSlot, storage: torch.UntypedStorage, part_bytes: int) -> list[Part]:
