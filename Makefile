@@ -1,7 +1,7 @@
 # Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
 # and the packages it already has instead: no .venv, no network.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench sweep clean
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -39,6 +39,9 @@ check: $(READY)  ## format, lint, types, import direction, exports
 
 bench: $(READY)  ## measure: writes into benchmarks/results/
 	$(PY) -m benchmarks all
+
+sweep: $(READY)  ## every transformers class and torch.nn module against plain, bit for bit (resumable; WORKERS=2)
+	$(PY) -m benchmarks sweep --workers $(WORKERS)
 
 clean:  ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,126 @@
+"""Judge one subject: the plain step twice, then once a mode, everything compared bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.sweep.pool import CRASHED, TIMEOUT
+from benchmarks.sweep.subjects import AUTOCAST, PLAIN
+from tests.same_bits import judge
+from torchdelta import Config, MemoryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from benchmarks.sweep.pool import Report
+    from benchmarks.sweep.subjects import Steps
+
+# mode -> (which step, what is decided for every saved buffer)
+MODES: dict[str, tuple[str, judge.Decisions]] = {
+    "recompute": (PLAIN, "recompute"),
+    "swap": (PLAIN, "swap"),
+    "mixed": (PLAIN, judge.alternate),
+    "bf16": (AUTOCAST, "recompute"),
+}
+
+# Verdicts of a mode. A promise is broken by the last four, of which two are written by who watches the process.
+EQUAL = "equal"
+NOT_REPRODUCIBLE = "not reproducible"
+PLAIN_FAILS = "plain fails"
+UNEQUAL = "unequal"
+RAISED = "raised"
+BROKEN = (UNEQUAL, RAISED, CRASHED, TIMEOUT)
+
+NUM_DIFFERENCES_KEPT = 6
+
+
+def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str, Any]:
+    """Judge a subject's steps in every mode; each phase is reported before it begins.
+
+    Returns:
+        For each mode its verdict and what was found.
+    """
+    found: dict[str, Any] = {}
+    plain: dict[str, judge.Outcome | dict[str, Any]] = {}
+    for mode in modes:
+        kind, decisions = MODES[mode]
+        if kind not in plain:
+            report(kind, found)
+            plain[kind] = plain_outcome(steps, kind)
+        report(mode, found)
+        expected = plain[kind]
+        found[mode] = expected if isinstance(expected, dict) else judge_mode(steps[kind], decisions, expected)
+    return found
+
+
+def plain_outcome(steps: Steps, kind: str) -> judge.Outcome | dict[str, Any]:
+    """Run a step plainly, twice.
+
+    Returns:
+        What ours is compared with, or the reason why nothing can be.
+    """
+    if kind not in steps:
+        return {"verdict": PLAIN_FAILS, "detail": [f"no step for {kind}"]}
+    first = judge.run(steps[kind])
+    if first.raised is not None:
+        return {"verdict": PLAIN_FAILS, "detail": [first.message[:300]]}
+    second = judge.run(steps[kind])
+    differing = contents(judge.differences(first, second))
+    if differing:
+        return {"verdict": NOT_REPRODUCIBLE, "detail": differing[:NUM_DIFFERENCES_KEPT], "num": len(differing)}
+    return second
+
+
+def judge_mode(step: judge.Step, decisions: judge.Decisions, expected: judge.Outcome) -> dict[str, Any]:
+    """Run a step inside a budget that forces a decision on every saved buffer, and compare it with the plain one."""
+    budgets: list[MemoryBudget] = []
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[MemoryBudget]:
+        budgets.append(MemoryBudget(judge.UNLIMITED, Config(decisions=decisions, tier="memory")))
+        with budgets[-1] as budget:
+            yield budget
+
+    started_s = time.perf_counter()
+    actual = judge.run(step, scope)
+    time_s = time.perf_counter() - started_s
+    differing = judge.differences(expected, actual)
+    leaked = leaks(differing)
+    if leaked:
+        # A cache of torch or of the model that fills once is no leak: it must not grow again.
+        leaked = judge.leaks(actual, judge.run(step, scope))
+    leaked += [f"{budget._past[-1].num_handles} saved tensors held" for budget in budgets if holds_handles(budget)]
+    differing = contents(differing)
+    verdict = EQUAL
+    if actual.raised is not None:
+        verdict, differing = RAISED, [actual.message[:600]]
+    elif differing:
+        verdict = UNEQUAL
+    result: dict[str, Any] = {"verdict": verdict, "time_s": round(time_s, 4)}
+    if differing:
+        result |= {"detail": differing[:NUM_DIFFERENCES_KEPT], "num": len(differing)}
+    if leaked:
+        result["leaks"] = leaked
+    if budgets:
+        summary = budgets[0].summary()
+        result["num_recomputed_ops"] = summary.num_recomputed_ops
+        result["recomputed_bytes"] = summary.recomputed_bytes
+        result["swapped_out_bytes"] = summary.swapped_out_bytes
+    return result
+
+
+def holds_handles(budget: MemoryBudget) -> bool:
+    """Tell whether saved tensors of a stopped budget are still alive."""
+    return bool(budget._past and budget._past[-1].num_handles)
+
+
+def contents(differences: list[str]) -> list[str]:
+    """Leave the differences that are no leaks."""
+    return [difference for difference in differences if not difference.endswith("leaked")]
+
+
+def leaks(differences: list[str]) -> list[str]:
+    """Leave the differences that are leaks."""
+    return [difference for difference in differences if difference.endswith("leaked")]

@@ -1,0 +1,131 @@
+"""Every model class that `transformers` has an auto mapping for, tiny, in training mode, with dropout."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from benchmarks.sweep import tiny_configs, training_inputs
+from benchmarks.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
+from tests.same_bits import judge
+
+if TYPE_CHECKING:
+    from tests.same_bits.judge import Scope, Step
+
+MOST_PARAMETERS = 20_000_000
+# Those that say least about how to train a class come last: a class is listed under its first task.
+GENERIC = ("pretraining", "multimodal_lm", "text_encoding", "backbone", "image", "base")
+
+
+def subjects() -> list[Subject]:
+    """List every class of every auto mapping once."""
+    from transformers.models.auto import modeling_auto
+
+    mappings = {
+        "base": modeling_auto.MODEL_MAPPING_NAMES,
+        **{
+            name.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES").lower(): mapping
+            for name, mapping in vars(modeling_auto).items()
+            if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")
+        },
+    }
+    found: dict[str, Subject] = {}
+    for task in sorted(mappings, key=lambda task: GENERIC.index(task) if task in GENERIC else -1):
+        for model_type, names in mappings[task].items():
+            for name in [names] if isinstance(names, str) else names:
+                if name is not None and name not in found:
+                    found[name] = Subject(family="transformers_classes", name=name, group=model_type, task=task)
+    return list(found.values())
+
+
+def build(subject: Subject) -> tuple[dict[str, Step], dict[str, Any]]:
+    """Make a class's steps from the first tiny configuration and inputs that train it.
+
+    Raises:
+        NotConstructibleError: None does.
+    """
+    import transformers
+
+    model_class = getattr(transformers, subject.name, None)
+    if model_class is None:
+        raise NotConstructibleError("transformers does not export it")
+    try:
+        model_class.config_class.model_type  # noqa: B018 - a class whose packages are missing is a stand-in that raises
+    except ImportError as error:
+        raise NotConstructibleError(" ".join(str(error).split())[:200]) from None
+    reasons: list[str] = []
+    for index, sizes in enumerate(tiny_configs.variants()):
+        try:
+            template, num_parameters = build_model(model_class, sizes)
+        except ImportError as error:
+            raise NotConstructibleError(" ".join(str(error).split())[:200]) from None
+        except Exception as error:  # noqa: BLE001 - the next sizes may fit
+            reasons.append(describe(error))
+            continue
+        judge.seed_everything()
+        for inputs in training_inputs.attempts(template, subject.task):
+            try:
+                steps = {PLAIN: make_step(template, inputs), AUTOCAST: make_step(template, inputs, autocast=True)}
+                judge.seed_everything()
+                steps[PLAIN](contextlib.nullcontext)
+            except Exception as error:  # noqa: BLE001 - the next inputs may fit
+                reasons.append(f"{describe(error)} [{', '.join(inputs)}]")
+                continue
+            return steps, {
+                "num_parameters": num_parameters,
+                "inputs": {name: list(getattr(value, "shape", ())) for name, value in inputs.items()},
+                "variant": index,
+            }
+    raise NotConstructibleError(reasons[0] if reasons else "no configuration to try")
+
+
+def describe(error: Exception) -> str:
+    """Say what went wrong in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def build_model(model_class: Any, sizes: Any) -> tuple[Any, int]:
+    """Make a tiny model in training mode, with the random weights of the judge's seed."""
+    config = tiny_configs.tiny_config(model_class.config_class, sizes)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, tiny_configs.ALL_SIZES[name])
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise NotConstructibleError(f"too large: {num_parameters / 1e6:.0f} million parameters")
+    judge.seed_everything()
+    return model_class(copy.deepcopy(config)).train(), num_parameters
+
+
+def make_step(template: Any, inputs: dict[str, Any], *, autocast: bool = False) -> Step:
+    """Make a training step of a copy of a model."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        model = copy.deepcopy(template)
+        fresh = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, inputs)
+        with scope():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model(**fresh))
+            loss.backward()
+        if all(parameter.grad is None for parameter in model.parameters()):
+            raise NotConstructibleError("no parameter gets a gradient")
+        return judge.state_of(model, loss=loss)
+
+    return step
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Return the model's own loss, else one that reaches every differentiable output."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss.sum()
+    tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor) and value.requires_grad]
+    terms = [tensor.float().pow(2).mean() for tensor in tensors if tensor.is_floating_point()]
+    if not terms:
+        raise NotConstructibleError("no output has a gradient")
+    return torch.stack(terms).sum()
