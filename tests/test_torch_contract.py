@@ -71,6 +71,22 @@ def test_storage_at() -> None:
     assert found is x.untyped_storage()
 
 
+def test_storage_over() -> None:
+    """It reads and writes the memory that it was given, owns nothing, and tells of its own death."""
+    x = torch.arange(8, dtype=torch.uint8)
+    storage = _torch.storage_over(x.data_ptr() + 2, 4, torch.device("cpu"))
+    assert (storage.nbytes(), storage.data_ptr()) == (4, x.data_ptr() + 2)
+    died: list[int] = []
+    weakref.finalize(storage, died.append, 1)
+    view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (4,), (1,))
+    del storage
+    view.fill_(9)
+    assert x.tolist() == [0, 1, 9, 9, 9, 9, 6, 7]
+    assert not died
+    del view
+    assert died
+
+
 def test_storage_object_lives_as_long_as_its_storage() -> None:
     """A weak reference to it tells of the storage's death, not of the last Python name's."""
     died: list[int] = []

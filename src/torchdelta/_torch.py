@@ -79,6 +79,12 @@ def storage_at(address: int) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_with_weak_ptr(address)
 
 
+def storage_over(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return a storage that looks at memory which it does not own; the caller keeps that memory in place."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size_bytes)
+    return storage
+
+
 class Quietly:
     """Run the library's own tensor work unseen.
 

@@ -33,7 +33,7 @@ _MAX_FRUITLESS: Final = 8  # calls in a row that move nothing before a transfer 
 _CANNOT_ALLOCATE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
-class _DiskMedium:
+class DiskMedium:
     """One scratch file, and a staging buffer for each thread."""
 
     name = "disk"
@@ -41,6 +41,7 @@ class _DiskMedium:
     block_bytes = BLOCK_BYTES
     least_piece_bytes = 1 << 20  # smaller pieces would cost more in seeks and calls than the file in room
     is_walled = False
+    _always_stages = False
 
     def __init__(self, scratch: ScratchFile, *, host_budget_bytes: int | None, checksum: bool) -> None:
         self._scratch = scratch
@@ -54,7 +55,7 @@ class _DiskMedium:
         self._staging: list[mmap.mmap] = []
         self._views: list[memoryview] = []
         self._addresses: list[int] = []
-        if scratch.is_direct:
+        if scratch.is_direct or self._always_stages:
             self._set_up_staging(host_budget_bytes)
 
     def grow(self, from_bytes: int, add_bytes: int) -> None:
@@ -70,7 +71,7 @@ class _DiskMedium:
     def write_part(self, worker: int, part: Part) -> None:
         view = part.view
         if self._staging:
-            ctypes.memmove(self._addresses[worker], part.address, part.size_bytes)
+            self._stage(part, self._addresses[worker])
             view = self._staged(worker, part.size_bytes)
         if self._checksum:
             part.slot.checksums[part.index] = zlib.crc32(view)
@@ -87,7 +88,7 @@ class _DiskMedium:
                     f"{str(self._scratch.directory)!r} is {found:08x} and was {wanted:08x} when they were written"
                 )
         if self._staging:
-            ctypes.memmove(part.address, self._addresses[worker], part.size_bytes)
+            self._unstage(part, self._addresses[worker])
 
     def close(self) -> None:
         self.leave_child()
@@ -115,11 +116,22 @@ class _DiskMedium:
             self.part_bytes = min(_PART_BYTES, share_bytes)
         self.staging_bytes = self.num_threads * self.part_bytes
         for _ in range(self.num_threads):
-            # Shared, not private: a fork in the middle of a direct read would leave the parent a stale private page.
-            staging = mmap.mmap(-1, self.part_bytes)
+            staging = self._new_staging(self.part_bytes)
             self._staging.append(staging)
             self._views.append(memoryview(staging))
             self._addresses.append(ctypes.addressof(ctypes.c_char.from_buffer(staging)))
+
+    def _new_staging(self, size_bytes: int) -> mmap.mmap:
+        # Shared, not private: a fork in the middle of a direct read would leave the parent a stale private page.
+        return mmap.mmap(-1, size_bytes)
+
+    def _stage(self, part: Part, staging_address: int) -> None:
+        """Bring a part's bytes into a staging buffer."""
+        ctypes.memmove(staging_address, part.address, part.size_bytes)
+
+    def _unstage(self, part: Part, staging_address: int) -> None:
+        """Bring what was read from a staging buffer to where it belongs."""
+        ctypes.memmove(part.address, staging_address, part.size_bytes)
 
     def _staged(self, worker: int, size_bytes: int) -> memoryview:
         """View the staging bytes of a part, rounded up to the block: direct I/O moves whole blocks."""
@@ -173,7 +185,7 @@ class DiskTier(PooledTier):
         self.direct = scratch.is_direct
         self.directory = scratch.directory
         try:
-            medium = _DiskMedium(scratch, host_budget_bytes=host_budget_bytes, checksum=checksum)
+            medium = DiskMedium(scratch, host_budget_bytes=host_budget_bytes, checksum=checksum)
         except BaseException:
             os.close(scratch.descriptor)
             raise
