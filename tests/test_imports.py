@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "planners": {*BASE, "trace", "machine", "plan", "simulate"},
     "pool": {*BASE, "trace", "plan"},
     "_torch": BASE,
-    "runtime": {*BASE, "host", "summary", "_torch", "trace", "plan"},
+    "native": BASE,
+    "runtime": {*BASE, "host", "summary", "_torch", "native", "trace", "plan"},
     "budget": {*BASE, "host", "summary", "runtime", "trace"},
     "__init__": {*BASE, "summary", "runtime", "budget"},
     # Leaves: nothing above imports them.
@@ -35,6 +36,7 @@ MAY_IMPORT = {
         "__init__",
         "host",
         "summary",
+        "native",
         "runtime",
         "budget",
         "trace",

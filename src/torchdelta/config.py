@@ -59,6 +59,8 @@ class Config:
         host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit.
         disk_budget: Most bytes of disk; None is no limit but the free space.
         verify: "first-step" hashes what is dropped in the first step and compares it when it is recomputed.
+        count_allocations: On CPU, count at the allocator what every op takes, to the byte. It needs a C++ compiler at
+            its first use, once; without one, and when False, what ops allocate inside themselves is estimated.
 
     Raises:
         ConfigError: A value is not allowed; the message names those that are.
@@ -71,6 +73,7 @@ class Config:
     host_budget: int | str | None = None
     disk_budget: int | str | None = None
     verify: Literal["first-step"] | None = None
+    count_allocations: bool = True
 
     def __post_init__(self) -> None:
         """Check every field."""

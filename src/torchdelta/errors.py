@@ -6,6 +6,7 @@
     |-- TraceFileError                     a trace file that is damaged, foreign or of another version
     |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, used twice, or stopped before it was started
     |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or has gone
+    |-- NativeError (RuntimeError)         a native piece that cannot be built or used here
     |-- ReplayError (RuntimeError)         a recomputation that did not give what was dropped
     |-- TierError (RuntimeError)           a swap tier that cannot do what was asked
     |   |-- TierFullError                  no room left in it
@@ -17,6 +18,7 @@ Each message is one line that says what failed, with the numbers and their units
 
 __all__ = [
     "ConfigError",
+    "NativeError",
     "ReplayError",
     "SavedTensorError",
     "ScopeError",
@@ -51,6 +53,10 @@ class ScopeError(TorchdeltaError, RuntimeError):
 
 class SavedTensorError(TorchdeltaError, RuntimeError):
     """A tensor saved for backward was changed in place afterwards, or is no longer to be had."""
+
+
+class NativeError(TorchdeltaError, RuntimeError):
+    """A native piece cannot be built or used here."""
 
 
 class ReplayError(TorchdeltaError, RuntimeError):

@@ -123,4 +123,11 @@ def test_same_bits_under_pressure(name: str, policy: str, plain: dict[str, Any])
     summary = budgets[-1].summary()
     assert not [difference for difference in found if "leaked" not in difference]
     assert summary.swapped_out_bytes + summary.recomputed_bytes > 0
-    assert summary.peak_bytes <= summary.budget_bytes
+    trace = budgets[-1].trace()
+    assert trace is not None
+    # What an op takes inside itself is learned when it first runs: in the first step it may come on top.
+    largest_workspace_bytes = max(op.workspace_bytes for op in trace.ops)
+    first, *later = [step.peak_bytes for step in summary.steps]
+    assert first <= summary.budget_bytes + largest_workspace_bytes
+    assert later
+    assert max(later) <= summary.budget_bytes

@@ -24,6 +24,8 @@ _VARIABLES = (
     "TORCHDELTA_SWAP_DIR",
     "TORCHDELTA_LOG_LEVEL",
     "OMP_NUM_THREADS",
+    "TORCHDELTA_NATIVE",
+    "CXX",
     "CUDA_VISIBLE_DEVICES",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -55,6 +57,7 @@ def read_env() -> dict[str, Any]:
         "available_bytes": memory.available_bytes,
         "cgroup_limit_bytes": memory.cgroup_limit_bytes,
         **_torch_facts(),
+        **_native_facts(),
         **{name: _version(name) for name in _PACKAGES},
         **_swap_facts(),
         **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -101,6 +104,15 @@ def _torch_facts() -> dict[str, Any]:
         "device": ", ".join(device.name for device in devices),
         "device_memory_bytes": [device.total_memory for device in devices],
     }
+
+
+def _native_facts() -> dict[str, Any]:
+    try:
+        from torchdelta.native.counting import counting_status
+    except ImportError:
+        return {}  # without torch, which _torch_facts has said already
+    status = counting_status()
+    return {"counting_allocator": f"{'on' if status.is_on else 'off'}: {status.reason}"}
 
 
 def _swap_facts() -> dict[str, Any]:

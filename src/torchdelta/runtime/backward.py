@@ -68,7 +68,8 @@ class Backward:
         )
         ledger = self.session.ledger
         budget_bytes = self.session.residency.budget_bytes
-        start_bytes, earlier_peak_bytes, num_handles = ledger.live_bytes, ledger.peak_bytes, self.session.num_handles
+        ledger.ask_counter()
+        start_bytes, earlier_peak_bytes, num_handles = ledger.total_bytes, ledger.peak_bytes, self.session.num_handles
         can_skip = (
             self._depth == 0
             and not keeps_graph
@@ -133,7 +134,8 @@ class Backward:
         finally:
             self._pending.extend(graph.leaves)
             self._settle()
-            ledger.peak_bytes = max(ledger.peak_bytes, expected_bytes)
+            if not ledger.is_counting:
+                ledger.peak_bytes = max(ledger.peak_bytes, expected_bytes)
             self.session.on_backward_end(keeps_graph=False)
 
     def _end_survey(self, error: BaseException | None) -> None:

@@ -146,7 +146,7 @@ class StorageRecord:
     `.grad`), and the record changes over to the first way.
     """
 
-    __slots__ = ("address", "current", "holders", "id", "is_fake", "on_death", "reference", "size_bytes")
+    __slots__ = ("address", "current", "holders", "id", "is_fake", "is_foreign", "on_death", "reference", "size_bytes")
 
     def __init__(self, address: int, size_bytes: int, on_death: Callable[[StorageRecord], None]) -> None:
         self.id = next(_ids)
@@ -157,6 +157,7 @@ class StorageRecord:
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self.holders: dict[int, weakref.ref[torch.Tensor]] | None = None
         self.is_fake = False
+        self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
 
     def watch_storage(self, storage: torch.UntypedStorage) -> None:
         """Follow the storage object itself from now on."""

@@ -13,6 +13,7 @@ from torchdelta._torch import NoDispatch, NoFunction, storage_address
 from torchdelta.runtime.buffer import Buffer, StorageRecord, View
 
 if TYPE_CHECKING:
+    from torchdelta.native.counting import Counter
     from torchdelta.runtime.tracing import TraceBuilder
 
 WRAPPED_NUMBER_BYTES = 16
@@ -26,12 +27,52 @@ class Ledger:
         self.new_device = device_type  # where storages of the runtime's own are made; "meta" in a survey (survey.py)
         self.counted_devices = frozenset({device_type})
         self.records: dict[int, StorageRecord] = {}
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = 0  # of the storages that are known
+        self.unseen_bytes = 0  # what the counter had beyond them when it was last asked
+        self.counter: Counter | None = None  # at the allocator, where there is one (native/counting.py)
+        self.is_counting = False  # off in a survey, whose storages take no memory
+        self._peak_bytes = 0
         self.late_bytes = 0  # of parameters that the scan did not find (see scan.py)
         self.clock = 0  # ops seen; the unit of staleness
         self.held: dict[int, Buffer] = {}  # buffers kept alive by us: what could be evicted
         self.trace: TraceBuilder | None = None
+
+    # -- at the allocator
+
+    def count_with(self, counter: Counter) -> None:
+        """Count at the allocator from now on. What lives already is added as it becomes known."""
+        assert not self.records
+        self.counter = counter
+        self.is_counting = True
+        counter.start()
+
+    def ask_counter(self) -> None:
+        """Find out how much lives that no storage here accounts for (negative: more is known than lives)."""
+        if self.is_counting and self.counter is not None:
+            self.unseen_bytes = self.counter.live_bytes() - self.live_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What counts against the budget: the known storages, and what the counter had beyond them."""
+        return self.live_bytes + self.unseen_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest `total_bytes` since this was last set; exact where there is a counter."""
+        if self.is_counting and self.counter is not None:
+            self._peak_bytes = max(self._peak_bytes, self.counter.take_peak_bytes())
+        return self._peak_bytes
+
+    @peak_bytes.setter
+    def peak_bytes(self, size_bytes: int) -> None:
+        if self.is_counting and self.counter is not None:
+            self.counter.take_peak_bytes()
+        self._peak_bytes = size_bytes
+
+    def restart_peak(self) -> None:
+        """Measure the peak anew from here."""
+        self.ask_counter()
+        self.peak_bytes = self.total_bytes
 
     # -- storages
 
@@ -47,7 +88,7 @@ class Ledger:
                 address, storage.nbytes() if storage.device.type in self.counted_devices else 0, self._died
             )
             record.watch_storage(storage)
-            self._add(record)
+            self._add(record, storage.data_ptr() if self.is_counting else 0)
         elif record.reference is None:
             record.watch_storage(storage)
         return record
@@ -68,7 +109,7 @@ class Ledger:
                 return None
             record = StorageRecord(address, _dense_bytes(tensor), self._died)
             record.watch_tensor(tensor)
-            self._add(record)
+            self._add(record, _storage_start(tensor) if self.is_counting else 0)
         elif record.reference is None:
             record.watch_tensor(tensor)
         return record
@@ -77,25 +118,45 @@ class Ledger:
         """Return the record of a tensor's storage if there is one."""
         return self.records.get(storage_address(tensor))
 
-    def resize(self, record: StorageRecord, size_bytes: int) -> None:
+    def resize(self, record: StorageRecord, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """Note that a storage has another size now."""
         self.live_bytes += size_bytes - record.size_bytes
+        self._leave_counter(record)
         record.size_bytes = size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._enter_counter(record, storage.data_ptr() if self.is_counting else 0)
+        self._raise_peak(self.live_bytes)
 
     def note_workspace(self, size_bytes: int) -> None:
-        """Note that the op which has just run had this much inside itself, beside what lives now."""
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + size_bytes)
+        """Note that the op which has just run is thought to have had this much inside itself, beside what lives now."""
+        self._raise_peak(self.live_bytes + size_bytes)
 
-    def _add(self, record: StorageRecord) -> None:
+    def _raise_peak(self, size_bytes: int) -> None:
+        if not self.is_counting and size_bytes + self.unseen_bytes > self._peak_bytes:
+            self._peak_bytes = size_bytes + self.unseen_bytes
+
+    def _add(self, record: StorageRecord, address: int) -> None:
         self.records[record.address] = record
         self.live_bytes += record.size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._enter_counter(record, address)
+        self._raise_peak(self.live_bytes)
+
+    def _enter_counter(self, record: StorageRecord, address: int) -> None:
+        """Add a storage to the counter if its memory was not allocated under it (`address` 0: it has none)."""
+        counter = self.counter
+        if counter is not None and address and record.size_bytes and not counter.owns(address):
+            record.is_foreign = True
+            counter.add(record.size_bytes)
+
+    def _leave_counter(self, record: StorageRecord) -> None:
+        if record.is_foreign and self.counter is not None:
+            record.is_foreign = False
+            self.counter.add(-record.size_bytes)
 
     def _died(self, record: StorageRecord) -> None:
         if self.records.get(record.address) is record:
             del self.records[record.address]
             self.live_bytes -= record.size_bytes
+            self._leave_counter(record)
         # A record and its weak reference hold each other. Left to the collector, dead pairs would stay on the lists of
         # storages that live on, and CPython 3.11 walks such a list while it allocates, so that a collection in that
         # moment frees the list under its feet (a crash).
@@ -201,7 +262,9 @@ class Ledger:
         for record in self.records.values():
             record.reference = record.holders = None  # as in `_died`
         self.records.clear()
-        self.live_bytes = 0
+        self.live_bytes = self.unseen_bytes = 0
+        self.is_counting = False
+        self.counter = None
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
@@ -210,6 +273,11 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
         return True
     base = tensor._base
     return base is not None and base.is_leaf and base.requires_grad
+
+
+def _storage_start(tensor: torch.Tensor) -> int:
+    """Return the address of the memory behind a tensor, without touching its storage object."""
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

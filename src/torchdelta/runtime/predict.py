@@ -1,8 +1,9 @@
 """Predicts how many new bytes an op will allocate for its outputs, so that room can be made before it runs.
 
 The answer depends on the op, the shapes and dtypes of its tensors and its other arguments; it is learned once for each
-such key. A first meeting is answered by running the op on meta tensors, and where that is impossible (a data-dependent
-output) by an upper guess; the truth replaces either.
+such key. So is, where the allocator is counted, what the op allocates beside its outputs. A first meeting is answered
+by running the op on meta tensors, and where that is impossible (a data-dependent output) by an upper guess; the truth
+replaces either.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Predictor:
 
     def __init__(self) -> None:
         self._bytes: dict[Any, int] = {}
+        self._inside_bytes: dict[Any, int] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Return what the output size depends on; hashable."""
@@ -71,6 +73,29 @@ class Predictor:
                 self._bytes[key] = size_bytes
         except TypeError:
             return
+
+    def inside_bytes(self, key: Any, facts: OpFacts, args: tuple[Any, ...], output_bytes: int) -> int:
+        """Return the bytes that the op allocates beside its outputs: learned, else estimated, else 0."""
+        try:
+            learned_bytes = self._inside_bytes.get(key)
+        except TypeError:
+            learned_bytes = None
+        if learned_bytes is not None:
+            return learned_bytes
+        return workspace_bytes(args, output_bytes) if facts.reorders else 0
+
+    def learn_inside(self, key: Any, size_bytes: int) -> int:
+        """Note what an op allocated beside its outputs. Returns the most that it ever did."""
+        try:
+            known_bytes = self._inside_bytes.get(key, -1)
+            if size_bytes > known_bytes:  # strides are no part of the key: the dearest layout counts
+                if len(self._inside_bytes) > _MAX_KEYS:
+                    self._inside_bytes.clear()
+                self._inside_bytes[key] = size_bytes
+                return size_bytes
+            return known_bytes
+        except TypeError:
+            return size_bytes
 
     def _ask(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
         if facts.kind is Kind.WRITE and not facts.written_keywords and not facts.keeps_statistics:

@@ -19,7 +19,7 @@ from torchdelta.errors import TierError
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
 from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of
-from torchdelta.runtime.predict import Predictor, workspace_bytes
+from torchdelta.runtime.predict import Predictor
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_of
 
 if TYPE_CHECKING:
@@ -106,17 +106,18 @@ class Recorder(TorchDispatchMode):
         key = self.predictor.key(func, args, kwargs)
         predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
         # What the backward of a convolution makes is as large as what it reads.
-        inside_bytes = workspace_bytes(args, 0) if facts.reorders else 0
+        inside_bytes = self.predictor.inside_bytes(key, facts, args, 0)
         self.residency.room(predicted_bytes + inside_bytes, facts.name)
         before_bytes = self.ledger.live_bytes
+        self._mark()
         start_s = _clock_s()
         out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
         self._note_backward_output(out)
-        if self.ledger.live_bytes - before_bytes > predicted_bytes:
-            self.predictor.learn(key, self.ledger.live_bytes - before_bytes)
-        if inside_bytes:
-            self.ledger.note_workspace(inside_bytes)
+        size_bytes = self.ledger.live_bytes - before_bytes
+        if size_bytes > predicted_bytes:
+            self.predictor.learn(key, size_bytes)
+        inside_bytes = self._measure_inside(key, inside_bytes, size_bytes)
         if self.ledger.trace is not None:
             self.ledger.trace.on_op(facts, args, kwargs, out, time_s, workspace_bytes=inside_bytes)
         return out
@@ -134,13 +135,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         key = self.predictor.key(func, args, kwargs)
         predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
-        inside_bytes = workspace_bytes(args, predicted_bytes) if facts.reorders else 0
+        inside_bytes = self.predictor.inside_bytes(key, facts, args, predicted_bytes)
         self.residency.room(predicted_bytes + inside_bytes, facts.name)
         is_training = facts.keeps_statistics and len(args) > TRAINING_POSITION and bool(args[TRAINING_POSITION])
         hides = is_training and not faults.is_disabled("batch-norm-stats")
         entry = self._capture(func, facts, args, kwargs, hides=hides) if records and facts.is_recomputable else None
         statistics = [args[i] for i in STATISTICS_POSITIONS if isinstance(args[i], torch.Tensor)] if is_training else []
         before = [(tensor, self._overwritten(tensor)) for tensor in statistics] if hides else []
+        self._mark()
         if entry is not None and facts.is_random:
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
@@ -149,7 +151,6 @@ class Recorder(TorchDispatchMode):
         time_s = _clock_s() - start_s
         if entry is not None:
             entry.time_s = time_s
-            entry.workspace_bytes = inside_bytes
         size_bytes = 0
         if isinstance(out, torch.Tensor):
             size_bytes = self._note_output(out, entry, 0, facts)
@@ -159,10 +160,11 @@ class Recorder(TorchDispatchMode):
                     size_bytes += self._note_output(item, entry, index, facts)
         if size_bytes != predicted_bytes:
             self.predictor.learn(key, size_bytes)
+        inside_bytes = self._measure_inside(key, inside_bytes, size_bytes)
+        if entry is not None:
+            entry.workspace_bytes = inside_bytes
         for tensor, old in before:
             self._new_content(tensor, old, None, 0, facts)
-        if inside_bytes:
-            self.ledger.note_workspace(inside_bytes)
         if self.ledger.trace is not None:
             self.ledger.trace.on_op(
                 facts, args, kwargs, out, time_s, written=statistics, entry=entry, workspace_bytes=inside_bytes
@@ -221,13 +223,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool
     ) -> Any:
         targets = written_tensors(facts, args, kwargs)
-        if facts.written_keywords:
-            key = self.predictor.key(func, args, kwargs)
-            self.residency.room(self.predictor.output_bytes(key, facts, func, args, kwargs), facts.name)
+        key = self.predictor.key(func, args, kwargs)
+        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs) if facts.written_keywords else 0
+        inside_bytes = self.predictor.inside_bytes(key, facts, args, predicted_bytes)
+        if predicted_bytes or inside_bytes:
+            self.residency.room(predicted_bytes + inside_bytes, facts.name)
         entry = self._capture_write(func, facts, args, kwargs, targets) if records else None
-        if entry is not None and facts.is_random:
-            generator = generator_of(facts, args, kwargs)
-            entry.random_state = (generator, generator.get_state()) if generator is not None else None
         old: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
         for tensor in targets:
             try:
@@ -236,6 +237,11 @@ class Recorder(TorchDispatchMode):
                 continue
             if address not in old:
                 old[address] = (tensor, self._overwritten(tensor))
+        before_bytes = self.ledger.live_bytes
+        self._mark()
+        if entry is not None and facts.is_random:
+            generator = generator_of(facts, args, kwargs)
+            entry.random_state = (generator, generator.get_state()) if generator is not None else None
         start_s = _clock_s()
         out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
@@ -256,9 +262,32 @@ class Recorder(TorchDispatchMode):
                     self.ledger.know_by_tensor(item)
                 else:
                     self._note_output(item, None, 0, facts)
+        inside_bytes = self._measure_inside(key, inside_bytes, max(0, self.ledger.live_bytes - before_bytes))
+        if entry is not None:
+            entry.workspace_bytes = inside_bytes
         if self.ledger.trace is not None:
             self.ledger.trace.on_op(facts, args, kwargs, out, time_s, written=targets, entry=entry)
         return out
+
+    def _mark(self) -> None:
+        """Begin to measure what an op allocates, outputs included."""
+        ledger = self.ledger
+        if ledger.is_counting and ledger.counter is not None:
+            ledger.counter.mark()
+
+    def _measure_inside(self, key: Any, expected_bytes: int, size_bytes: int) -> int:
+        """Learn what an op allocated beside its outputs of `size_bytes`, or take it to be what was expected.
+
+        Returns:
+            The bytes to reserve when it runs again.
+        """
+        ledger = self.ledger
+        if ledger.is_counting and ledger.counter is not None:
+            inside_bytes = ledger.counter.growth_bytes() - size_bytes
+            return self.predictor.learn_inside(key, max(0, inside_bytes))
+        if expected_bytes:
+            ledger.note_workspace(expected_bytes)
+        return expected_bytes
 
     def _capture_write(
         self,
@@ -349,7 +378,7 @@ class Recorder(TorchDispatchMode):
         record: StorageRecord = ledger.know(storage)
         size_bytes = storage.nbytes() if storage.device.type in ledger.counted_devices else 0
         if size_bytes != record.size_bytes:
-            ledger.resize(record, size_bytes)
+            ledger.resize(record, storage, size_bytes)
         buffer = Buffer(size_bytes)
         buffer.record = record
         buffer.op = entry

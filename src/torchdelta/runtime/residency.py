@@ -36,7 +36,7 @@ RANKING_LIFE_OPS: Final = 24
 
 
 class Residency:
-    """Keeps `ledger.live_bytes` at or under the budget."""
+    """Keeps `ledger.total_bytes` at or under the budget."""
 
     def __init__(
         self,
@@ -93,14 +93,19 @@ class Residency:
         if budget_bytes is None:
             return
         self.largest_request_bytes = max(self.largest_request_bytes, size_bytes)
-        if self.ledger.live_bytes + size_bytes <= budget_bytes:
+        ledger = self.ledger
+        ledger.ask_counter()
+        if ledger.total_bytes + size_bytes <= budget_bytes:
             return
         self._make_room(budget_bytes - size_bytes)
-        if self.ledger.live_bytes + size_bytes > budget_bytes:
+        ledger.ask_counter()
+        if ledger.total_bytes + size_bytes > budget_bytes:
             self.on_shortage(size_bytes, why)
 
-    def _make_room(self, target_bytes: int) -> None:
+    def _make_room(self, total_bytes: int) -> None:
         ledger = self.ledger
+        # What no known storage accounts for cannot leave: the known ones have to make room for it.
+        target_bytes = total_bytes - ledger.unseen_bytes
         for attempt in range(2):
             if attempt or not self._ranking or ledger.clock - self._ranked_at > RANKING_LIFE_OPS:
                 self._ranking = self.policy.rank(self._candidates(), self)
@@ -352,7 +357,7 @@ class Residency:
                 continue
             if (
                 budget_bytes is not None
-                and self.ledger.live_bytes + buffer.size_bytes + 2 * self.largest_request_bytes > budget_bytes
+                and self.ledger.total_bytes + buffer.size_bytes + 2 * self.largest_request_bytes > budget_bytes
             ):
                 return
             with Quietly():

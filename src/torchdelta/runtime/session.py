@@ -5,6 +5,7 @@ It outlives the stop while saved tensors of its graphs are alive: a backward aft
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -22,7 +23,8 @@ from torchdelta._torch import (
     without_mode,
     without_saved_hooks,
 )
-from torchdelta.errors import ScopeError
+from torchdelta.errors import NativeError, ScopeError
+from torchdelta.native.counting import new_counter
 from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
@@ -116,9 +118,10 @@ class Session:
         if current_session() is not None:
             msg = "a MemoryBudget is already running on this thread: budgets do not nest"
             raise ScopeError(msg)
+        self._count()
         self.ledger.trace = TraceBuilder(self)
         scan_storages(self.ledger)
-        self.ledger.peak_bytes = self.ledger.live_bytes
+        self.ledger.restart_peak()
         _patch()
         _local.session = self
         self._optimizer_hooks = [
@@ -129,12 +132,24 @@ class Session:
         self._hooks.__enter__()
         self.recorder.__enter__()
 
+    def _count(self) -> None:
+        """Count at the allocator where that can be had, else say what is done in its place."""
+        if not self.config.count_allocations or self.ledger.device_type != "cpu" or self.config.decisions is not None:
+            return
+        counter = new_counter()
+        if isinstance(counter, NativeError):
+            _say_once(f"not counting at the allocator ({counter}): what ops allocate inside themselves is estimated")
+        else:
+            self.ledger.count_with(counter)
+
     def stop(self) -> None:
         """Take everything off again. What saved tensors still need stays until the last of them is gone."""
         if current_session() is not self:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
         self._is_stopped = True
+        if self.ledger.counter is not None:
+            self.ledger.counter.stop()
         if self.steps.is_after_backward and self.survey is None:
             self.steps.end()  # the last step of a loop without an optimizer
         self._end_trace()
@@ -274,12 +289,18 @@ class Session:
     def end_survey(self) -> None:
         """Go back to real tensors."""
         self.survey = None
+        self.ledger.is_counting = self.ledger.counter is not None
         self.ledger.new_device = self.ledger.device_type
         self.ledger.counted_devices = frozenset({self.ledger.device_type})
         self.residency.budget_bytes = self.budget_bytes
         self.residency.surveys = False
         self.residency.prefetches = True
         self.recorder.execute = execute
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _logger.warning(message)
 
 
 # -- the patches: put on with the first session, taken off with the last; they act only on threads that have one

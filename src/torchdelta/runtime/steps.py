@@ -124,7 +124,7 @@ class StepTracker:
         del self._rows[: -MAX_KEPT_STEPS * _ROW]
         self.num_steps += 1
         self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
-        self.ledger.peak_bytes = self.ledger.live_bytes
+        self.ledger.restart_peak()
         self._before = self.counters.copy()
         self._start_s = now_s
         self._had_backward = False

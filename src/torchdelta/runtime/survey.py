@@ -44,6 +44,7 @@ class Survey:
         self.leaves: list[Any] = []  # whose .grad may have become fake
         ledger = session.ledger
         self.peak_bytes = ledger.peak_bytes  # of what was real
+        ledger.is_counting = False  # what it had beyond the known storages stays as it is
         ledger.new_device = "meta"
         ledger.counted_devices = frozenset({ledger.device_type, "meta"})
         session.saved.plain_types = session.saved.plain_types | {_torch.FakeTensor}
@@ -54,7 +55,7 @@ class Survey:
     def need(self, size_bytes: int, why: str) -> None:
         """Note that `size_bytes` more were needed than the budget so far; the budget grows to that."""
         residency = self.session.residency
-        needed_bytes = self.session.ledger.live_bytes + size_bytes
+        needed_bytes = self.session.ledger.total_bytes + size_bytes
         if needed_bytes > self.needed_bytes:
             self.needed_bytes = needed_bytes
             self.op = why

@@ -1,0 +1,140 @@
+"""Builds a C++ source of this folder into an extension module, once for each torch and each Python.
+
+[Note: why not `cpp_extension.load`]
+It needs ninja, and its lock file outlives a process that was killed while building: every later process would wait for
+ever. One small file needs neither. The compiler and the paths are those that `torch.utils.cpp_extension` finds; the
+module is built beside its final name, must pass a self-test in a process of its own (a broken extension crashes, it
+does not raise), and is then renamed, so that whatever lies under the final name is whole and has passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from torchdelta.errors import NativeError
+
+__all__ = ["built_path", "cache_directory", "import_module", "load", "self_test"]
+
+_BUILD_TIME_S: Final = 300.0
+_STANDARDS: Final = ("c++20", "c++17")  # torch's headers ask for the one or the other, by version
+
+
+def cache_directory() -> Path:
+    """Return where built modules are kept: TORCH_EXTENSIONS_DIR, else the user's cache."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "torchdelta"
+
+
+def built_path(source: Path) -> Path:
+    """Return the path of the module that belongs to a source: another text, torch or Python is another module."""
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    return cache_directory() / f"{source.stem}-{digest}-torch{torch.__version__}{suffix}"
+
+
+def load(source: Path, module_name: str, self_test_code: str) -> Any:
+    """Import the module of a source, building it when it is not there.
+
+    Args:
+        source: The C++ file; it includes nothing but Python's and torch's headers.
+        module_name: The name that its init function has.
+        self_test_code: Python that the new module has to survive, with `module` bound to it.
+
+    Raises:
+        NativeError: It cannot be built or does not pass its self-test here: one line that says why.
+    """
+    path = built_path(source)
+    try:
+        if not path.exists():
+            _build(source, path, module_name, self_test_code)
+        return import_module(path, module_name)
+    except (OSError, ImportError) as error:
+        raise NativeError(f"{source.name} cannot be built or loaded: {error}") from error
+
+
+def import_module(path: Path, module_name: str) -> Any:
+    """Import an extension module from a file."""
+    loader = importlib.machinery.ExtensionFileLoader(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def self_test(path: Path, module_name: str, code: str) -> None:
+    """Run a module's self-test in a process of its own.
+
+    Raises:
+        NativeError: It failed or crashed; the message ends in the last line of what it said.
+    """
+    program = (
+        "import sys; from pathlib import Path; import torch; from torchdelta.native.build import import_module; "
+        "module = import_module(Path(sys.argv[1]), sys.argv[2]); exec(sys.argv[3])"
+    )
+    package_root = Path(__file__).parents[2]
+    paths = [str(package_root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    _run([sys.executable, "-c", program, str(path), module_name, code], "self-test", environment)
+
+
+def _build(source: Path, path: Path, module_name: str, self_test_code: str) -> None:
+    logging.getLogger("torchdelta").info("building %s for torch %s, once", source.name, torch.__version__)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        made = Path(directory) / path.name
+        _compile(source, made)
+        self_test(made, module_name, self_test_code)
+        made.replace(path)
+
+
+def _compile(source: Path, target: Path) -> None:
+    # Not at the top: it imports setuptools, which need not be there, and takes a while.
+    from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
+
+    arguments = [
+        *(f"-I{path}" for path in (*include_paths(device_type="cpu"), sysconfig.get_path("include"))),
+        *("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(str(source), "-o", str(target)),
+        *(f"-L{path}" for path in library_paths(device_type="cpu")),
+        "-lc10",
+    ]
+    failure: NativeError | None = None
+    for standard in _STANDARDS:
+        try:
+            _run([get_cxx_compiler(), f"-std={standard}", *arguments], "the C++ compiler", dict(os.environ))
+        except NativeError as error:
+            failure = failure or error
+        else:
+            return
+    assert failure is not None
+    raise failure
+
+
+def _run(command: list[str], what: str, environment: dict[str, str]) -> None:
+    try:
+        done = subprocess.run(  # noqa: S603 - the compiler that torch names, and this interpreter
+            command, env=environment, capture_output=True, text=True, timeout=_BUILD_TIME_S, check=False
+        )
+    except FileNotFoundError:
+        raise NativeError(f"{what} {command[0]!r} is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise NativeError(f"{what} took longer than {_BUILD_TIME_S:.0f} s") from None
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        said = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise NativeError(f"{what} failed with status {done.returncode}: {said.strip()[:200]}")

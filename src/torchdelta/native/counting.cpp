@@ -1,0 +1,244 @@
+// A CPU allocator that counts: it forwards to the one that was there before, and notes who allocated how much.
+//
+// Each counter belongs to one thread, which it is started on. What that thread allocates is the counter's until it is
+// freed, on whatever thread that happens. Everything else passes through uncounted. The previous allocator does the
+// work, so that memory events of the profiler, huge pages and statistics stay as they were.
+//
+// c10's contract for `raw_allocate` is kept: context equals data pointer, and there is one fixed deleter. A deleter is
+// told nothing but the pointer, hence the table. Pointers that are not in it, those from before the installation among
+// them, are none of ours: their DataPtr carries the previous allocator's own deleter.
+#include <Python.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+
+namespace {
+
+struct Counter {
+  std::atomic<int64_t> live{0};     // allocated by the thread and not yet freed, plus what was added by hand
+  int64_t peak{0};                  // of live, since it was last taken
+  int64_t marked{0}, mark_peak{0};  // live at the last mark, and its peak since then
+  std::atomic<int64_t> num_references{1};  // the Python object, and every allocation in the table
+  void raise(int64_t now) {  // only on the counter's own thread
+    if (now > peak) peak = now;
+    if (now > mark_peak) mark_peak = now;
+  }
+  void release() {
+    if (num_references.fetch_sub(1) == 1) delete this;
+  }
+};
+
+struct Entry {
+  int64_t size_bytes;
+  Counter* counter;
+};
+
+struct alignas(64) Shard {
+  std::mutex lock;
+  std::unordered_map<void*, Entry> entries;
+};
+
+constexpr size_t kNumShards = 64;
+// Never destroyed: storages die after static objects do.
+std::array<Shard, kNumShards>& shards = *new std::array<Shard, kNumShards>;
+std::atomic<int64_t> num_entries{0};
+thread_local Counter* current = nullptr;
+c10::Allocator* previous = nullptr;
+c10::DeleterFnPtr previous_deleter = nullptr;
+
+Shard& shard_of(void* pointer) {
+  return shards[(reinterpret_cast<uintptr_t>(pointer) >> 6) * 0x9E3779B97F4A7C15ull >> 58];
+}
+
+void count_and_delete(void* pointer) {
+  if (pointer == nullptr) return;
+  if (num_entries.load(std::memory_order_acquire) > 0) {
+    Counter* counter = nullptr;
+    {
+      Shard& shard = shard_of(pointer);
+      std::lock_guard<std::mutex> guard(shard.lock);
+      auto found = shard.entries.find(pointer);
+      if (found != shard.entries.end()) {
+        counter = found->second.counter;
+        counter->live.fetch_sub(found->second.size_bytes);
+        shard.entries.erase(found);
+      }
+    }
+    if (counter != nullptr) {
+      num_entries.fetch_sub(1);
+      counter->release();
+    }
+  }
+  previous_deleter(pointer);
+}
+
+struct CountingAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size_bytes) override {
+    void* pointer = previous->raw_allocate(size_bytes);
+    Counter* counter = current;
+    if (counter != nullptr && pointer != nullptr) {
+      const auto size = static_cast<int64_t>(size_bytes);
+      counter->num_references.fetch_add(1);
+      {
+        Shard& shard = shard_of(pointer);
+        std::lock_guard<std::mutex> guard(shard.lock);
+        shard.entries[pointer] = {size, counter};
+      }
+      num_entries.fetch_add(1);
+      counter->raise(counter->live.fetch_add(size) + size);
+    }
+    return {pointer, pointer, &count_and_delete, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &count_and_delete; }
+  bool is_simple_data_ptr(const c10::DataPtr& data) const override { return data.get() == data.get_context(); }
+  void copy_data(void* target, const void* source, std::size_t size_bytes) const override {
+    default_copy_data(target, source, size_bytes);
+  }
+};
+
+CountingAllocator& counting = *new CountingAllocator;
+
+// A child of fork() has one thread only: nobody else may hold a lock at that moment.
+void lock_all() {
+  for (Shard& shard : shards) shard.lock.lock();
+}
+void unlock_all() {
+  for (Shard& shard : shards) shard.lock.unlock();
+}
+void forget_in_child() {
+  unlock_all();
+  current = nullptr;  // the child has no budget
+}
+
+PyObject* install(PyObject*, PyObject*) {
+  if (previous == nullptr) {
+    c10::Allocator* found = c10::GetCPUAllocator();
+    if (found->raw_deleter() == nullptr) {
+      PyErr_SetString(PyExc_RuntimeError, "the CPU allocator in use gives no raw deleter");
+      return nullptr;
+    }
+    previous = found;
+    previous_deleter = found->raw_deleter();
+    pthread_atfork(lock_all, unlock_all, forget_in_child);
+    c10::SetCPUAllocator(&counting);
+  }
+  return PyBool_FromLong(c10::GetCPUAllocator() == &counting);
+}
+
+PyObject* is_installed(PyObject*, PyObject*) { return PyBool_FromLong(c10::GetCPUAllocator() == &counting); }
+
+struct CounterObject {
+  PyObject_HEAD
+  Counter* counter;
+};
+
+Counter* counter_of(PyObject* self) { return reinterpret_cast<CounterObject*>(self)->counter; }
+
+PyObject* counter_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) reinterpret_cast<CounterObject*>(self)->counter = new Counter;
+  return self;
+}
+
+void counter_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  if (current == counter_of(self)) current = nullptr;
+  counter_of(self)->release();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* counter_start(PyObject* self, PyObject*) {
+  current = counter_of(self);
+  Py_INCREF(self);  // the thread holds it until `stop`
+  Py_RETURN_NONE;
+}
+
+PyObject* counter_stop(PyObject* self, PyObject*) {
+  if (current == counter_of(self)) {
+    current = nullptr;
+    Py_DECREF(self);
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* counter_add(PyObject* self, PyObject* argument) {
+  const long long size_bytes = PyLong_AsLongLong(argument);
+  if (size_bytes == -1 && PyErr_Occurred()) return nullptr;
+  Counter* counter = counter_of(self);
+  counter->raise(counter->live.fetch_add(size_bytes) + size_bytes);
+  Py_RETURN_NONE;
+}
+
+PyObject* counter_live(PyObject* self, PyObject*) { return PyLong_FromLongLong(counter_of(self)->live.load()); }
+
+PyObject* counter_mark(PyObject* self, PyObject*) {
+  Counter* counter = counter_of(self);
+  counter->marked = counter->mark_peak = counter->live.load();
+  return PyLong_FromLongLong(counter->marked);
+}
+
+PyObject* counter_growth(PyObject* self, PyObject*) {
+  return PyLong_FromLongLong(counter_of(self)->mark_peak - counter_of(self)->marked);
+}
+
+PyObject* counter_take_peak(PyObject* self, PyObject*) {
+  Counter* counter = counter_of(self);
+  const int64_t peak = counter->peak;
+  counter->peak = counter->live.load();
+  return PyLong_FromLongLong(peak);
+}
+
+PyObject* counter_owns(PyObject* self, PyObject* argument) {
+  void* pointer = PyLong_AsVoidPtr(argument);
+  if (pointer == nullptr && PyErr_Occurred()) return nullptr;
+  Shard& shard = shard_of(pointer);
+  std::lock_guard<std::mutex> guard(shard.lock);
+  auto found = shard.entries.find(pointer);
+  return PyBool_FromLong(found != shard.entries.end() && found->second.counter == counter_of(self));
+}
+
+PyMethodDef counter_methods[] = {
+    {"start", counter_start, METH_NOARGS, "Count what this thread allocates from now on."},
+    {"stop", counter_stop, METH_NOARGS, "Count no more; what is freed later still leaves the count."},
+    {"add", counter_add, METH_O, "Add bytes that came from elsewhere; a negative number takes them off."},
+    {"live_bytes", counter_live, METH_NOARGS, "Return the bytes that are alive."},
+    {"mark", counter_mark, METH_NOARGS, "Begin to measure growth here. Returns the live bytes."},
+    {"growth_bytes", counter_growth, METH_NOARGS, "Return the highest growth since the mark."},
+    {"take_peak_bytes", counter_take_peak, METH_NOARGS, "Return the peak since it was last taken."},
+    {"owns", counter_owns, METH_O, "Say whether the allocation at this address is counted here."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot counter_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(counter_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(counter_dealloc)},
+    {Py_tp_methods, counter_methods},
+    {0, nullptr}};
+
+PyType_Spec counter_spec = {"torchdelta_counting.Counter", sizeof(CounterObject), 0, Py_TPFLAGS_DEFAULT, counter_slots};
+
+PyMethodDef module_methods[] = {
+    {"install", install, METH_NOARGS, "Put the counting allocator before the one in use. Repeats change nothing."},
+    {"is_installed", is_installed, METH_NOARGS, "Say whether it is the one in use."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_counting", nullptr, -1, module_methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_torchdelta_counting() {
+  PyObject* self = PyModule_Create(&module);
+  if (self == nullptr) return nullptr;
+  PyObject* type = PyType_FromSpec(&counter_spec);
+  if (type == nullptr || PyModule_AddObject(self, "Counter", type) < 0) {
+    Py_XDECREF(type);
+    Py_DECREF(self);
+    return nullptr;
+  }
+  return self;
+}
