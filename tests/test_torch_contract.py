@@ -448,3 +448,73 @@ def test_dispatch_modes_have_the_hooks_for_compilation() -> None:
     """The two class methods that the recorder overrides exist in torch under these names."""
     assert inspect.ismethod(TorchDispatchMode.ignore_compile_internals)
     assert inspect.ismethod(TorchDispatchMode._should_skip_dynamo)
+
+
+def test_fake_mode() -> None:
+    """The fake-tensor mode that is on is found, also below a mode that asks from inside an op."""
+    found: list[Any] = []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            found.append((_torch.fake_mode(), _torch.num_modes()))
+            return func(*args, **(kwargs or {}))
+
+    assert _torch.fake_mode() is None
+    with Asks():
+        torch.ones(1)
+        with _torch.FakeTensorMode() as mode:
+            torch.ones(1)
+    assert found == [(None, 0), (mode, 1)]
+
+
+def test_an_op_that_a_mode_declines_goes_to_the_subclass_with_the_mode_on() -> None:
+    """What a subclass runs inside is seen by the mode that returned NotImplemented; modes below miss the op itself."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner: torch.Tensor) -> None:
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            return func(*(a.inner if isinstance(a, Wrapper) else a for a in args), **(kwargs or {}))
+
+    class Declines(Names):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if types:
+                self.seen.append("declined")
+                return NotImplemented
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    wrapper = Wrapper(torch.ones(3))
+    assert wrapper.data_ptr() == 0  # a hollow storage
+    with Names() as below, Declines() as mode:
+        wrapper.sin()
+    assert mode.seen == ["declined", "aten.sin.default"]
+    assert below.seen == ["aten.sin.default"]
+
+
+def test_patch_storage_resize() -> None:
+    """Every resize of a storage from Python passes through the patch, of the older storages too, until it is undone."""
+    sizes: list[int] = []
+
+    def make(original: Any) -> Any:
+        def resize_(storage: Any, size_bytes: int) -> Any:
+            sizes.append(size_bytes)
+            return original(storage, size_bytes)
+
+        return resize_
+
+    undo = _torch.patch_storage_resize(make)
+    x = torch.ones(4)
+    x.untyped_storage().resize_(0)
+    x._typed_storage()._resize_(4)
+    undo()
+    x.untyped_storage().resize_(8)
+    assert sizes == [0, 16]
+    assert "resize_" not in vars(torch.UntypedStorage)

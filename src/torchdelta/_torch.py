@@ -52,6 +52,8 @@ push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
 OpOverload = torch._ops.OpOverload
 is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 
@@ -68,6 +70,11 @@ def top_mode() -> Any:
     """Return the top mode of this thread's stack, or None."""
     height = torch._C._len_torch_dispatch_stack()
     return torch._C._get_dispatch_stack_at(height - 1) if height else None
+
+
+def fake_mode() -> Any:
+    """Return the fake-tensor mode that is on in this thread, or None."""
+    return torch._C._get_dispatch_mode(_FAKE)
 
 
 def storage_at(address: int) -> torch.UntypedStorage:
@@ -179,6 +186,24 @@ def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any
 
     def undo() -> None:
         torch.autograd.graph.disable_saved_tensors_hooks = original
+
+    return undo
+
+
+def patch_storage_resize(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace `UntypedStorage.resize_`, by which FSDP frees and fills parameters, by `make(original)`.
+
+    Returns what undoes it.
+    """
+    kind: Any = torch.UntypedStorage
+    own = vars(kind).get("resize_")
+    kind.resize_ = make(kind.resize_)
+
+    def undo() -> None:
+        if own is None:
+            del kind.resize_  # it is inherited
+        else:
+            kind.resize_ = own
 
     return undo
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
-from torchdelta import Config, MemoryBudget
+from torchdelta import Config, MemoryBudget, _torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +64,8 @@ def reachable_bytes() -> int:
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.Tensor) or isinstance(thing, UninitializedTensorMixin):
+            continue
+        if isinstance(thing, _torch.FakeTensor):  # torch.compile leaves some behind
             continue
         if thing.layout is not torch.strided or thing.device.type == "meta":
             continue

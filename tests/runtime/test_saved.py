@@ -64,9 +64,11 @@ def test_foreign_tensors_are_passed_through(kind: str) -> None:
     class Mine(torch.Tensor):
         pass
 
+    with_an_attribute = torch.ones(64, 64).as_subclass(Mine)
+    with_an_attribute.note = "mine"  # pyright: ignore[reportAttributeAccessIssue]
     tensor = {
         "sparse": torch.eye(3).to_sparse(),
-        "subclass": torch.ones(64, 64).as_subclass(Mine),
+        "subclass": with_an_attribute,
         "meta": torch.ones(64, 64, device="meta"),
     }[kind]
     with running(decisions="swap") as (_, session):

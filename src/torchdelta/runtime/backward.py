@@ -27,6 +27,7 @@ from torchdelta._torch import (
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.headroom import Graph, Headroom
 from torchdelta.runtime.mode_sensitive import is_mode_sensitive
+from torchdelta.runtime.subclasses import count, runs_own_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,12 +217,18 @@ class Backward:
         records = ledger.records
         before_bytes = ledger.live_bytes
         for gradient in gradients:
-            if gradient is not None and gradient.layout is torch.strided:
-                try:
-                    if storage_address(gradient) not in records:
-                        ledger.know_by_tensor(gradient)
-                except NotImplementedError:  # a wrapper of torch.func has no storage
-                    continue
+            if gradient is None:
+                continue
+            if runs_own_ops(gradient.__class__) and self.session.survey is None:
+                count(ledger, gradient)
+                continue
+            if gradient.layout is not torch.strided:
+                continue
+            try:
+                if storage_address(gradient) not in records:
+                    ledger.know_by_tensor(gradient)
+            except NotImplementedError:  # a wrapper of torch.func has no storage
+                continue
         if ledger.live_bytes > before_bytes:
             self.session.residency.room(0, "gradient accumulation")
 
@@ -231,7 +238,11 @@ class Backward:
         ledger = self.session.ledger
         for leaf in pending:
             gradient = leaf.grad
-            if gradient is not None and gradient.layout is torch.strided and gradient.__class__ is torch.Tensor:
+            if gradient is None:
+                continue
+            if gradient.__class__ is not torch.Tensor:
+                count(ledger, gradient)
+            elif gradient.layout is torch.strided:
                 ledger.know(gradient.untyped_storage())
                 if ledger.trace is not None:
                     ledger.trace.on_leaf_gradient(leaf, gradient)

@@ -146,7 +146,18 @@ class StorageRecord:
     `.grad`), and the record changes over to the first way.
     """
 
-    __slots__ = ("address", "current", "holders", "id", "is_fake", "is_foreign", "on_death", "reference", "size_bytes")
+    __slots__ = (
+        "address",
+        "current",
+        "holders",
+        "id",
+        "is_fake",
+        "is_foreign",
+        "is_resizable",
+        "on_death",
+        "reference",
+        "size_bytes",
+    )
 
     def __init__(self, address: int, size_bytes: int, on_death: Callable[[StorageRecord], None]) -> None:
         self.id = next(_ids)
@@ -158,6 +169,7 @@ class StorageRecord:
         self.holders: dict[int, weakref.ref[torch.Tensor]] | None = None
         self.is_fake = False
         self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
+        self.is_resizable = False  # freed and filled again behind autograd's back: see resized.py
 
     def watch_storage(self, storage: torch.UntypedStorage) -> None:
         """Follow the storage object itself from now on."""

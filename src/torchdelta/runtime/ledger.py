@@ -11,6 +11,7 @@ import torch
 
 from torchdelta._torch import NoDispatch, NoFunction, storage_address
 from torchdelta.runtime.buffer import Buffer, StorageRecord, View
+from torchdelta.runtime.subclasses import runs_own_ops
 
 if TYPE_CHECKING:
     from torchdelta.native.counting import Counter
@@ -107,6 +108,8 @@ class Ledger:
         if record is None:
             if tensor.layout is not torch.strided or tensor.device.type != self.device_type:
                 return None
+            if tensor.is_nested:  # without strides
+                return self.know(tensor.untyped_storage())
             record = StorageRecord(address, _dense_bytes(tensor), self._died)
             record.watch_tensor(tensor)
             self._add(record, _storage_start(tensor) if self.is_counting else 0)
@@ -183,7 +186,7 @@ class Ledger:
             buffer = Buffer(record.size_bytes)
             buffer.record = record
             record.current = buffer
-            buffer.is_pinned = tensor.is_leaf and tensor.requires_grad
+            buffer.is_pinned = record.is_resizable or (tensor.is_leaf and tensor.requires_grad)
         return buffer
 
     def view_of(self, tensor: torch.Tensor) -> View:
@@ -213,7 +216,7 @@ class Ledger:
         Remember whose version tells of writes that nobody recorded.
         """
         with NoDispatch(), NoFunction():
-            if tensor.__class__ is torch.Tensor or tensor.__class__ is torch.nn.Parameter:
+            if not runs_own_ops(tensor.__class__):
                 alias = tensor.detach()
             else:  # a fake tensor of a survey
                 storage = tensor.untyped_storage()

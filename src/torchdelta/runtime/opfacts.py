@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from torchdelta.runtime.collectives import is_collective, is_written, passes_on
 from torchdelta.runtime.recomputable import RECOMPUTABLE
 
 aten = torch.ops.aten
@@ -74,6 +75,7 @@ class OpFacts:
     """The cached facts of one op overload."""
 
     __slots__ = (
+        "is_collective",
         "is_random",
         "is_recomputable",
         "keeps_statistics",
@@ -89,7 +91,12 @@ class OpFacts:
         schema = func._schema
         base = schema.name.split("::")[-1]
         self.name = str(func)
-        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.is_collective = is_collective(func.namespace)
+        written = [
+            a
+            for a in schema.arguments
+            if (a.alias_info is not None and a.alias_info.is_write) or is_written(func.namespace, base, a)
+        ]
         positions = {a.name: i for i, a in enumerate(schema.arguments)}
         self.written_positions = tuple(positions[a.name] for a in written if not a.kwarg_only)
         self.written_keywords = tuple(a.name for a in written if a.kwarg_only)
@@ -110,7 +117,11 @@ class OpFacts:
             self.kind = Kind.REPLACE
         elif written:
             self.kind = Kind.WRITE
-        elif base in _DISGUISED_VIEWS or any(r.alias_info is not None for r in schema.returns):
+        elif (
+            base in _DISGUISED_VIEWS
+            or passes_on(func.namespace, base)
+            or any(r.alias_info is not None for r in schema.returns)
+        ):
             self.kind = Kind.VIEW
         else:
             self.kind = Kind.COMPUTE
@@ -123,3 +134,22 @@ def facts_of(func: Any) -> OpFacts:
     except AttributeError:
         facts = func._torchdelta_facts = OpFacts(func)
         return facts
+
+
+def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Return the tensors that an op writes, in the order of its arguments."""
+    targets: list[torch.Tensor] = []
+    for position in facts.written_positions:
+        if position < len(args):
+            _add_tensors(args[position], targets)
+    for keyword in facts.written_keywords:
+        _add_tensors((kwargs or {}).get(keyword), targets)
+    return targets
+
+
+def _add_tensors(argument: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(argument, torch.Tensor):
+        found.append(argument)
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            _add_tensors(item, found)

@@ -29,12 +29,15 @@ class Predictor:
         self._inside_bytes: dict[Any, int] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Return what the output size depends on; hashable."""
+        """Return what the output size depends on; hashable but for nested tensors, which have no shape."""
         parts: list[Any] = [facts_of(func)]  # hashed by identity; an OpOverload's own hash is slow Python
         has_tensor = False
         for a in args:
             if isinstance(a, torch.Tensor):
-                parts.append((a.shape, a.dtype))
+                try:
+                    parts.append((a.shape, a.dtype))
+                except RuntimeError:
+                    return []
                 has_tensor = True
             elif a is None or a.__class__ is int:
                 parts.append(a)

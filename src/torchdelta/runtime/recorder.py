@@ -6,7 +6,6 @@ nodes: see backward.py.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta import _torch
-from torchdelta._torch import TorchDispatchMode, graph_task_id, storage_address
+from torchdelta._torch import TorchDispatchMode, graph_task_id, num_modes, storage_address
 from torchdelta.errors import TierError
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
-from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of
+from torchdelta.runtime.collectives import may_be_under_way
+from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.predict import Predictor
+from torchdelta.runtime.subclasses import Way, runs_own_ops
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_of
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Recorder(TorchDispatchMode):
         self.counters = session.counters
         self.predictor = Predictor()
         self.execute = execute  # a survey puts its own in place
-        self._has_told_of_subclasses = False
+        self.subclasses = session.subclasses
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,19 +65,14 @@ class Recorder(TorchDispatchMode):
             facts = func._torchdelta_facts
         except AttributeError:
             facts = facts_of(func)
-        survey = self.session.survey
-        if types and (survey is None or any(a_type is not _torch.FakeTensor for a_type in types)):
-            # A tensor subclass runs its own ops below us: leave it alone, but see what it wrote.
-            if not self._has_told_of_subclasses:
-                self._has_told_of_subclasses = True
-                logging.getLogger("torchdelta").info("%s runs its own ops: what it makes is kept", types[0].__name__)
-            targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
-            plain = [tensor for tensor in targets if tensor.__class__ is torch.Tensor]
-            before = [(tensor, self._overwritten(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
-            out = func(*args, **(kwargs or {}))
-            for tensor, old in before:
-                self._new_content(tensor, old, None, 0, facts)
-            return out
+        if types or num_modes():
+            way = self.subclasses.way_of(func, types)
+            if way is Way.DECLINE:
+                return NotImplemented
+            if way is Way.RUN:
+                return func(*args, **(kwargs or {}))
+            if way is Way.INSIDE:
+                return self._run_subclass(func, facts, args, kwargs)
         kind = facts.kind
         grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         counts_only = not grad_enabled and graph_task_id() != -1
@@ -99,6 +95,16 @@ class Recorder(TorchDispatchMode):
                 return self._count(func, facts, args, kwargs)
             return self._compute(func, facts, args, kwargs, records=records)
         return self._write(func, facts, args, kwargs, records=records)
+
+    def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Let a subclass run its op, and see which plain arguments that wrote: it may do so where no mode looks."""
+        targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
+        plain = [tensor for tensor in targets if not runs_own_ops(tensor.__class__)]
+        before = [(tensor, self._overwritten(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
+        out = self.subclasses.call(self, func, args, kwargs)
+        for tensor, old in before:
+            self._new_content(tensor, old, None, 0, facts)
+        return out
 
     # -- ops that make new storages
 
@@ -176,6 +182,8 @@ class Recorder(TorchDispatchMode):
     ) -> OpEntry | None:
         """Return the op for the tape, or None when an argument has no storage (sparse and other opaque layouts)."""
         view_of = self.ledger.view_of
+        if self.session.resizes.has_seen_any and self.session.resizes.reads_any((*args, *(kwargs or {}).values())):
+            return None
         try:
             captured: list[Any] = []
             for index, a in enumerate(args):
@@ -256,6 +264,8 @@ class Recorder(TorchDispatchMode):
                 self.ledger.know_by_tensor(tensor)
                 continue
             self._new_content(tensor, buffer, entry, index, facts)
+            if facts.is_collective:
+                self._note_collective(tensor, func, args, kwargs)
         for item in out if isinstance(out, tuple | list) else (out,):
             if isinstance(item, torch.Tensor):
                 if counts_only:
@@ -288,6 +298,17 @@ class Recorder(TorchDispatchMode):
         if expected_bytes:
             ledger.note_workspace(expected_bytes)
         return expected_bytes
+
+    def _note_collective(
+        self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> None:
+        """Keep what a collective may still be writing, and what FSDP will free."""
+        record = self.ledger.find(tensor)
+        if record is not None and record.current is not None:
+            if func.namespace == "fsdp":
+                self.session.resizes.mark(record)
+            elif may_be_under_way(func, args, kwargs):
+                record.current.is_pinned = True
 
     def _capture_write(
         self,
@@ -324,7 +345,7 @@ class Recorder(TorchDispatchMode):
         if record is None or record.current is None:
             return None
         buffer = record.current
-        self._await_copy(buffer)
+        self.await_copy(buffer)
         self.ledger.let_go(buffer)
         record.current = None
         buffer.record = None
@@ -332,7 +353,7 @@ class Recorder(TorchDispatchMode):
             self.residency.preserve(buffer, tensor.untyped_storage())
         return buffer
 
-    def _await_copy(self, buffer: Buffer) -> None:
+    def await_copy(self, buffer: Buffer) -> None:
         """Wait for a copy that the tier still reads from the storage; one that failed is no copy."""
         if buffer.copy is not None:
             try:
@@ -345,14 +366,15 @@ class Recorder(TorchDispatchMode):
         before: list[tuple[torch.Tensor, int]] = []
         for argument in arguments:
             if (
-                argument.__class__ is not torch.Tensor
+                not isinstance(argument, torch.Tensor)
+                or runs_own_ops(argument.__class__)
                 or argument.layout is not torch.strided
                 or argument.is_inference()
             ):
                 continue
             record = self.ledger.find(argument)
             if record is not None and record.current is not None:
-                self._await_copy(record.current)
+                self.await_copy(record.current)
                 before.append((argument, argument._version))
         return before
 
@@ -385,7 +407,7 @@ class Recorder(TorchDispatchMode):
         buffer.origin = facts.name
         buffer.output_index = index
         buffer.last_used = ledger.clock
-        buffer.is_pinned = tensor.is_leaf and tensor.requires_grad
+        buffer.is_pinned = record.is_resizable or (tensor.is_leaf and tensor.requires_grad)
         record.current = buffer
         if entry is not None:
             entry.outputs.append(weakref.ref(buffer))
@@ -396,30 +418,13 @@ class Recorder(TorchDispatchMode):
             buffer.num_saved = old.num_saved
             buffer.save_order = old.save_order
             ledger.hold(buffer, tensor)
-            self.session.saved.on_resaved(buffer)
+            if not facts.is_collective:  # its caller has not waited for it yet
+                self.session.saved.on_resaved(buffer)
 
 
 def execute(func: Any, _facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op for real."""
     return func._op(*args, **kwargs) if kwargs else func._op(*args)
-
-
-def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
-    """Return the tensors that an op writes, in the order of its arguments."""
-    targets: list[torch.Tensor] = []
-    for position in facts.written_positions:
-        argument = args[position] if position < len(args) else None
-        if isinstance(argument, torch.Tensor):
-            targets.append(argument)
-        elif isinstance(argument, list | tuple):
-            targets.extend(item for item in argument if isinstance(item, torch.Tensor))
-    for keyword in facts.written_keywords:
-        argument = (kwargs or {}).get(keyword)
-        if isinstance(argument, torch.Tensor):
-            targets.append(argument)
-        elif isinstance(argument, list | tuple):
-            targets.extend(item for item in argument if isinstance(item, torch.Tensor))
-    return targets
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:

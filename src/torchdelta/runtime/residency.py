@@ -18,6 +18,7 @@ from torchdelta._torch import Quietly, storage_address, storage_num_holders
 from torchdelta.errors import SavedTensorError, TierError, TierFullError
 from torchdelta.runtime.action import Action
 from torchdelta.runtime.buffer import Buffer, Fetch, SurveyedCopy, TierCopy
+from torchdelta.runtime.resized import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -211,7 +212,7 @@ class Residency:
             self._finish_leaving(buffer)
 
     def _write(self, buffer: Buffer) -> bool:
-        if self._tier_is_full or buffer.strong is None:
+        if self._tier_is_full or buffer.strong is None or buffer.strong.untyped_storage().nbytes() < buffer.size_bytes:
             return False
         if self.surveys:
             buffer.copy = SurveyedCopy()
@@ -276,6 +277,7 @@ class Residency:
         storage = self.resident(buffer)
         buffer.last_used = self.ledger.clock
         if storage is not None:
+            check_size(buffer, storage)
             return storage
         if buffer.fetching is not None:
             fetch, buffer.fetching = buffer.fetching, None

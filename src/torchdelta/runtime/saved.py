@@ -18,6 +18,7 @@ from torchdelta.config import SavedBuffer
 from torchdelta.errors import ConfigError
 from torchdelta.runtime.action import Action
 from torchdelta.runtime.buffer import Buffer, View
+from torchdelta.runtime.subclasses import detached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,12 +72,8 @@ class Pinned:
         # sees. The alias shares the version.
         if tensor.is_leaf:
             self.tensor = tensor
-        elif tensor.__class__ not in _PLAIN_TYPES:  # a fake tensor of a survey, whose ops are dispatched
-            with torch.no_grad():
-                self.tensor = tensor.detach()
         else:
-            with NoDispatch(), NoFunction():
-                self.tensor = tensor.detach()
+            self.tensor = detached(tensor)
         self.version = tensor._version
 
 
@@ -93,8 +90,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take a tensor that autograd saves."""
-        if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided:
-            return tensor
+        if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided or tensor.is_nested:
+            return self.session.subclasses.pack(tensor)
         session = self.session
         session.steps.on_save()
         if (
@@ -103,13 +100,13 @@ class SavedTensors:
             or tensor.device.type != self.ledger.device_type
             or tensor._is_zerotensor()
         ):
-            return self._pin(tensor)
+            return self.keep(tensor)
         record = self.ledger.find(tensor)
         buffer = record.current if record is not None else None
         if buffer is None:
             buffer = self.ledger.view_of(tensor).buffer
         if buffer.is_pinned or buffer.size_bytes < self.least_bytes:
-            return self._pin(tensor)
+            return self.keep(tensor)
         if buffer.num_saved == 0:
             session.counters.kept_bytes += buffer.size_bytes
         buffer.num_saved += 1
@@ -129,7 +126,8 @@ class SavedTensors:
             self._carry_out(buffer, self._decide(buffer, tensor))
         return handle
 
-    def _pin(self, tensor: torch.Tensor) -> Pinned:
+    def keep(self, tensor: torch.Tensor) -> Pinned:
+        """Leave a tensor where it is."""
         if self.ledger.trace is not None:
             self.ledger.trace.on_pin(tensor)
         return Pinned(tensor)
@@ -178,7 +176,7 @@ class SavedTensors:
             if self.ledger.trace is not None:
                 self.ledger.trace.on_unpack(packed.tensor)
             return packed.tensor
-        return packed
+        return packed.unpack(self.unpack)
 
     def _unpack(self, handle: Handle) -> torch.Tensor:
         view = handle.view

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
+from torchdelta.runtime.subclasses import count, runs_own_ops
+
 if TYPE_CHECKING:
     from torchdelta.runtime.ledger import Ledger
 
@@ -22,15 +24,13 @@ def scan_storages(ledger: Ledger) -> int:
     before_bytes = ledger.live_bytes
     for thing in gc.get_objects():
         kind = type(thing)
-        if (
-            kind is torch.Tensor
-            or kind is torch.nn.Parameter
-            or (
-                issubclass(kind, torch.Tensor)
-                and getattr(kind, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
-            )
-        ):
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             _count(ledger, thing)
+        elif issubclass(kind, torch.Tensor):
+            if runs_own_ops(kind):
+                _count_inner(ledger, thing)
+            else:
+                _count(ledger, thing)
     return ledger.live_bytes - before_bytes
 
 
@@ -46,3 +46,12 @@ def _count(ledger: Ledger, tensor: torch.Tensor) -> None:
             record = ledger.know(gradient.untyped_storage())
             if ledger.trace is not None:
                 ledger.trace.on_found(record, gradient, "gradient")
+
+
+def _count_inner(ledger: Ledger, tensor: torch.Tensor) -> None:
+    count(ledger, tensor)
+    try:
+        if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
+            count(ledger, tensor.grad)
+    except Exception:  # noqa: BLE001 - somebody's own code, half-built objects among them
+        return

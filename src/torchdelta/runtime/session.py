@@ -35,9 +35,11 @@ from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.recorder import Recorder, execute
 from torchdelta.runtime.rematerialize import Rematerializer
 from torchdelta.runtime.residency import Residency
+from torchdelta.runtime.resized import Resizes
 from torchdelta.runtime.saved import SavedTensors
 from torchdelta.runtime.scan import scan_storages
 from torchdelta.runtime.steps import StepTracker
+from torchdelta.runtime.subclasses import Subclasses
 from torchdelta.runtime.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 from torchdelta.runtime.tracing import TraceBuilder
@@ -92,6 +94,8 @@ class Session:
         self.survey: Survey | None = None
         self.node_name = ""
         self.saved = SavedTensors(self, config.decisions)
+        self.subclasses = Subclasses(self)
+        self.resizes = Resizes(self)
         self.recorder = Recorder(self)
         self.compiled = CompiledRegions(self)
         self.backward = Backward(self, self.recorder)
@@ -130,6 +134,7 @@ class Session:
         ]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
         self._hooks.__enter__()
+        self.resizes.start()
         self.recorder.__enter__()
 
     def _count(self) -> None:
@@ -162,6 +167,7 @@ class Session:
         for hook in self._optimizer_hooks:
             hook.remove()
         self._optimizer_hooks.clear()
+        self.resizes.stop()
         _unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
         self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
@@ -215,6 +221,8 @@ class Session:
     def on_backward_end(self, *, keeps_graph: bool) -> None:
         """A backward pass is over."""
         self.steps.on_backward_end(keeps_graph=keeps_graph)
+        if self.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
+            self.ledger.cut()  # all that was saved was kept: no last handle will say that it is over
 
     def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self:

@@ -20,9 +20,9 @@ import torch
 from torchdelta import _torch
 from torchdelta._torch import fake_view, without_mode
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.opfacts import Kind
+from torchdelta.runtime.opfacts import Kind, written_tensors
 from torchdelta.runtime.optimizers import first_step_bytes, stateless_optimizers
-from torchdelta.runtime.recorder import execute, written_tensors
+from torchdelta.runtime.recorder import execute
 
 if TYPE_CHECKING:
     from torchdelta.runtime.buffer import StorageRecord
@@ -68,6 +68,8 @@ class Survey:
         Raises:
             BudgetError: The op asks for a value that no fake tensor has.
         """
+        if facts.is_collective:  # the other processes do not survey
+            raise self.error(is_lower_bound=True)
         if facts.kind is Kind.VIEW and not any(isinstance(a, _torch.FakeTensor) for a in args):
             return execute(func, facts, args, kwargs)  # views of what is there cost nothing
         writes = facts.kind in (Kind.WRITE, Kind.REPLACE) and not facts.keeps_statistics
