@@ -143,8 +143,8 @@ def test_room_is_made_before_a_storage_grows() -> None:
         weight.untyped_storage().resize_(0)
         x = torch.ones(100_000, requires_grad=True)
         y = (x * 2).sin()
-        session.residency.budget_bytes = session.ledger.live_bytes
-        session.ledger.peak_bytes = session.ledger.live_bytes
+        session.residency.budget_bytes = session.ledger.total_bytes + 100_000
+        session.ledger.restart_peak()
         weight.untyped_storage().resize_(400_000)
         assert session.ledger.peak_bytes <= session.residency.budget_bytes
         session.residency.budget_bytes = None
@@ -202,3 +202,16 @@ def test_nothing_stays_on_torch() -> None:
     with MemoryBudget("1TiB", Config(decisions=DECISIONS["swap"], tier="memory")):
         assert vars(torch.UntypedStorage).get("resize_") is not before
     assert vars(torch.UntypedStorage).get("resize_") is before
+
+
+def test_a_storage_that_cannot_grow_stays_as_it_is() -> None:
+    """A failed resize takes nothing away from those who want the content."""
+    x = torch.ones(100_000, requires_grad=True)
+    with MemoryBudget("1TiB", Config(decisions="keep", tier="memory")):
+        hidden = x * 2
+        loss = (hidden * hidden).sum()
+        hidden.untyped_storage()
+        with pytest.raises(RuntimeError):
+            hidden.untyped_storage().resize_(2**60)
+        loss.backward()
+    assert torch.equal(x.grad, torch.full((100_000,), 8.0))

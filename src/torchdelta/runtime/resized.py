@@ -95,23 +95,33 @@ class Resizes:
         if record.current is not None:
             record.current.is_pinned = True
 
-    def resize(self, record: StorageRecord, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Prepare for a storage that is about to get another size."""
-        session, ledger = self.session, self.session.ledger
-        is_counted = storage.device.type in ledger.counted_devices
-        if is_counted:
+    def prepare(self, record: StorageRecord, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Make room for a storage that is about to get another size, and part it from what it holds."""
+        session = self.session
+        if storage.device.type in session.ledger.counted_devices:
             session.residency.room(size_bytes - record.size_bytes, "a storage that grows")
         old = record.current
         if old is not None:
             session.recorder.await_copy(old)
-            ledger.let_go(old)
+            session.ledger.let_go(old)
             record.current = old.record = None
             # More views than saved tensors: a replay reads it.
             if old.op is None and old.copy is None and old.num_views > old.num_saved:
                 session.residency.preserve(old, storage)
-        if is_counted:
-            ledger.resize(record, size_bytes)
-        buffer = Buffer(size_bytes if is_counted else 0)
+
+    def undo(self, record: StorageRecord, old: Buffer | None, storage: torch.UntypedStorage) -> None:
+        """Go back to before `prepare`: the storage could not get its size."""
+        if old is not None:
+            record.current, old.record = old, record
+            if old.num_saved:
+                self.session.ledger.hold(old, _alias(storage))
+
+    def finish(self, record: StorageRecord, old: Buffer | None, storage: torch.UntypedStorage) -> None:
+        """Take note of a storage that has got another size; what saved its `old` content follows it."""
+        ledger = self.session.ledger
+        if storage.device.type in ledger.counted_devices:
+            ledger.resize(record, storage, storage.nbytes())
+        buffer = Buffer(record.size_bytes)
         buffer.record = record
         buffer.origin = "a storage that is freed and filled again"
         record.current = buffer
@@ -144,11 +154,22 @@ def _alias(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _make_resize(original: Callable[..., Any]) -> Callable[..., Any]:
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        if storage.nbytes() != size_bytes:
-            for resizes in tuple(_watching):
-                record = resizes.record_of(storage)
-                if record is not None:
-                    resizes.resize(record, storage, size_bytes)
-        return original(storage, size_bytes)
+        if storage.nbytes() == size_bytes:
+            return original(storage, size_bytes)
+        known: list[tuple[Resizes, StorageRecord, Buffer | None]] = []
+        for resizes in tuple(_watching):
+            record = resizes.record_of(storage)
+            if record is not None:
+                known.append((resizes, record, record.current))
+                resizes.prepare(record, storage, size_bytes)
+        try:
+            out = original(storage, size_bytes)
+        except BaseException:
+            for resizes, record, old in known:
+                resizes.undo(record, old, storage)
+            raise
+        for resizes, record, old in known:
+            resizes.finish(record, old, storage)
+        return out
 
     return resize_
