@@ -21,10 +21,9 @@ SHARES_BELOW = (0.98, 0.9, 0.7, 0.5)
 CONTROL_SHARE = 0.6
 NUM_STEPS = 3
 MIB = 2**20
-# How far the allocator's peak may pass the budget: convolutions allocate inside themselves, where nobody can evict.
-TOLERANCES = {"resnet50": 1.10}
-TRANSFORMER_TOLERANCE = 1.01
 RECORDED_TOLERANCE = 0.01
+# What the benchmark itself allocates in a step, outside the scope's reach: fingerprints of gradients.
+REPORTED_BYTES = 4096
 LEAST_SHARES = {"gpt2-like": 0.28, "bert-like": 0.35, "resnet50": 0.50}
 # Below 2 % of the smallest least share above, so that a budget of .98 of the least is really below it.
 BISECTION_RESOLUTION = 0.005
@@ -75,7 +74,6 @@ class Case:
         self.label = f"{model} {optimizer}"
         # AdamW runs beside SGD: what it does is stated, not required.
         self.required = optimizer == "sgd"
-        self.tolerance = TOLERANCES.get(model, TRANSFORMER_TOLERANCE)
         self.arguments: list[object] = ["--model", model, "--optimizer", optimizer, "--steps", NUM_STEPS]
         self.data: Record = {}
         self.plain: Record = {}
@@ -124,13 +122,28 @@ class Case:
                 named = (record["error"]["least_budget_bytes"] or 0) / self.plain_peak_bytes
                 print(f"    ---- {name}: {record['outcome']}, names {named:.3f} of the plain peak", flush=True)
                 continue
-            ratio = record["scope_peak_bytes"] / budget_bytes
-            first = record["steps"][0]["allocator_peak_bytes"] / budget_bytes
-            detail = f"{ratio:.4f} of the budget, first step {first:.4f}"
-            self._check(f"{name} peak at the allocator", detail, ratio <= self.tolerance)
-            known = record["summary"]["peak_bytes"]
-            self._check(f"{name} known storages", f"{known / budget_bytes:.4f} of the budget", known <= budget_bytes)
+            self._check_peaks(name, record, budget_bytes)
             self._check_bits(name, record)
+
+    def _check_peaks(self, name: str, record: Record, budget_bytes: int) -> None:
+        """Hold the peaks at the allocator against the budget: never above it, but for what the first step learns."""
+        first_bytes, *later_bytes = [step["allocator_peak_bytes"] for step in record["steps"]]
+        workspace_bytes = record["largest_workspace_bytes"]
+        if not record["counting_allocator"].startswith("on") or workspace_bytes is None:
+            self._check(f"{name} counted at the allocator", record["counting_allocator"], False)
+            return
+        later = max(later_bytes)
+        self._check(f"{name} peak from the second step on", f"{later / budget_bytes:.4f}", later <= budget_bytes)
+        over = max(0, first_bytes - budget_bytes)
+        detail = (
+            f"{first_bytes / budget_bytes:.4f}: {over / MIB:.2f} MiB above, largest op's own workspace "
+            f"{workspace_bytes / MIB:.2f} MiB"
+        )
+        self._check(f"{name} peak of the first step", detail, over <= workspace_bytes)
+        reported = record["summary"]["peak_bytes"]
+        measured = max(first_bytes, later)
+        detail = f"reported {reported / MIB:.3f}, measured {measured / MIB:.3f} MiB"
+        self._check(f"{name} reported peak is the allocator's", detail, abs(reported - measured) <= REPORTED_BYTES)
 
     def measure_control(self) -> None:
         """Run with eviction off: the measure must see the budget exceeded, or it sees nothing."""
@@ -138,7 +151,7 @@ class Case:
         record = self._work("--meter", "allocator", "--budget-bytes", budget_bytes, "--decisions", "keep")
         self.data["control"] = record
         ratio = record["scope_peak_bytes"] / budget_bytes
-        self._check("eviction off exceeds the budget", f"{ratio:.4f} of the budget", ratio > self.tolerance)
+        self._check("eviction off exceeds the budget", f"{ratio:.4f} of the budget", ratio > 1.01)
 
     def measure_least(self) -> None:
         """Bisect the least budget at which the steps finish, then look below it."""

@@ -85,6 +85,19 @@ def resnet50(batch_size: int = 16) -> Workload:
     return Workload(name="resnet50", model=model, batch=batch, compute_loss=_classification_loss)
 
 
+def unet(batch_size: int = 8) -> Workload:
+    """Return a denoising U-Net on 64 x 64 pictures; the noise is drawn once, like every batch here."""
+    from benchmarks.unet import UNet
+
+    model = UNet()
+    batch = {
+        "noisy": torch.randn(batch_size, 3, 64, 64),
+        "times": torch.randint(1000, (batch_size,)),
+        "noise": torch.randn(batch_size, 3, 64, 64),
+    }
+    return Workload(name="unet", model=model, batch=batch, compute_loss=_denoising_loss)
+
+
 def tiny(batch_size: int = 2) -> Workload:
     """Return a GPT-2 of 2 layers x 64: for measurements that need many steps, and for trying the harness."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -115,13 +128,18 @@ def _classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["pixels"]), batch["labels"])
 
 
+def _denoising_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch["noisy"], batch["times"]), batch["noise"])
+
+
 MODELS: dict[str, Callable[..., Workload]] = {
     "gpt2-like": gpt2_like,
     "bert-like": bert_like,
     "resnet50": resnet50,
+    "unet": unet,
     "tiny": tiny,
 }
-MEASURED_MODELS = ("gpt2-like", "bert-like", "resnet50")
+MEASURED_MODELS = ("gpt2-like", "bert-like", "resnet50", "unet")
 OPTIMIZERS = ("sgd", "adamw")
 
 

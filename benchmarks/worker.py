@@ -81,6 +81,8 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)
     state_sha256: str | None = None
     scope_peak_bytes: int | None = None
+    largest_workspace_bytes: int | None = None
+    counting_allocator: str | None = None
     allocator_live_bytes: int | None = None
     num_allocator_events: int | None = None
     known_live_bytes: int | None = None
@@ -191,7 +193,14 @@ def train(
         optimizer.zero_grad()
         gc.collect()
     if budget is not None:
+        from torchdelta.native.counting import counting_status
+
         record.summary = budget.summary().as_dict()
+        status = counting_status()
+        record.counting_allocator = f"{'on' if status.is_on else 'off'}: {status.reason}"
+        trace = budget.trace()
+        if trace is not None:
+            record.largest_workspace_bytes = max(op.workspace_bytes for op in trace.ops)
     record.state_sha256 = bits.state_digest(workload.model)
 
 
