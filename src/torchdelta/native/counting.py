@@ -2,8 +2,8 @@
 
 A dispatch mode sees the tensors that ops hand out. It does not see what an op allocates inside itself, what the
 autograd engine adds up between nodes, or the states of random generators that a tape keeps; the allocator does. It is
-the CPU's counterpart of CUDA's allocator statistics. The C++ side is counting.cpp: it forwards to the allocator that was there
-before, so memory events of the profiler survive.
+the CPU's counterpart of CUDA's allocator statistics. The C++ side is counting.cpp: it forwards to the allocator that
+was there before, so memory events of the profiler survive.
 
 Installed once for a process, at the first budget, and never taken out again: a counter that nobody has started costs a
 few nanoseconds an allocation. TORCHDELTA_NATIVE=0 leaves it out.

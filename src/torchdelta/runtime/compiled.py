@@ -7,7 +7,7 @@ kept or swapped and never recomputed, and room is made for the region as a whole
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.runtime.session import Session
+
+_MAX_REGIONS: Final = 1024  # shapes times regions; the oldest is forgotten
 
 
 class CompiledRegions:
@@ -42,7 +44,7 @@ class CompiledRegions:
         trace = session.ledger.trace
         if trace is not None:
             trace.on_opaque_start(tensors)
-        with without_mode(session.recorder), PeakMeter(session.ledger.device_type) as meter:
+        with without_mode(session.recorder), PeakMeter(session.ledger) as meter:
             before = session.recorder.before_unseen_writes(tensors)
             out = original(*given, **kwargs)
             session.recorder.after_unseen_writes(before)
@@ -52,6 +54,8 @@ class CompiledRegions:
         # The first call may have compiled, which takes memory that no later call does: its outputs are all that is
         # learned from it.
         measured_bytes = meter.extra_bytes if key in self._working_set_bytes else 0
+        if len(self._working_set_bytes) >= _MAX_REGIONS:
+            self._working_set_bytes.pop(next(iter(self._working_set_bytes)))
         self._working_set_bytes[key] = max(self._working_set_bytes.get(key, 0), outputs_bytes, measured_bytes)
         if trace is not None:
             trace.on_opaque_end("torchdelta.compiled", out, node=session.node_name, working_set_bytes=meter.extra_bytes)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from torchdelta.host import read_host_memory
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.ledger import Ledger
 
 
 def device_memory_bytes() -> int:
@@ -21,15 +24,16 @@ def device_memory_bytes() -> int:
 
 
 class PeakMeter:
-    """Measures how many bytes more than at its start a piece of code had at its highest, without an allocator to ask.
+    """Measures how many bytes more than at its start a piece of code had at its highest.
 
-    CUDA has statistics. On CPU under Linux the kernel's high-water mark of resident pages is reset and read: an
-    estimate from below, since pages that the C library has kept from earlier count as there already. Elsewhere it says
-    0.
+    CUDA has statistics, and on CPU the ledger may have a counter at the allocator. Without one, under Linux the
+    kernel's high-water mark of resident pages is reset and read: an estimate from below, since pages that the C library
+    has kept from earlier count as there already. Elsewhere it says 0.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
+    def __init__(self, ledger: Ledger) -> None:
+        self.device_type = ledger.device_type
+        self._counter = ledger.counter if ledger.is_counting else None
         self.extra_bytes = 0
         self._start_bytes = 0
 
@@ -38,6 +42,9 @@ class PeakMeter:
         if self.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self._start_bytes = torch.cuda.memory_allocated()
+            return self
+        if self._counter is not None:
+            self._counter.mark()
             return self
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -50,6 +57,8 @@ class PeakMeter:
         """Read the high-water mark."""
         if self.device_type == "cuda":
             self.extra_bytes = torch.cuda.max_memory_allocated() - self._start_bytes
+        elif self._counter is not None:
+            self.extra_bytes = self._counter.growth_bytes()
         elif self._start_bytes:
             self.extra_bytes = max(0, _resident_bytes("VmHWM") - self._start_bytes)
 
