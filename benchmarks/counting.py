@@ -80,15 +80,15 @@ def _unit_times_s(counter: Counter) -> dict[str, float]:
         assert session is not None
         recorder = session.recorder
         weight, x = torch.empty(64, 64), torch.empty(8, 64)
-        key = recorder.predictor.key(torch.ops.aten.mm.default, (x, weight), None)
-        facts = facts_of(torch.ops.aten.mm.default)
+        need = recorder.predictor.need(
+            facts_of(torch.ops.aten.mm.default), torch.ops.aten.mm.default, (x, weight), None
+        )
 
         def ask() -> None:
             # What the recorder does more for an op: room before it, a mark, the growth after it, whose each output is.
-            recorder.predictor.inside_bytes(key, facts, (x, weight), 0)
             recorder.ledger.ask_counter()
             recorder._mark()
-            recorder._measure_inside(key, 0, 0)
+            recorder._measure_inside(need, 0)
             counter.owns(x.data_ptr())
 
         asked_s = statistics.median(timeit.repeat(ask, number=NUM_CALLS // 10, repeat=5)) / (NUM_CALLS // 10)

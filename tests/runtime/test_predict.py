@@ -27,8 +27,7 @@ class Compare(TorchDispatchMode):
         """Predict, run, compare."""
         del types
         facts = facts_of(func)
-        key = self.predictor.key(func, args, kwargs)
-        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
+        predicted_bytes = self.predictor.need(facts, func, args, kwargs).output_bytes
         out = func(*args, **(kwargs or {}))
         if facts.kind is Kind.COMPUTE:
             self.answers.append((facts.name, predicted_bytes, new_bytes(out, args)))
@@ -77,17 +76,16 @@ def test_truth_replaces_a_guess() -> None:
     """The output of a data-dependent op is guessed by its inputs, and learned when it is known."""
     predictor, x = Predictor(), torch.tensor([1.0, 0.0, 2.0])
     func, args = torch.ops.aten.nonzero.default, (torch.tensor([1.0, 0.0, 2.0]),)
-    key = predictor.key(func, args, None)
-    assert predictor.output_bytes(key, facts_of(func), func, args, None) == x.nbytes
-    predictor.learn(key, 16)
-    assert predictor.output_bytes(key, facts_of(func), func, args, None) == 16
+    assert predictor.need(facts_of(func), func, args, None).output_bytes == x.nbytes
+    predictor.need(facts_of(func), func, args, None).output_bytes = 16
+    assert predictor.need(facts_of(func), func, args, None).output_bytes == 16
 
 
 def test_in_place_ops_make_nothing() -> None:
     """They are not even asked."""
     predictor, args = Predictor(), (torch.zeros(4), 1)
     func = torch.ops.aten.add_.Tensor
-    assert predictor.output_bytes(predictor.key(func, args, None), facts_of(func), func, args, None) == 0
+    assert predictor.need(facts_of(func), func, args, None).output_bytes == 0
 
 
 def test_key_tells_shapes_dtypes_and_numbers_apart() -> None:
@@ -111,7 +109,7 @@ def test_equal_numbers_of_different_types_have_different_keys(numbers: tuple[Any
     predictor, func, x = Predictor(), torch.ops.aten.mul.Tensor, torch.ones(10, dtype=torch.uint8)
     for number in numbers:
         args = (x, number)
-        predicted_bytes = predictor.output_bytes(predictor.key(func, args, None), facts_of(func), func, args, None)
+        predicted_bytes = predictor.need(facts_of(func), func, args, None).output_bytes
         assert predicted_bytes == func(*args).nbytes
 
 
@@ -128,7 +126,7 @@ def test_foreign_ops_are_never_run_to_predict() -> None:
         library.impl("counted", count, "CompositeExplicitAutograd")
         func, args = torch.ops.torchdelta_predict.counted.default, (torch.zeros(4),)
         predictor = Predictor()
-        assert predictor.output_bytes(predictor.key(func, args, None), facts_of(func), func, args, None) == 16
+        assert predictor.need(facts_of(func), func, args, None).output_bytes == 16
     assert calls == []
 
 
@@ -136,19 +134,30 @@ def test_arguments_that_cannot_be_hashed_are_asked_each_time() -> None:
     """A key with an unhashable part is no key, and no error."""
     predictor, args = Predictor(), (torch.zeros(4), 1)
     func = torch.ops.aten.add.Tensor
-    key = (func, {})
-    assert predictor.output_bytes(key, facts_of(func), func, args, None) == 16
-    predictor.learn(key, 99)
-    assert predictor.output_bytes(key, facts_of(func), func, args, None) == 16
+    need = predictor.need(facts_of(func), func, args, {"out": {}})
+    need.output_bytes = 99
+    assert predictor.need(facts_of(func), func, args, {"out": {}}) is not need
+    assert predictor._needs == {}
 
 
 def test_memory_of_the_predictor_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that never repeat do not make it grow for ever."""
     monkeypatch.setattr("torchdelta.runtime.predict._MAX_KEYS", 10)
-    predictor = Predictor()
-    for index in range(100):
-        predictor.learn(("op", index), index)
-    assert len(predictor._bytes) <= 11
+    predictor, func = Predictor(), torch.ops.aten.neg.default
+    for size in range(100):
+        predictor.need(facts_of(func), func, (torch.empty(size),), None)
+    assert 0 < len(predictor._needs) <= 11
+
+
+def test_what_an_op_takes_inside_is_the_most_it_ever_took() -> None:
+    """The first measurement replaces the estimate, later ones only raise it."""
+    func, args = torch.ops.aten.convolution.default, (torch.zeros(2, 3, 8, 8), torch.zeros(4, 3, 3, 3))
+    need = Predictor().need(facts_of(func), func, (*args, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1), None)
+    assert need.output_bytes == 2 * 4 * 6 * 6 * 4
+    assert need.inside_bytes > 0
+    assert need.learn_inside(8) == 8
+    assert need.learn_inside(24) == 24
+    assert need.learn_inside(16) == 24
 
 
 def test_new_bytes_counts_each_storage_once() -> None:

@@ -28,7 +28,7 @@ def sizes_of(session: Session) -> dict[str, int]:
         "records": len(session.ledger.records),
         "held": len(session.ledger.held),
         "handles": session.num_handles,
-        "predictions": len(session.recorder.predictor._bytes),
+        "predictions": len(session.recorder.predictor._needs),
         "on the tape": sum(
             record.current is not None and record.current.op is not None for record in session.ledger.records.values()
         ),

@@ -17,16 +17,37 @@ from torchdelta.runtime.opfacts import Kind, OpFacts, facts_of
 
 _CONVOLUTION_DIM: Final = 4
 _MAX_KEYS: Final = 4096
+_WRITING: Final = (Kind.WRITE, Kind.REPLACE)
 # 1 == 1.0 == True, and yet they promote a tensor to different dtypes.
 _EQUAL_TO_INTS: Final = frozenset({float, bool, complex})
 
 
+class Need:
+    """What one op on tensors of certain shapes takes. One object a key, so that learning hashes nothing."""
+
+    __slots__ = ("inside_bytes", "is_inside_known", "output_bytes")
+
+    def __init__(self, output_bytes: int, inside_bytes: int) -> None:
+        self.output_bytes = output_bytes  # of new storages that it hands out
+        self.inside_bytes = inside_bytes  # what it allocates beside them, estimated until it is known
+        self.is_inside_known = False
+
+    def learn_inside(self, size_bytes: int) -> int:
+        """Note what it allocated beside its outputs, and return the most that it ever did.
+
+        Strides are no part of the key: the dearest layout counts.
+        """
+        if not self.is_inside_known or size_bytes > self.inside_bytes:
+            self.is_inside_known = True
+            self.inside_bytes = size_bytes
+        return self.inside_bytes
+
+
 class Predictor:
-    """Learned output sizes of ops."""
+    """Learned needs of ops."""
 
     def __init__(self) -> None:
-        self._bytes: dict[Any, int] = {}
-        self._inside_bytes: dict[Any, int] = {}
+        self._needs: dict[Any, Need] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Return what the output size depends on; hashable but for nested tensors, which have no shape."""
@@ -53,55 +74,29 @@ class Predictor:
                 parts.append(float if has_tensor and a.__class__ is float else _plain(a))
         return tuple(parts)
 
-    def output_bytes(
-        self, key: Any, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> int:
-        """Return the bytes of new storages that the op will make."""
+    def need(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
+        """Return what the op will take: learned, else asked of a meta kernel and estimated."""
+        key = self.key(func, args, kwargs)
         try:
-            size_bytes = self._bytes.get(key)
+            need = self._needs.get(key)
         except TypeError:  # an unhashable argument: rare, ask each time
-            return self._ask(facts, func, args, kwargs)
-        if size_bytes is None:
-            if len(self._bytes) > _MAX_KEYS:
-                self._bytes.clear()
-            size_bytes = self._bytes[key] = self._ask(facts, func, args, kwargs)
-        return size_bytes
+            return self._new_need(facts, func, args, kwargs)
+        if need is None:
+            if len(self._needs) > _MAX_KEYS:
+                self._needs.clear()
+            need = self._needs[key] = self._new_need(facts, func, args, kwargs)
+        return need
 
-    def learn(self, key: Any, size_bytes: int) -> None:
-        """Note the true answer."""
-        try:
-            if self._bytes.get(key) != size_bytes:
-                if len(self._bytes) > _MAX_KEYS:
-                    self._bytes.clear()
-                self._bytes[key] = size_bytes
-        except TypeError:
-            return
-
-    def inside_bytes(self, key: Any, facts: OpFacts, args: tuple[Any, ...], output_bytes: int) -> int:
-        """Return the bytes that the op allocates beside its outputs: learned, else estimated, else 0."""
-        try:
-            learned_bytes = self._inside_bytes.get(key)
-        except TypeError:
-            learned_bytes = None
-        if learned_bytes is not None:
-            return learned_bytes
-        return workspace_bytes(args, output_bytes) if facts.reorders else 0
-
-    def learn_inside(self, key: Any, size_bytes: int) -> int:
-        """Note what an op allocated beside its outputs. Returns the most that it ever did."""
-        try:
-            known_bytes = self._inside_bytes.get(key, -1)
-            if size_bytes > known_bytes:  # strides are no part of the key: the dearest layout counts
-                if len(self._inside_bytes) > _MAX_KEYS:
-                    self._inside_bytes.clear()
-                self._inside_bytes[key] = size_bytes
-                return size_bytes
-            return known_bytes
-        except TypeError:
-            return size_bytes
+    def _new_need(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
+        output_bytes = self._ask(facts, func, args, kwargs)
+        if not facts.reorders:
+            return Need(output_bytes, 0)
+        # What the backward of a convolution makes is as large as what it reads.
+        is_backward = facts.name.startswith("aten.convolution_backward.")
+        return Need(output_bytes, workspace_bytes(args, 0 if is_backward else output_bytes))
 
     def _ask(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
-        if facts.kind is Kind.WRITE and not facts.written_keywords and not facts.keeps_statistics:
+        if facts.kind in _WRITING and not facts.written_keywords and not facts.keeps_statistics:
             return 0
         if (
             func.namespace != "aten"

@@ -26,6 +26,7 @@ from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torchdelta.runtime.predict import Need
     from torchdelta.runtime.session import Session
 
 _clock_s = time.perf_counter
@@ -109,11 +110,8 @@ class Recorder(TorchDispatchMode):
     # -- ops that make new storages
 
     def _count(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        key = self.predictor.key(func, args, kwargs)
-        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
-        # What the backward of a convolution makes is as large as what it reads.
-        inside_bytes = self.predictor.inside_bytes(key, facts, args, 0)
-        self.residency.room(predicted_bytes + inside_bytes, facts.name)
+        need = self.predictor.need(facts, func, args, kwargs)
+        self.residency.room(need.output_bytes + need.inside_bytes, facts.name)
         before_bytes = self.ledger.live_bytes
         self._mark()
         start_s = _clock_s()
@@ -121,9 +119,8 @@ class Recorder(TorchDispatchMode):
         time_s = _clock_s() - start_s
         self._note_backward_output(out)
         size_bytes = self.ledger.live_bytes - before_bytes
-        if size_bytes > predicted_bytes:
-            self.predictor.learn(key, size_bytes)
-        inside_bytes = self._measure_inside(key, inside_bytes, size_bytes)
+        need.output_bytes = max(need.output_bytes, size_bytes)
+        inside_bytes = self._measure_inside(need, size_bytes)
         if self.ledger.trace is not None:
             self.ledger.trace.on_op(facts, args, kwargs, out, time_s, workspace_bytes=inside_bytes)
         return out
@@ -139,10 +136,8 @@ class Recorder(TorchDispatchMode):
     def _compute(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool
     ) -> Any:
-        key = self.predictor.key(func, args, kwargs)
-        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs)
-        inside_bytes = self.predictor.inside_bytes(key, facts, args, predicted_bytes)
-        self.residency.room(predicted_bytes + inside_bytes, facts.name)
+        need = self.predictor.need(facts, func, args, kwargs)
+        self.residency.room(need.output_bytes + need.inside_bytes, facts.name)
         is_training = facts.keeps_statistics and len(args) > TRAINING_POSITION and bool(args[TRAINING_POSITION])
         hides = is_training and not faults.is_disabled("batch-norm-stats")
         entry = self._capture(func, facts, args, kwargs, hides=hides) if records and facts.is_recomputable else None
@@ -164,9 +159,8 @@ class Recorder(TorchDispatchMode):
             for index, item in enumerate(out):
                 if isinstance(item, torch.Tensor):
                     size_bytes += self._note_output(item, entry, index, facts)
-        if size_bytes != predicted_bytes:
-            self.predictor.learn(key, size_bytes)
-        inside_bytes = self._measure_inside(key, inside_bytes, size_bytes)
+        need.output_bytes = size_bytes
+        inside_bytes = self._measure_inside(need, size_bytes)
         if entry is not None:
             entry.workspace_bytes = inside_bytes
         for tensor, old in before:
@@ -231,11 +225,9 @@ class Recorder(TorchDispatchMode):
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, records: bool
     ) -> Any:
         targets = written_tensors(facts, args, kwargs)
-        key = self.predictor.key(func, args, kwargs)
-        predicted_bytes = self.predictor.output_bytes(key, facts, func, args, kwargs) if facts.written_keywords else 0
-        inside_bytes = self.predictor.inside_bytes(key, facts, args, predicted_bytes)
-        if predicted_bytes or inside_bytes:
-            self.residency.room(predicted_bytes + inside_bytes, facts.name)
+        need = self.predictor.need(facts, func, args, kwargs)
+        if need.output_bytes or need.inside_bytes:
+            self.residency.room(need.output_bytes + need.inside_bytes, facts.name)
         entry = self._capture_write(func, facts, args, kwargs, targets) if records else None
         old: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
         for tensor in targets:
@@ -272,7 +264,7 @@ class Recorder(TorchDispatchMode):
                     self.ledger.know_by_tensor(item)
                 else:
                     self._note_output(item, None, 0, facts)
-        inside_bytes = self._measure_inside(key, inside_bytes, max(0, self.ledger.live_bytes - before_bytes))
+        inside_bytes = self._measure_inside(need, max(0, self.ledger.live_bytes - before_bytes))
         if entry is not None:
             entry.workspace_bytes = inside_bytes
         if self.ledger.trace is not None:
@@ -285,19 +277,18 @@ class Recorder(TorchDispatchMode):
         if ledger.is_counting and ledger.counter is not None:
             ledger.counter.mark()
 
-    def _measure_inside(self, key: Any, expected_bytes: int, size_bytes: int) -> int:
-        """Learn what an op allocated beside its outputs of `size_bytes`, or take it to be what was expected.
+    def _measure_inside(self, need: Need, size_bytes: int) -> int:
+        """Learn what an op allocated beside its outputs of `size_bytes`, or take it to be what was estimated.
 
         Returns:
             The bytes to reserve when it runs again.
         """
         ledger = self.ledger
         if ledger.is_counting and ledger.counter is not None:
-            inside_bytes = ledger.counter.growth_bytes() - size_bytes
-            return self.predictor.learn_inside(key, max(0, inside_bytes))
-        if expected_bytes:
-            ledger.note_workspace(expected_bytes)
-        return expected_bytes
+            return need.learn_inside(max(0, ledger.counter.growth_bytes() - size_bytes))
+        if need.inside_bytes:
+            ledger.note_workspace(need.inside_bytes)
+        return need.inside_bytes
 
     def _note_collective(
         self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
