@@ -4,9 +4,10 @@ import itertools
 import random
 from typing import Protocol
 
+import pytest
 import torch
 
-from torchdelta.errors import TierFullError
+from torchdelta.errors import TierFullError, TierIOError
 from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
 ACTIONS = (
@@ -28,6 +29,9 @@ ACTIONS = (
     "release",
     "drain",
 )
+
+
+ODD_SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097)
 
 
 class Device(Protocol):
@@ -67,36 +71,66 @@ class Life:
         self.beside: list[tuple[Transfer, torch.UntypedStorage, int]] = []
 
 
+def _concerns(action: str, life: Life) -> bool:
+    """Say whether an action does anything to a buffer."""
+    is_there = life.storage is not None
+    match action:
+        case "evict":
+            return is_there and life.leaving is None
+        case "arrive":
+            return life.leaving is not None
+        case "fetch":
+            return not is_there and life.fetch is None
+        case "drop fetch":
+            return life.fetch is not None
+        case "read beside":
+            return life.slot is not None and len(life.beside) < 2
+        case "overwrite":
+            return is_there
+        case "rewrite":
+            return is_there and life.slot is not None
+        case _:
+            return True
+
+
 class Player:
     """Carries a schedule out: make, evict, bring back, use, overwrite, release, in any order.
 
     Args:
         tier: What is tried.
         device: Where the storages are.
-        seed: Of what the schedule leaves open.
+        seed: Of what is done.
+        can_fail: Whether transfers may fail. A buffer that could not leave stays, and one that could not come back is
+            asked for again; nothing is ever lost.
+        is_alone: Whether nobody else uses the tier and the device.
     """
 
-    def __init__(self, tier: Tier, device: Device, seed: int) -> None:
+    def __init__(self, tier: Tier, device: Device, seed: int, *, can_fail: bool = False, is_alone: bool = True) -> None:
         self.tier = tier
         self.device = device
+        self.can_fail = can_fail
+        self.is_alone = is_alone
+        self.num_failures = 0
         self.random = random.Random(seed)
         self.numbers = itertools.count(1)
         self.lives: list[Life] = []
         self.num_stuck = 0  # allocations that found no room although everything possible had left
 
-    def play(self, steps: list[tuple[str, int]]) -> None:
-        """Do what the steps say, then bring everything back and look at it, then give everything up."""
-        for action, size_bytes in steps:
-            self.act(action, size_bytes)
+    def play(self, num_steps: int, largest_bytes: int) -> None:
+        """Do so many things at random, then bring everything back and look at it, then give everything up."""
+        for _ in range(num_steps):
+            size_bytes = self.random.choice((self.random.randrange(largest_bytes), self.random.choice(ODD_SIZES)))
+            self.act(self.random.choice(ACTIONS), size_bytes)
             assert self.device.used_bytes <= self.device.budget_bytes
             self._check_tier()
         while self.lives:
             self._use(self.lives[-1])
             self._forget(self.lives[-1])
         self.tier.drain()
-        assert self.device.used_bytes == 0, "a drained tier lets go of every storage"
-        assert self.tier.used_bytes == 0
-        self.device.settle()
+        if self.is_alone:
+            assert self.device.used_bytes == 0, "a drained tier lets go of every storage"
+            assert self.tier.used_bytes == 0
+            self.device.settle()
         assert self.device.complaints == []
 
     def act(self, action: str, size_bytes: int) -> None:
@@ -113,9 +147,10 @@ class Player:
                     self._arrive(life)
         elif action == "drain":
             self.tier.drain()
-        elif self.lives:
-            life = self.random.choice(self.lives)
-            getattr(self, "_" + action.replace(" ", "_"))(life)
+        else:
+            concerned = [life for life in self.lives if _concerns(action, life)]
+            if concerned:
+                getattr(self, "_" + action.replace(" ", "_"))(self.random.choice(concerned))
 
     # -- one buffer
 
@@ -129,7 +164,7 @@ class Player:
             except TierFullError:
                 capacity_bytes = self.tier.capacity_bytes
                 assert capacity_bytes is not None
-                assert used_bytes + life.size_bytes + 4096 > capacity_bytes, "there was room"
+                assert not self.is_alone or used_bytes + life.size_bytes + 4096 > capacity_bytes, "there was room"
                 return False
             life.leaving = self.tier.write(life.slot, life.storage)
         else:
@@ -137,12 +172,43 @@ class Player:
         return True
 
     def _arrive(self, life: Life) -> None:
-        if life.leaving is not None:
-            life.leaving.wait()
-            assert life.leaving.wait() == 0.0
-            before_bytes = self.device.used_bytes
-            life.leaving = life.storage = None
+        if life.leaving is None or not self._has_left(life):
+            return
+        before_bytes = self.device.used_bytes
+        life.storage = None
+        if self.is_alone:
             assert self.device.used_bytes < before_bytes or life.size_bytes == 0, "what has arrived is let go of"
+
+    def _has_left(self, life: Life) -> bool:
+        """Wait for a copy on its way out; one that failed is no copy, and the source is untouched."""
+        assert life.leaving is not None
+        leaving, life.leaving = life.leaving, None
+        if self._wait(leaving):
+            assert leaving.wait() == 0.0
+            return True
+        assert life.slot is not None
+        with pytest.raises(TierIOError):
+            leaving.wait()
+        self.tier.release(life.slot)
+        life.slot = None
+        return False
+
+    def _wait(self, transfer: Transfer) -> bool:
+        try:
+            transfer.wait()
+        except TierIOError:
+            assert self.can_fail
+            self.num_failures += 1
+            return False
+        return True
+
+    def _read(self, life: Life, storage: torch.UntypedStorage) -> bool:
+        """Read until it succeeds; False where the write before had failed, so that nothing is there to be read."""
+        assert life.slot is not None
+        while not self._wait(self.tier.read(life.slot, storage)):
+            if life.leaving is not None and not self._has_left(life):
+                return False
+        return True
 
     def _fetch(self, life: Life) -> None:
         if life.storage is None and life.fetch is None and life.slot is not None:
@@ -155,21 +221,25 @@ class Player:
 
     def _use(self, life: Life) -> None:
         if life.fetch is not None and life.storage is None:
-            transfer, life.storage = life.fetch
+            transfer, storage = life.fetch
             life.fetch = None
-            transfer.wait()
+            life.storage = storage if self._wait(transfer) else None
+            transfer = storage = None
         if life.storage is None:
             assert life.slot is not None
             storage = self._allocate(life.size_bytes, but=life)
             if storage is None:
                 self.num_stuck += 1
                 return
-            self.tier.read(life.slot, storage).wait()
+            assert self._read(life, storage)
             life.storage = storage
         self.device.check(life.storage, life.number)
+        self._look_beside(life)
+
+    def _look_beside(self, life: Life) -> None:
         for transfer, storage, number in life.beside:
-            transfer.wait()
-            self.device.check(storage, number)
+            if self._wait(transfer):
+                self.device.check(storage, number)
         life.beside.clear()
 
     def _read_beside(self, life: Life) -> None:
@@ -183,8 +253,7 @@ class Player:
         if life.storage is None:
             return
         if life.leaving is not None:
-            life.leaving.wait()
-            life.leaving = None
+            self._has_left(life)
         if life.slot is not None:
             self.tier.release(life.slot)
             self.tier.release(life.slot)
@@ -194,10 +263,10 @@ class Player:
 
     def _rewrite(self, life: Life) -> None:
         """Write new content into the same slot."""
+        if life.leaving is not None:
+            self._has_left(life)
         if life.storage is None or life.slot is None:
             return
-        if life.leaving is not None:
-            life.leaving.wait()
         life.number = next(self.numbers)
         self.device.fill(life.storage, life.number)
         life.leaving = self.tier.write(life.slot, life.storage)
@@ -224,17 +293,11 @@ class Player:
             if life.leaving is not None:
                 self._arrive(life)
             elif life.fetch is not None:
-                transfer, _ = life.fetch
-                transfer.wait()
+                self._wait(life.fetch[0])
                 life.fetch = None
-                del transfer, _
             elif self._evict(life):
                 self._arrive(life)
-            for transfer, target, number in life.beside:
-                transfer.wait()
-                self.device.check(target, number)
-            transfer = target = None
-            life.beside.clear()
+            self._look_beside(life)
             storage = self.device.allocate(size_bytes)
         if storage is None:
             self.tier.drain()

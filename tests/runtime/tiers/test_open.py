@@ -1,12 +1,18 @@
 """Tiers by name."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.runtime.tiers.simulated import SimulatedEngine
 from torchdelta.config import TIERS
-from torchdelta.errors import TierError
-from torchdelta.runtime.tiers import open_tier, tier_names
+from torchdelta.errors import TierError, TierFullError
+from torchdelta.host import read_host_memory
+from torchdelta.runtime.tiers import ENGINES, open_tier, tier_names
+from torchdelta.runtime.tiers.pinned import PinnedTier
+from torchdelta.runtime.tiers.stacked import StackedTier
 
 
 def test_every_configurable_tier_can_be_opened(tmp_path: Path) -> None:
@@ -18,6 +24,46 @@ def test_every_configurable_tier_can_be_opened(tmp_path: Path) -> None:
         assert tier.capacity_bytes == {"disk": 1 << 21, "memory": 1 << 20}[name]
         assert tier.staging_bytes <= 1 << 20
         tier.close()
+
+
+@pytest.mark.parametrize("name", ["disk", "memory"])
+@pytest.mark.parametrize("host_budget_bytes", [4096, 9000, 1 << 20])
+def test_tiers_of_a_device_share_the_host_budget(
+    name: str, host_budget_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device with streams both names mean pinned memory, "disk" with a disk behind it; staging counts."""
+    engines = []
+
+    def make_engine(_: torch.device) -> SimulatedEngine:
+        engines.append(SimulatedEngine(1))
+        return engines[-1]
+
+    monkeypatch.setitem(ENGINES, "cpu", make_engine)
+    device = torch.device("cpu")
+    tier = open_tier(
+        name, device=device, swap_dir=tmp_path, host_budget_bytes=host_budget_bytes, disk_budget_bytes=1 << 16
+    )
+    assert tier.name == name
+    assert isinstance(tier, PinnedTier if name == "memory" else StackedTier)
+    num_slots = 0
+    with contextlib.suppress(TierFullError):
+        while True:
+            tier.reserve(4096)
+            num_slots += 1
+    pages = host_budget_bytes // 4096 - tier.staging_bytes // 4096
+    assert num_slots == pages + (16 if name == "disk" else 0)
+    assert (host_budget_bytes - 2 * 4096 if name == "memory" else 1) <= engines[0].peak_pinned_bytes
+    assert engines[0].peak_pinned_bytes <= host_budget_bytes
+    tier.close()
+    assert engines[0].pinned == {}
+
+
+def test_pinned_memory_without_a_budget_leaves_half_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is pinned cannot be paged out: all of it would stop the machine."""
+    monkeypatch.setitem(ENGINES, "cpu", lambda _: SimulatedEngine(1))
+    tier = open_tier("memory", device=torch.device("cpu"))
+    assert tier.capacity_bytes == read_host_memory().usable_bytes // 2 // 4096 * 4096
+    tier.close()
 
 
 def test_an_unknown_tier_is_refused_with_the_known_names() -> None:

@@ -1,12 +1,13 @@
 """Negative controls: each rule of [Note: stream order] in pinned.py is broken on purpose, and the schedules notice."""
 
 import contextlib
-import random
+from pathlib import Path
 
 import pytest
 
-from tests.runtime.tiers.players import ACTIONS, Player
+from tests.runtime.tiers.players import Player
 from tests.runtime.tiers.simulated import Event, SimulatedDevice, SimulatedEngine
+from torchdelta.runtime.tiers.bounced import BouncedDiskTier
 from torchdelta.runtime.tiers.engine import Stream
 from torchdelta.runtime.tiers.pinned import PinnedSlot, PinnedTier, StreamTransfer
 
@@ -25,6 +26,13 @@ class ForgetfulEngine(SimulatedEngine):
         """Wait, unless it is the forgotten wait."""
         if (stream, event.queue) != (self.waiting, self.awaited.value):
             super().follow(stream, event)
+
+
+class ImpatientEngine(SimulatedEngine):
+    """An engine that tells the host that an event was reached before it was."""
+
+    def finish(self, event: Event) -> None:
+        """Return at once."""
 
 
 class HastyTier(PinnedTier):
@@ -56,16 +64,14 @@ class GreedyTier(PinnedTier):
         super().release(slot)
 
 
-def is_noticed(make_engine, make_tier) -> bool:
+def is_noticed(make_engine, make_tier, num_schedules: int = NUM_SCHEDULES) -> bool:
     """Play schedules until one ends in a complaint."""
-    for seed in range(NUM_SCHEDULES):
-        rng = random.Random(seed)
-        steps = [(rng.choice(ACTIONS), rng.randrange(20_000)) for _ in range(30)]
+    for seed in range(num_schedules):
         engine = make_engine(seed)
         device = SimulatedDevice(engine, 96 << 10)
         tier = make_tier(engine, capacity_bytes=64 << 10)
         with contextlib.suppress(AssertionError):
-            Player(tier, device, seed).play(steps)
+            Player(tier, device, seed).play(40, 20_000)
         engine.settle()
         tier.close()
         if device.complaints:
@@ -98,3 +104,21 @@ def test_a_forgotten_wait_is_noticed(waiting: Stream, awaited: Stream) -> None:
 def test_memory_that_is_freed_or_reused_early_is_noticed(make_tier) -> None:
     """Rules 3, 4 and 5: a source or target that nobody holds, a slot that is handed on too early."""
     assert is_noticed(SimulatedEngine, make_tier)
+
+
+@pytest.mark.parametrize(
+    "make_engine",
+    [
+        lambda seed: ForgetfulEngine(seed, waiting=Stream.OUT, awaited=Stream.COMPUTE),
+        lambda seed: ForgetfulEngine(seed, waiting=Stream.IN, awaited=Stream.COMPUTE),
+        ImpatientEngine,
+    ],
+)
+def test_a_forgotten_wait_on_the_way_to_a_disk_is_noticed(make_engine, tmp_path: Path) -> None:
+    """The disk's threads need the waits for the compute stream, and their own for the device, too."""
+
+    def make_tier(engine: SimulatedEngine, *, capacity_bytes: int) -> BouncedDiskTier:
+        return BouncedDiskTier(engine, swap_dir=tmp_path, capacity_bytes=capacity_bytes, host_budget_bytes=8192)
+
+    assert not is_noticed(SimulatedEngine, make_tier, num_schedules=20)
+    assert is_noticed(make_engine, make_tier)

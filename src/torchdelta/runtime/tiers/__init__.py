@@ -1,60 +1,110 @@
 """Places a buffer can go to, by name: each is a `Tier`, and the runtime knows no more of them than that.
 
-"disk" and "memory" serve tensors in host memory. Pinned host memory for CUDA joins `_OPENERS` under its own name: it
-implements `Tier` on its own arena, side streams and events, and can take `slots.SlotAllocator` for the arena.
+| name | for tensors on the CPU | for tensors on a device with streams (CUDA) |
+|---|---|---|
+| "memory" | a copy in host memory | pinned host memory |
+| "disk" | a file | pinned host memory as far as `host_budget` allows, and a file behind it |
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+import mmap
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torchdelta.errors import TierError
+from torchdelta.host import read_host_memory
 from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
-__all__ = ["Slot", "Tier", "Transfer", "open_tier", "tier_names"]
+    import torch
+
+    from torchdelta.runtime.tiers.engine import Engine
+
+__all__ = ["ENGINES", "Slot", "Tier", "Transfer", "open_tier", "tier_names"]
+
+# Pinned memory cannot be paged out, so that taking all of it stops the machine: without a budget it ends here.
+_PINNED_SHARE: Final = 0.5
+_DISK_STAGING_BYTES: Final = 8 << 20  # two threads, a part each
 
 
-class _Opener(Protocol):
-    def __call__(
-        self,
-        *,
-        swap_dir: str | os.PathLike[str] | None,
-        host_budget_bytes: int | None,
-        disk_budget_bytes: int | None,
-    ) -> Tier: ...
+class _Options(NamedTuple):
+    swap_dir: str | os.PathLike[str] | None
+    host_budget_bytes: int | None
+    disk_budget_bytes: int | None
 
 
-def _open_disk(
-    *, swap_dir: str | os.PathLike[str] | None, host_budget_bytes: int | None, disk_budget_bytes: int | None
-) -> Tier:
+def _open_disk(options: _Options) -> Tier:
     from torchdelta.runtime.tiers.disk import DiskTier
 
-    return DiskTier(swap_dir=swap_dir, capacity_bytes=disk_budget_bytes, host_budget_bytes=host_budget_bytes)
+    return DiskTier(
+        swap_dir=options.swap_dir,
+        capacity_bytes=options.disk_budget_bytes,
+        host_budget_bytes=options.host_budget_bytes,
+    )
 
 
-def _open_memory(
-    *, swap_dir: str | os.PathLike[str] | None, host_budget_bytes: int | None, disk_budget_bytes: int | None
-) -> Tier:
+def _open_memory(options: _Options) -> Tier:
     from torchdelta.runtime.tiers.memory import MemoryTier
 
-    del swap_dir, disk_budget_bytes  # nothing of this tier is on a disk
-    return MemoryTier(capacity_bytes=host_budget_bytes)
+    return MemoryTier(capacity_bytes=options.host_budget_bytes)
 
 
-_OPENERS: Final[dict[str, _Opener]] = {"disk": _open_disk, "memory": _open_memory}
+def _open_pinned(options: _Options, engine: Engine) -> Tier:
+    from torchdelta.runtime.tiers.pinned import PinnedTier
+
+    return PinnedTier(engine, capacity_bytes=_pinned_bytes(options))
+
+
+def _open_pinned_and_disk(options: _Options, engine: Engine) -> Tier:
+    from torchdelta.runtime.tiers.bounced import BouncedDiskTier
+    from torchdelta.runtime.tiers.pinned import PinnedTier
+    from torchdelta.runtime.tiers.stacked import StackedTier
+
+    host_bytes = _pinned_bytes(options)
+    # An eighth for staging, and no more than the disk makes use of; but a page at least, which the disk insists on.
+    staging_bytes = min(_DISK_STAGING_BYTES, max(mmap.PAGESIZE, host_bytes // 8))
+    disk = BouncedDiskTier(
+        engine,
+        swap_dir=options.swap_dir,
+        capacity_bytes=options.disk_budget_bytes,
+        host_budget_bytes=min(staging_bytes, host_bytes),
+    )
+    return StackedTier("disk", PinnedTier(engine, capacity_bytes=host_bytes - disk.staging_bytes), disk)
+
+
+def _pinned_bytes(options: _Options) -> int:
+    if options.host_budget_bytes is not None:
+        return options.host_budget_bytes
+    return int(read_host_memory().usable_bytes * _PINNED_SHARE)
+
+
+def _cuda_engine(device: torch.device) -> Engine:
+    from torchdelta.runtime.tiers.cuda import CudaEngine
+
+    return CudaEngine(device)
+
+
+_CPU_OPENERS: Final[dict[str, Callable[[_Options], Tier]]] = {"disk": _open_disk, "memory": _open_memory}
+_DEVICE_OPENERS: Final[dict[str, Callable[[_Options, Engine], Tier]]] = {
+    "disk": _open_pinned_and_disk,
+    "memory": _open_pinned,
+}
+# What drives a device of each type that has streams; tests add their own.
+ENGINES: Final[dict[str, Callable[[torch.device], Engine]]] = {"cuda": _cuda_engine}
 
 
 def tier_names() -> tuple[str, ...]:
     """Return the names that `open_tier` knows."""
-    return tuple(_OPENERS)
+    return tuple(_CPU_OPENERS)
 
 
 def open_tier(
     name: str,
     *,
+    device: torch.device | None = None,
     swap_dir: str | os.PathLike[str] | None = None,
     host_budget_bytes: int | None = None,
     disk_budget_bytes: int | None = None,
@@ -63,14 +113,18 @@ def open_tier(
 
     Args:
         name: One of `tier_names()`.
+        device: Whose tensors it takes, with its index; None is the CPU.
         swap_dir: Directory for tiers on disk; None means TORCHDELTA_SWAP_DIR, else the system's for temporary files.
-        host_budget_bytes: The most host memory that the tier may hold, staging included; None for no limit.
+        host_budget_bytes: The most host memory that the tier may hold, staging included; None for no limit, or for half
+            of the machine's where the memory is pinned.
         disk_budget_bytes: The most disk space that it may hold; None for no limit.
 
     Raises:
         TierError: There is no such tier, or it cannot be opened here: one line that says why and what to change.
     """
-    opener = _OPENERS.get(name)
-    if opener is None:
-        raise TierError(f"there is no tier {name!r}; take one of {', '.join(map(repr, _OPENERS))}")
-    return opener(swap_dir=swap_dir, host_budget_bytes=host_budget_bytes, disk_budget_bytes=disk_budget_bytes)
+    if name not in _CPU_OPENERS:
+        raise TierError(f"there is no tier {name!r}; take one of {', '.join(map(repr, _CPU_OPENERS))}")
+    options = _Options(swap_dir, host_budget_bytes, disk_budget_bytes)
+    if device is None or device.type not in ENGINES:
+        return _CPU_OPENERS[name](options)
+    return _DEVICE_OPENERS[name](options, ENGINES[device.type](device))

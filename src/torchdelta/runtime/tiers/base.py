@@ -8,7 +8,8 @@ Three rules hold for every tier, and callers rely on them:
 - Order. Transfers of one slot happen in the order in which they were started: a read sees the write before it, also
   when that write is still under way. Reads overtake writes of other slots, because a read is what a step waits for.
 - Memory. A tier allocates and frees no tensor memory: the caller brings every storage and drops it, on its own
-  thread. A storage belongs to its transfer until `is_done()` has said so or `wait()` has returned.
+  thread. A storage belongs to its transfer until `is_done()` has said so or `wait()` has returned. On a device with
+  streams, storages are allocated, and calls are made, on the compute stream that uses them: see pinned.py.
 - Failure. What went wrong in the background is raised by `wait()`, never swallowed. After a failed write the source
   is untouched, so the caller can keep the buffer; reads of that slot fail as well. After a failed read the content of
   the target is undefined.
@@ -54,7 +55,10 @@ class Transfer(Protocol):
         ...
 
     def wait(self) -> float:
-        """Block until the copy has ended; may be repeated, and then returns 0.0 or raises the same error.
+        """Wait for the copy: whatever the calling thread does or computes next comes after it.
+
+        Blocks until the copy has ended, or, on a device with streams, lets its compute stream wait and returns at once.
+        May be repeated, and then returns 0.0 or raises the same error.
 
         Returns:
             Seconds that this call blocked: the stall. 0.0 when the copy had ended before.
@@ -67,7 +71,7 @@ class Transfer(Protocol):
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place outside the device where buffers can stay: memory, disk, later pinned host memory."""
+    """A place outside the device where buffers can stay: memory, disk, pinned host memory."""
 
     @property
     def name(self) -> str:
@@ -129,6 +133,13 @@ class Tier(Protocol):
 
     def drain(self) -> None:
         """Wait for every transfer under way, and let go of its storage; failures are not raised here."""
+        ...
+
+    def take_stall_s(self) -> float:
+        """Return the seconds of stall that no `wait()` has returned and that became known since the last call.
+
+        A device with streams stands still while the host runs on; how long is known only afterwards.
+        """
         ...
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchdelta.errors import TierError, TierIOError
 from torchdelta.runtime.tiers.bandwidth import LinkEstimate
@@ -46,7 +46,7 @@ __all__ = ["Copier", "CopyTransfer", "Job", "Medium", "Part", "PooledSlot"]
 class Part:
     """A piece of a transfer that one thread copies at one go."""
 
-    __slots__ = ("address", "index", "offset_bytes", "size_bytes", "slot", "view")
+    __slots__ = ("address", "after", "index", "offset_bytes", "size_bytes", "slot", "view")
 
     def __init__(
         self, *, slot: PooledSlot, index: int, offset_bytes: int, size_bytes: int, address: int, view: memoryview
@@ -57,6 +57,7 @@ class Part:
         self.size_bytes = size_bytes
         self.address = address  # of the storage's bytes
         self.view = view  # the same bytes, made by the caller so that the thread need not allocate
+        self.after: Any = None  # the event that a device's copy has to follow; views of its memory are never read
 
 
 class Medium(Protocol):

@@ -92,10 +92,9 @@ class DiskMedium:
 
     def close(self) -> None:
         self.leave_child()
-        for view, staging in zip(self._views, self._staging, strict=True):
-            view.release()
-            staging.close()
-        self._views.clear()
+        while self._views:
+            self._views.pop().release()
+        self._drop_staging()
 
     def leave_child(self) -> None:
         """Close the descriptor: a child that lives on would keep the file's room taken after the parent's end."""
@@ -124,6 +123,10 @@ class DiskMedium:
     def _new_staging(self, size_bytes: int) -> mmap.mmap:
         # Shared, not private: a fork in the middle of a direct read would leave the parent a stale private page.
         return mmap.mmap(-1, size_bytes)
+
+    def _drop_staging(self) -> None:
+        for staging in self._staging:
+            staging.close()
 
     def _stage(self, part: Part, staging_address: int) -> None:
         """Bring a part's bytes into a staging buffer."""

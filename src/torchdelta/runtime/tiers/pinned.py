@@ -139,18 +139,14 @@ class PinnedTier:
         engine: The device.
         capacity_bytes: The most that the arena may take (`host_budget`); what is over a whole page stays unused. None
             for no limit.
-        memory: Where the arena's segments come from, shared with others under the same budget; its owner closes it.
-            None: the tier has its own.
     """
 
-    def __init__(self, engine: Engine, *, capacity_bytes: int | None, memory: PinnedMemory | None = None) -> None:
+    def __init__(self, engine: Engine, *, capacity_bytes: int | None) -> None:
         self.engine = engine
         self.in_flight: dict[int, StreamTransfer] = {}
         self._process_id = os.getpid()
         self._is_closed = False
-        own = None
-        if memory is None:
-            memory = own = PinnedMemory(engine)
+        memory = PinnedMemory(engine)
         self._arena = Arena(memory)
         if capacity_bytes is not None:
             capacity_bytes -= capacity_bytes % mmap.PAGESIZE
@@ -177,7 +173,7 @@ class PinnedTier:
         }
         self._held: deque[tuple[Event, Event]] = deque()
         self._stall_s = 0.0
-        self._finalizer = weakref.finalize(self, _shut_down, engine, own, self._process_id)
+        self._finalizer = weakref.finalize(self, _shut_down, engine, memory, self._process_id)
 
     @property
     def name(self) -> str:
@@ -393,12 +389,11 @@ class PinnedTier:
         return slot
 
 
-def _shut_down(engine: Engine, memory: PinnedMemory | None, process_id: int) -> None:
+def _shut_down(engine: Engine, memory: PinnedMemory, process_id: int) -> None:
     """Wait until no copy runs, and unpin. A forked child keeps its hands off."""
     if os.getpid() != process_id:
         return
     with contextlib.suppress(RuntimeError):  # of a device that has failed there is nothing to wait for
         for stream in (Stream.OUT, Stream.IN):
             engine.finish(engine.mark(stream))
-    if memory is not None:
-        memory.close()
+    memory.close()

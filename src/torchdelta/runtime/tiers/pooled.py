@@ -35,10 +35,17 @@ _open_copiers: weakref.WeakSet[Copier] = weakref.WeakSet()
 
 
 class PooledTier:
-    """A `Tier` over a medium. All state that changes is here and in its copier."""
+    """A `Tier` over a medium. All state that changes is here and in its copier.
 
-    def __init__(self, medium: Medium, *, capacity_bytes: int | None) -> None:
+    Args:
+        medium: Where the bytes are kept.
+        capacity_bytes: The most that slots may take, or None for no limit.
+        device: Whose storages it copies; None is the CPU.
+    """
+
+    def __init__(self, medium: Medium, *, capacity_bytes: int | None, device: torch.device | None = None) -> None:
         self._medium = medium
+        self._device = device
         self._pool = Pool(
             name=medium.name,
             budget_option=medium.budget_option,
@@ -120,7 +127,7 @@ class PooledTier:
     def write(self, slot: Slot, storage: torch.UntypedStorage) -> CopyTransfer:
         """Start copying `storage` into `slot`."""
         pooled = self._checked(slot, storage)
-        parts = _cut(pooled, storage, self._medium.part_bytes)
+        parts = self._cut(pooled, storage)
         transfer = self._copier.start(pooled, parts, storage, is_read=False)
         pooled.is_written = True
         return transfer
@@ -130,7 +137,7 @@ class PooledTier:
         pooled = self._checked(slot, storage)
         if not pooled.is_written:
             raise TierError(f"a slot of {slot.size_bytes} bytes in the {self.name} tier is read but was never written")
-        parts = _cut(pooled, storage, self._medium.part_bytes)
+        parts = self._cut(pooled, storage)
         return self._copier.start(pooled, parts, storage, is_read=True)
 
     def release(self, slot: Slot) -> None:
@@ -153,6 +160,10 @@ class PooledTier:
         for transfer in list(self._copier.in_flight.values()):
             with contextlib.suppress(TierError):
                 transfer.wait()
+
+    def take_stall_s(self) -> float:
+        """Return nothing: `wait()` has told all of it."""
+        return 0.0
 
     def close(self) -> None:
         """Stop the transfers, join the threads, drop the pool."""
@@ -179,11 +190,38 @@ class PooledTier:
             raise TierError(f"this slot of {slot.size_bytes} bytes is no slot of this {self.name} tier")
         if slot.is_released:
             raise TierError(f"a slot of {slot.size_bytes} bytes in the {self.name} tier is used after its release")
-        if storage.device.type != "cpu":
-            raise TierError(f"the {self.name} tier copies CPU storages only, not one on {storage.device}")
+        if storage.device != self._device if self._device is not None else storage.device.type != "cpu":
+            wanted = "CPU" if self._device is None else self._device
+            raise TierError(f"the {self.name} tier copies {wanted} storages only, not one on {storage.device}")
         if storage.nbytes() != slot.size_bytes:
             raise TierError(f"a storage of {storage.nbytes()} bytes meets a slot of {slot.size_bytes} bytes")
         return slot
+
+    def _cut(self, slot: PooledSlot, storage: torch.UntypedStorage) -> list[Part]:
+        """Cut a transfer into parts, the same for every transfer of a slot."""
+        part_bytes = self._medium.part_bytes
+        parts: list[Part] = []
+        if slot.size_bytes == 0:
+            return parts
+        base = storage.data_ptr()
+        view: memoryview = _view_memory(base, slot.size_bytes, _PYBUF_WRITE)
+        start = 0
+        for extent in slot.extents:
+            extent_bytes = min(extent.size_bytes, slot.size_bytes - start)
+            for offset in range(0, extent_bytes, part_bytes):
+                size_bytes = min(part_bytes, extent_bytes - offset)
+                parts.append(
+                    Part(
+                        slot=slot,
+                        index=len(parts),
+                        offset_bytes=extent.offset_bytes + offset,
+                        size_bytes=size_bytes,
+                        address=base + start + offset,
+                        view=view[start + offset : start + offset + size_bytes],
+                    )
+                )
+            start += extent_bytes
+        return parts
 
     def _collect_released(self) -> None:
         """Take back the room of released slots whose copies have ended. Needs the lock."""
@@ -206,32 +244,6 @@ class PooledTier:
             return
         job.done.acquire()
         job.done.release()
-
-
-def _cut(slot: PooledSlot, storage: torch.UntypedStorage, part_bytes: int) -> list[Part]:
-    """Cut a transfer into parts, the same for every transfer of a slot."""
-    parts: list[Part] = []
-    if slot.size_bytes == 0:
-        return parts
-    base = storage.data_ptr()
-    view: memoryview = _view_memory(base, slot.size_bytes, _PYBUF_WRITE)
-    start = 0
-    for extent in slot.extents:
-        extent_bytes = min(extent.size_bytes, slot.size_bytes - start)
-        for offset in range(0, extent_bytes, part_bytes):
-            size_bytes = min(part_bytes, extent_bytes - offset)
-            parts.append(
-                Part(
-                    slot=slot,
-                    index=len(parts),
-                    offset_bytes=extent.offset_bytes + offset,
-                    size_bytes=size_bytes,
-                    address=base + start + offset,
-                    view=view[start + offset : start + offset + size_bytes],
-                )
-            )
-        start += extent_bytes
-    return parts
 
 
 def _leave_children() -> None:
