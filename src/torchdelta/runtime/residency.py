@@ -406,6 +406,11 @@ class Residency:
         """Whether the tier takes more."""
         return not self._tier_is_full
 
+    def note_stall(self) -> None:
+        """Count how long a device with streams has stood still; see `Tier.take_stall_s`."""
+        if self._tier is not None:
+            self.counters.stall_s += self._tier.take_stall_s()
+
     def forget(self) -> None:
         """Nothing saved is left: nobody is leaving, away or ranked."""
         self.leaving.clear()

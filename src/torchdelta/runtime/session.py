@@ -110,6 +110,7 @@ class Session:
     def _open_tier(self) -> Any:
         return open_tier(
             self.config.tier,
+            device=torch.device(self.ledger.device_type),
             swap_dir=self.config.swap_dir,
             host_budget_bytes=self.config.host_budget_bytes,
             disk_budget_bytes=self.config.disk_budget_bytes,
@@ -220,6 +221,7 @@ class Session:
 
     def on_backward_end(self, *, keeps_graph: bool) -> None:
         """A backward pass is over."""
+        self.residency.note_stall()
         self.steps.on_backward_end(keeps_graph=keeps_graph)
         if self.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all that was saved was kept: no last handle will say that it is over

@@ -11,6 +11,8 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import torch
+
 from torchdelta.errors import TierError
 from torchdelta.host import read_host_memory
 from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
@@ -18,8 +20,6 @@ from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
-
-    import torch
 
     from torchdelta.runtime.tiers.engine import Engine
 
@@ -113,7 +113,7 @@ def open_tier(
 
     Args:
         name: One of `tier_names()`.
-        device: Whose tensors it takes, with its index; None is the CPU.
+        device: Whose tensors it takes; without an index the current one of its kind, and None is the CPU.
         swap_dir: Directory for tiers on disk; None means TORCHDELTA_SWAP_DIR, else the system's for temporary files.
         host_budget_bytes: The most host memory that the tier may hold, staging included; None for no limit, or for half
             of the machine's where the memory is pinned.
@@ -127,4 +127,6 @@ def open_tier(
     options = _Options(swap_dir, host_budget_bytes, disk_budget_bytes)
     if device is None or device.type not in ENGINES:
         return _CPU_OPENERS[name](options)
+    if device.type != "cpu" and ":" not in str(device):  # (torch's annotations say that an index is never None)
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     return _DEVICE_OPENERS[name](options, ENGINES[device.type](device))

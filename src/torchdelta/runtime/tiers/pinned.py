@@ -330,6 +330,9 @@ class PinnedTier:
                 left_bytes -= piece_bytes
         except RuntimeError as error:
             transfer.error = error.with_traceback(None)
+        except BaseException:  # an interrupt: what was queued is over before anybody can free its memory
+            engine.finish(engine.mark(stream))
+            raise
         with contextlib.suppress(RuntimeError):  # of a copy refused in the middle, the pieces before it are under way
             transfer.event = engine.mark(stream, is_timed=True)
             if is_read:
