@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.sweep.pool import Report
     from benchmarks.sweep.subjects import Family, Subject
 
-FAMILIES = ("transformers_classes",)
+FAMILIES = ("transformers_classes", "torch_modules")
 
 # Status of a subject.
 JUDGED = "judged"

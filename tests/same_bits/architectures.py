@@ -92,7 +92,7 @@ def tiny_config(config_class: Any, special: dict[str, Any]) -> Any:
 
 
 # The convolutional front end of the wav2vec 2.0 family, small enough for 2,000 samples.
-_AUDIO: dict[str, Any] = {
+AUDIO_FRONT_END: dict[str, Any] = {
     "conv_dim": (16, 16, 16),
     "conv_kernel": (10, 3, 3),
     "conv_stride": (5, 4, 4),
@@ -101,8 +101,8 @@ _AUDIO: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 4,
     "mask_time_length": 2,
 }
-_STAGES: dict[str, Any] = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "embedding_size": 8}
-_WINDOWS: dict[str, Any] = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4, "window_size": 4}
+STAGES: dict[str, Any] = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "embedding_size": 8}
+WINDOWS: dict[str, Any] = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4, "window_size": 4}
 _STARTED: dict[str, Any] = {"decoder_start_token_id": 1}
 
 # kind -> class name -> the fields of its own.
@@ -203,7 +203,7 @@ _TABLE: dict[str, dict[str, dict[str, Any]]] = {
     },
     "vision": {
         "BeitForImageClassification": {},
-        "BitForImageClassification": {**_STAGES, "num_groups": 4},
+        "BitForImageClassification": {**STAGES, "num_groups": 4},
         "ConvNextForImageClassification": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
         "DeiTForImageClassification": {},
         "Dinov2ForImageClassification": {},
@@ -229,25 +229,25 @@ _TABLE: dict[str, dict[str, dict[str, Any]]] = {
         },
         "PoolFormerForImageClassification": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
         "PvtForImageClassification": {"hidden_sizes": [8, 16, 20, 32], "depths": [1, 1, 1, 1]},
-        "RegNetForImageClassification": {**_STAGES, "groups_width": 8},
-        "ResNetForImageClassification": _STAGES,
+        "RegNetForImageClassification": {**STAGES, "groups_width": 8},
+        "ResNetForImageClassification": STAGES,
         "SegformerForImageClassification": {"hidden_sizes": [8, 16, 40, 32], "depths": [1, 1, 1, 1]},
         "SwiftFormerForImageClassification": {"depths": [1, 1, 1, 1], "embed_dims": [8, 16, 16, 16]},
-        "SwinForImageClassification": _WINDOWS,
-        "Swinv2ForImageClassification": _WINDOWS,
+        "SwinForImageClassification": WINDOWS,
+        "Swinv2ForImageClassification": WINDOWS,
         "ViTForImageClassification": {},
     },
     "audio": {
         "ASTForAudioClassification": {"max_length": 32},
-        "Data2VecAudioForCTC": {**_AUDIO, "conv_pos_kernel_size": 3},
-        "HubertForCTC": _AUDIO,
-        "SEWForCTC": {**_AUDIO, "squeeze_factor": 2},
+        "Data2VecAudioForCTC": {**AUDIO_FRONT_END, "conv_pos_kernel_size": 3},
+        "HubertForCTC": AUDIO_FRONT_END,
+        "SEWForCTC": {**AUDIO_FRONT_END, "squeeze_factor": 2},
         "Speech2TextForConditionalGeneration": {"input_feat_per_channel": 16},
-        "UniSpeechForCTC": _AUDIO,
-        "WavLMForCTC": _AUDIO,
+        "UniSpeechForCTC": AUDIO_FRONT_END,
+        "WavLMForCTC": AUDIO_FRONT_END,
         "Wav2Vec2BertForCTC": {"feature_projection_input_dim": 16},
-        "Wav2Vec2ConformerForCTC": _AUDIO,
-        "Wav2Vec2ForCTC": _AUDIO,
+        "Wav2Vec2ConformerForCTC": AUDIO_FRONT_END,
+        "Wav2Vec2ForCTC": AUDIO_FRONT_END,
         "WhisperForConditionalGeneration": {},
     },
 }

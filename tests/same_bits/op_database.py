@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,25 +106,36 @@ def operator_step(operator: Operator, arguments: Any) -> Step:
     return step
 
 
-def module_calls(info: Any, *, training: bool) -> Iterator[Step]:
+def module_calls(info: Any, *, training: bool, autocast: bool = False) -> Iterator[Step]:
     """Make a training step of each of a module's first samples."""
     seed_everything()
     samples = info.module_inputs_func(info, "cpu", torch.float32, requires_grad=True, training=training)
     for sample in itertools.islice(samples, MAX_SAMPLES):
         if sample.forward_input is not None:
-            yield module_step(info, sample, training=training)
+            build, call = sample.constructor_input, sample.forward_input
+            make = functools.partial(info.module_cls, *build.args, **build.kwargs)
+            yield module_step(make, call.args, call.kwargs, training=training, autocast=autocast)
 
 
-def module_step(info: Any, sample: Any, *, training: bool) -> Step:
-    """Make a training step of one module with one input."""
-    build, call = sample.constructor_input, sample.forward_input
+def module_step(
+    make: Callable[[], torch.nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool,
+    autocast: bool = False,
+) -> Step:
+    """Make a training step of one module with one input; under autocast only its forward is."""
 
     def step(scope: Scope) -> dict[str, Any]:
-        module = info.module_cls(*build.args, **build.kwargs).train(training)
+        module = make().train(training)
+
+        def call(args: Any, kwargs: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return module(*args, **kwargs)
+
         with scope():
-            outputs, leaves = call_operator(
-                lambda args, kwargs: module(*args, **kwargs), (call.args, (call.kwargs,), {})
-            )
+            outputs, leaves = call_operator(call, (tuple(args), (dict(kwargs),), {}))
             differentiated = backward(outputs)
         return state_of(module, outputs=differentiated, grads=[leaf.grad for leaf in leaves])
 
