@@ -518,3 +518,27 @@ def test_patch_storage_resize() -> None:
     x.untyped_storage().resize_(8)
     assert sizes == [0, 16]
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_autocast_around_a_dispatch_mode() -> None:
+    """Inside a mode autocast looks off; what it is outside can be asked, and it can be made to act inside."""
+    found: list[tuple[bool, bool, torch.dtype]] = []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if "relu" in str(func):
+                with _torch.cpu_autocast_inside():
+                    dtype = torch.mm(args[0], args[0]).dtype
+                found.append((torch.is_autocast_enabled("cpu"), _torch.is_cpu_autocast_outside(), dtype))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(3, 3)
+    with torch.autocast("cpu", torch.bfloat16), Asks():
+        torch.relu(x)
+        with torch.autocast("cpu", enabled=False):
+            torch.relu(x)
+    with Asks():
+        torch.relu(x)
+    assert [outside for _, outside, _ in found] == [True, False, False]
+    assert found[0] == (False, True, torch.bfloat16)

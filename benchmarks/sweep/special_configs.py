@@ -38,7 +38,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
     "mellum": {"num_nextn_predict_layers": 1},
-    **dict.fromkeys(("detr", "conditional_detr", "dab-detr", "deformable_detr", "table-transformer", "omdet-turbo"),
-                    {"backbone": None, "backbone_config": RESNET}),
+    **{name: {"backbone": None, "backbone_config": RESNET}
+       for name in ("detr", "conditional_detr", "dab-detr", "deformable_detr", "table-transformer", "omdet-turbo")},
 }
 # fmt: on

@@ -40,6 +40,18 @@ AUTOCAST_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU)
 )
 
+
+def is_cpu_autocast_outside() -> bool:
+    """Say whether CPU autocast is on where the running op was called; inside a dispatch mode it always looks off."""
+    with torch._C._RestorePythonTLSSnapshot():
+        return torch.is_autocast_enabled("cpu")
+
+
+def cpu_autocast_inside() -> Any:
+    """Return a context in which CPU autocast acts also inside a dispatch mode, if it is on outside."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, False)
+
+
 # The name of the node that adds a gradient into a leaf's `.grad`.
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled

@@ -21,6 +21,8 @@ Operator = Callable[..., Any]
 
 MAX_SAMPLES = 4
 NUM_CHUNKS = 16
+# Plain does not equal itself on these (one run in some dozens differs): there is nothing to compare with.
+NOT_REPRODUCIBLE = frozenset({"linalg.lstsq[3]", "linalg.lstsq.grad_oriented[3]"})
 
 
 @functools.cache

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.same_bits.judge import DECISIONS, Step, judge, plain_outcome
-from tests.same_bits.op_database import NUM_CHUNKS, differentiable_operators, operator_calls, operator_step
+from tests.same_bits.op_database import (
+    NOT_REPRODUCIBLE,
+    NUM_CHUNKS,
+    differentiable_operators,
+    operator_calls,
+    operator_step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 # The samples provoke torch's own warnings on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-# Plain does not equal itself on these (one run in some dozens differs): there is nothing to compare with.
-NOT_REPRODUCIBLE = frozenset({"linalg.lstsq[3]", "linalg.lstsq.grad_oriented[3]"})
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -41,6 +41,14 @@ _NO_OUTPUT: Final = frozenset(
         "record_stream",
     }
 )
+# [Note: autocast inside an op]
+# Autocast comes before a dispatch mode: an op that it casts reaches the mode with its inputs cast, and inside the mode
+# autocast is off. That changes nothing but for an op that autocast lets pass and whose kernel calls ops that it casts
+# (matrix products): such an op is run with autocast as it was where the user called. A test holds the set against
+# torch's own op database. `linalg_pinv` is another one and is NOT here: `pinverse`, which autocast casts, calls it with
+# autocast off, `linalg.pinv` with autocast on, and inside the mode the two look the same. Under CPU autocast
+# `linalg.pinv` therefore multiplies in float32 here and in bfloat16 without a budget. Of CUDA nothing is known.
+_CASTS_INSIDE: Final = frozenset({"_trilinear"})
 _REPLACE: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 # Ops that overwrite the whole of their first argument without reading it: the old content is no dependency.
 _OVERWRITE: Final = frozenset(
@@ -75,6 +83,7 @@ class OpFacts:
     """The cached facts of one op overload."""
 
     __slots__ = (
+        "casts_inside",
         "is_collective",
         "is_random",
         "is_recomputable",
@@ -104,6 +113,7 @@ class OpFacts:
         self.keeps_statistics = base in _STATISTICS
         self.overwrites = base in _OVERWRITE
         self.reorders = base in _REORDERS
+        self.casts_inside = base in _CASTS_INSIDE
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
         # Without the last part, the ranges that an optimizer opens for the profiler would each leave a key in the
         # predictor, step after step.

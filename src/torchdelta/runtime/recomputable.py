@@ -7,7 +7,8 @@ database that is named here was replayed and compared bit for bit (tests/same_bi
 
 `empty` and its kin are not here: `at::tensor`, from C++, fills what it got from `empty` where no dispatch mode sees it
 (the target lengths inside `F.ctc_loss`), and a replay would bring back garbage. An op that overwrites the whole of an
-empty tensor needs no replay of it.
+empty tensor needs no replay of it. `_trilinear` is not here either: what it gives depends on autocast, which is off in
+a replay ([Note: autocast inside an op] in opfacts.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RECOMPUTABLE: Final = frozenset(
     _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
     _scaled_dot_product_fused_attention_overrideable _softmax _softmax_backward_data _thnn_fused_gru_cell
-    _thnn_fused_lstm_cell _to_copy _trilinear _unique2 _unsafe_masked_index _unsafe_masked_index_put_accumulate
+    _thnn_fused_lstm_cell _to_copy _unique2 _unsafe_masked_index _unsafe_masked_index_put_accumulate
     _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _weight_int4pack_mm
     _weight_norm_interface abs abs_ acos acosh adaptive_max_pool2d adaptive_max_pool3d add add_ addbmm addcdiv
     addcdiv_ addcmul addcmul_ addmm addmm_ addmv addr alias_copy all amax amin aminmax angle any arange argmax argmin

@@ -413,8 +413,11 @@ class Recorder(TorchDispatchMode):
                 self.session.saved.on_resaved(buffer)
 
 
-def execute(func: Any, _facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def execute(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op for real."""
+    if facts.casts_inside and _torch.is_cpu_autocast_outside():
+        with _torch.cpu_autocast_inside():
+            return func._op(*args, **(kwargs or {}))
     return func._op(*args, **kwargs) if kwargs else func._op(*args)
 
 
