@@ -27,7 +27,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: nn.Sequential(Attention(), Attention()), (8, 16, 32)),
     "residual": (lambda: nn.Sequential(Residual(), Residual(), Residual()), (4, 8, 16, 16)),
 }
-_plain: dict[str, tuple[list[torch.Tensor], int]] = {}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    ),
+]
+_plain: dict[tuple[str, str], tuple[list[torch.Tensor], int]] = {}
 
 
 class Bench:
@@ -54,7 +60,8 @@ def bench() -> Iterator[Bench]:
     def watched_start(self: PinnedTier, slot: Any, storage: torch.UntypedStorage, *, is_read: bool) -> StreamTransfer:
         transfer = start(self, slot, storage, is_read=is_read)
         engine, event = self.engine, transfer.event
-        assert isinstance(engine, SimulatedEngine)
+        if not isinstance(engine, SimulatedEngine):
+            return transfer
 
         def died() -> None:
             if event is not None and not event.is_reached:
@@ -71,29 +78,39 @@ def bench() -> Iterator[Bench]:
         yield bench
 
 
-def plain_run(name: str) -> tuple[list[torch.Tensor], int]:
+@pytest.fixture(autouse=True)
+def _reproducible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let kernels give the same bits twice."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def plain_run(name: str, device: str = "cpu") -> tuple[list[torch.Tensor], int]:
     """Train a model with nothing evicted, once: what it gives, and the bytes that it needs beyond what lived before."""
-    if name not in _plain:
-        _plain[name] = run(name, UNLIMITED)
-    return _plain[name]
+    if (name, device) not in _plain:
+        _plain[name, device] = run(name, UNLIMITED, device)
+    return _plain[name, device]
 
 
-def run(name: str, budget: int | str, **options: Any) -> tuple[list[torch.Tensor], int]:
+def run(name: str, budget: int | str, device: str = "cpu", **options: Any) -> tuple[list[torch.Tensor], int]:
     """Train a model from fixed seeds inside a budget; a budget in bytes comes on top of what lives already."""
     make, shape = MODELS[name]
     torch.manual_seed(11)
-    model, x = make(), torch.randn(shape)
+    model, x = make().to(device), torch.randn(shape).to(device)
     with running(UNLIMITED) as (_, session):
         base_bytes = session.ledger.live_bytes
     whole = budget if isinstance(budget, str) else base_bytes + budget
     with running(whole, **options) as (memory_budget, _):
-        observed = train(model, x)
+        observed = [tensor.cpu() for tensor in train(model, x)]
     summary = memory_budget.summary()
     if not isinstance(budget, str):
         assert summary.peak_bytes <= whole
     return observed, summary.peak_bytes - base_bytes
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     tier=st.sampled_from(["memory", "memory", "disk"]),
@@ -104,14 +121,28 @@ def run(name: str, budget: int | str, **options: Any) -> tuple[list[torch.Tensor
 )
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_steps_are_the_same_bits_under_pressure(
-    bench: Bench, tmp_path: Path, name: str, tier: str, policy: str, share: float, host_bytes: int, seed: int
+    bench: Bench,
+    tmp_path: Path,
+    device: str,
+    name: str,
+    tier: str,
+    policy: str,
+    share: float,
+    host_bytes: int,
+    seed: int,
 ) -> None:
     """At any budget a run either gives the same bits within it, or says that it cannot."""
-    expected, peak_bytes = plain_run(name)
+    expected, peak_bytes = plain_run(name, device)
     bench.seed, bench.engine = seed, None
     try:
         observed, _ = run(
-            name, int(peak_bytes * share), tier=tier, policy=policy, host_budget=host_bytes, swap_dir=tmp_path
+            name,
+            int(peak_bytes * share),
+            device,
+            tier=tier,
+            policy=policy,
+            host_budget=host_bytes,
+            swap_dir=tmp_path,
         )
     except BudgetError:
         assert share < 1
@@ -124,15 +155,18 @@ def test_steps_are_the_same_bits_under_pressure(
         assert engine.peak_pinned_bytes <= host_bytes
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_forced_swaps_are_the_same_bits(bench: Bench, name: str) -> None:
+def test_forced_swaps_are_the_same_bits(bench: Bench, device: str, name: str) -> None:
     """Everything that is saved leaves and comes back, and the host waits for nothing but the close."""
-    expected, _ = plain_run(name)
+    expected, _ = plain_run(name, device)
     for seed in range(4):
-        bench.seed = seed
-        observed, _ = run(name, UNLIMITED, decisions="swap", host_budget=HOST_BYTES)
+        bench.seed, bench.engine = seed, None
+        observed, _ = run(name, UNLIMITED, device, decisions="swap", host_budget=HOST_BYTES)
         assert same_bits(observed, expected)
         engine = bench.engine
+        if device != "cpu":
+            continue
         assert engine is not None
         assert engine.num_copies > 50
         assert engine.complaints == []

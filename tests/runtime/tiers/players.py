@@ -9,6 +9,7 @@ import torch
 
 from torchdelta.errors import TierFullError, TierIOError
 from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
+from torchdelta.runtime.tiers.stacked import StackedTier
 
 ACTIONS = (
     "make",
@@ -93,6 +94,15 @@ def _concerns(action: str, life: Life) -> bool:
             return True
 
 
+def _parts(tier: Tier) -> tuple[Tier, ...]:
+    return (tier.first, tier.second) if isinstance(tier, StackedTier) else (tier,)
+
+
+def _has_room(tier: Tier, size_bytes: int) -> bool:
+    """Say whether a tier surely has room for a slot, whatever its block."""
+    return tier.capacity_bytes is None or tier.used_bytes + size_bytes + 4096 <= tier.capacity_bytes
+
+
 class Player:
     """Carries a schedule out: make, evict, bring back, use, overwrite, release, in any order.
 
@@ -158,13 +168,11 @@ class Player:
         if life.storage is None or life.leaving is not None:
             return False
         if life.slot is None:
-            used_bytes = self.tier.used_bytes
+            had_room = self.is_alone and any(_has_room(tier, life.size_bytes) for tier in _parts(self.tier))
             try:
                 life.slot = self.tier.reserve(life.size_bytes)
             except TierFullError:
-                capacity_bytes = self.tier.capacity_bytes
-                assert capacity_bytes is not None
-                assert not self.is_alone or used_bytes + life.size_bytes + 4096 > capacity_bytes, "there was room"
+                assert not had_room
                 return False
             life.leaving = self.tier.write(life.slot, life.storage)
         else:

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import logging
 import mmap
+import weakref
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from torchdelta.runtime.tiers.engine import Engine
 
 __all__ = ["Arena", "PinnedMemory", "Segment"]
+
+
+# Engines that would not pin: asked and told of once.
+_refusing: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Segment:
@@ -36,15 +41,13 @@ class Segment:
 
 
 class PinnedMemory:
-    """The segments of one tier, or of tiers that share a budget.
+    """The segments of one tier.
 
     Attributes:
-        is_refused: Whether the system would not pin; memory is taken all the same, since copies work without.
         size_bytes: Bytes of all segments.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.is_refused = False
         self.size_bytes = 0
         self._engine = engine
         self._segments: list[Segment] = []
@@ -57,12 +60,12 @@ class PinnedMemory:
         """
         mapping = mmap.mmap(-1, size_bytes)
         segment = Segment(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), is_pinned=False)
-        if not self.is_refused:
+        if self._engine not in _refusing:
             try:
                 self._engine.pin(segment.address, size_bytes)
                 segment.is_pinned = True
             except OSError as error:
-                self.is_refused = True
+                _refusing.add(self._engine)  # copies work without, so the memory is taken all the same
                 logging.getLogger("torchdelta").warning(
                     "host memory cannot be pinned (%s): copies from and to %s are slower", error, self._engine.device
                 )

@@ -1,0 +1,83 @@
+"""Devices that schedules run on, by kind: the simulated one everywhere, a real accelerator where there is one."""
+
+import random
+import weakref
+
+import pytest
+import torch
+
+from tests.runtime.tiers.players import Device
+from tests.runtime.tiers.simulated import SimulatedDevice, SimulatedEngine
+from torchdelta.runtime.tiers import ENGINES
+from torchdelta.runtime.tiers.engine import Engine
+
+# For `parametrize`: every test that takes a kind runs for real with `pytest -m cuda`.
+KINDS = [
+    "simulated",
+    pytest.param(
+        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    ),
+]
+
+
+def open_device(kind: str, seed: int, budget_bytes: int) -> tuple[Engine, Device]:
+    """Return the engine and the memory of a device of some kind."""
+    if kind == "simulated":
+        simulated = SimulatedEngine(seed)
+        return simulated, SimulatedDevice(simulated, budget_bytes)
+    engine = ENGINES[kind](torch.device(kind, torch.accelerator.current_device_index()))
+    return engine, AcceleratorDevice(engine, seed, budget_bytes)
+
+
+class AcceleratorDevice:
+    """Memory of a real device, its contents made and compared by kernels, with pauses of random length between them."""
+
+    def __init__(self, engine: Engine, seed: int, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self._device = engine.device
+        self._random = random.Random(seed)
+        self._num_wrong = torch.zeros((), dtype=torch.int64, device=engine.device)
+
+    @property
+    def complaints(self) -> list[str]:
+        """Say how many bytes the kernels found wrong so far."""
+        num_wrong = int(self._num_wrong)
+        return [f"{num_wrong} bytes were wrong"] if num_wrong else []
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage | None:
+        """Allocate from torch's allocator, within the budget."""
+        if self.used_bytes + size_bytes > self.budget_bytes:
+            return None
+        storage = torch.UntypedStorage(size_bytes, device=self._device)
+        self.used_bytes += size_bytes
+        weakref.finalize(storage, self._freed, size_bytes)
+        return storage
+
+    def fill(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Make a content."""
+        self._pause()
+        self._view(storage).copy_(self._content(number, storage.nbytes()))
+
+    def check(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Compare with a content; the verdict stays on the device."""
+        self._pause()
+        self._num_wrong += (self._view(storage) != self._content(number, storage.nbytes())).sum()
+
+    def settle(self) -> None:
+        """Finish all work."""
+        torch.accelerator.synchronize(self._device.index)
+
+    def _freed(self, size_bytes: int) -> None:
+        self.used_bytes -= size_bytes
+
+    def _view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+    def _content(self, number: int, size_bytes: int) -> torch.Tensor:
+        places = torch.arange(size_bytes, device=self._device)
+        return ((places * 31 + places // 253 + number * 97) % 256).to(torch.uint8)
+
+    def _pause(self) -> None:
+        if self._device.type == "cuda" and self._random.random() < 0.3:
+            torch.cuda._sleep(self._random.randrange(1_000_000))
