@@ -53,10 +53,12 @@ class Config:
         decisions: Forces the decision for every saved buffer when it is saved, and the budget is not consulted:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.
-        tier: Where swapped bytes go: "disk" (an unlinked file) or "memory" (a copy in host memory).
+        tier: Where swapped bytes go: "disk" (an unlinked file) or "memory" (a copy in host memory). On CUDA "memory" is
+            pinned, and "disk" is the same pinned memory first, as far as `host_budget` allows, and a file behind it.
         swap_dir: Directory of the swap file. None means TORCHDELTA_SWAP_DIR, else the system's directory for
             temporary files. It should be on a real disk: a tmpfs is memory.
-        host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit.
+        host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit, and on
+            CUDA, where it is pinned, half of what is free.
         disk_budget: Most bytes of disk; None is no limit but the free space.
         verify: "first-step" hashes what is dropped in the first step and compares it when it is recomputed.
         count_allocations: On CPU, count at the allocator what every op takes, to the byte. It needs a C++ compiler at

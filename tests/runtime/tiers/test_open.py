@@ -9,7 +9,7 @@ import torch
 from tests.runtime.tiers.simulated import SimulatedEngine
 from torchdelta.config import TIERS
 from torchdelta.errors import TierError, TierFullError
-from torchdelta.host import read_host_memory
+from torchdelta.host import HostMemory
 from torchdelta.runtime.tiers import ENGINES, open_tier, tier_names
 from torchdelta.runtime.tiers.pinned import PinnedTier
 from torchdelta.runtime.tiers.stacked import StackedTier
@@ -59,11 +59,17 @@ def test_tiers_of_a_device_share_the_host_budget(
 
 
 def test_pinned_memory_without_a_budget_leaves_half_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is pinned cannot be paged out: all of it would stop the machine."""
+    """What is pinned cannot be paged out: all of it would stop the machine. Processes of one machine share."""
     monkeypatch.setitem(ENGINES, "cpu", lambda _: SimulatedEngine(1))
-    tier = open_tier("memory", device=torch.device("cpu"))
-    assert tier.capacity_bytes == read_host_memory().usable_bytes // 2 // 4096 * 4096
-    tier.close()
+    monkeypatch.setattr(
+        "torchdelta.runtime.tiers.read_host_memory",
+        lambda: HostMemory(ram_bytes=64 << 30, available_bytes=40 << 30, cgroup_limit_bytes=48 << 30),
+    )
+    for num_processes, capacity_bytes in (("", 20 << 30), ("4", 5 << 30)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_processes)
+        tier = open_tier("memory", device=torch.device("cpu"))
+        assert tier.capacity_bytes == capacity_bytes
+        tier.close()
 
 
 def test_an_unknown_tier_is_refused_with_the_known_names() -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torchdelta.host import read_host_memory
 from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from torchdelta.runtime.tiers.engine import Engine
@@ -27,6 +27,7 @@ __all__ = ["ENGINES", "Slot", "Tier", "Transfer", "open_tier", "tier_names"]
 
 # Pinned memory cannot be paged out, so that taking all of it stops the machine: without a budget it ends here.
 _PINNED_SHARE: Final = 0.5
+_NUM_PROCESSES: Final = "LOCAL_WORLD_SIZE"  # what torchrun says of the processes on this machine
 _DISK_STAGING_BYTES: Final = 8 << 20  # two threads, a part each
 
 
@@ -78,7 +79,10 @@ def _open_pinned_and_disk(options: _Options, engine: Engine) -> Tier:
 def _pinned_bytes(options: _Options) -> int:
     if options.host_budget_bytes is not None:
         return options.host_budget_bytes
-    return int(read_host_memory().usable_bytes * _PINNED_SHARE)
+    memory = read_host_memory()
+    free_bytes = min(memory.usable_bytes, memory.available_bytes or memory.usable_bytes)
+    num_processes = os.environ.get(_NUM_PROCESSES, "")
+    return int(free_bytes * _PINNED_SHARE) // max(1, int(num_processes) if num_processes.isdecimal() else 1)
 
 
 def _cuda_engine(device: torch.device) -> Engine:
@@ -116,7 +120,7 @@ def open_tier(
         device: Whose tensors it takes; without an index the current one of its kind, and None is the CPU.
         swap_dir: Directory for tiers on disk; None means TORCHDELTA_SWAP_DIR, else the system's for temporary files.
         host_budget_bytes: The most host memory that the tier may hold, staging included; None for no limit, or for half
-            of the machine's where the memory is pinned.
+            of what is free where the memory is pinned.
         disk_budget_bytes: The most disk space that it may hold; None for no limit.
 
     Raises:
