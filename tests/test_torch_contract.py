@@ -542,3 +542,23 @@ def test_autocast_around_a_dispatch_mode() -> None:
         torch.relu(x)
     assert [outside for _, outside, _ in found] == [True, False, False]
     assert found[0] == (False, True, torch.bfloat16)
+
+
+def test_patch_fsdp_backward() -> None:
+    """FSDP2 has the three steps that are patched, by these names, and gets them back."""
+    pytest.importorskip("torch.distributed.fsdp")
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    before = [vars(FSDPParamGroup)[name] for name in _torch.FSDP_STEPS_OF_BACKWARD]
+    undo = _torch.patch_fsdp_backward(lambda original: lambda *_: original)
+    assert [getattr(FSDPParamGroup, name)() for name in _torch.FSDP_STEPS_OF_BACKWARD] == before
+    undo()
+    assert [vars(FSDPParamGroup)[name] for name in _torch.FSDP_STEPS_OF_BACKWARD] == before
+
+
+def test_collectives_do_not_say_what_they_write() -> None:
+    """The schemas that the table of collectives stands in for; one that has learned to say so needs it no longer."""
+    for op in (torch.ops.c10d.allreduce_, torch.ops.c10d.broadcast_, torch.ops.c10d._allgather_base_):
+        assert not any(argument.alias_info is not None for argument in op.default._schema.arguments)
+    names = {argument.name for argument in torch.ops.c10d.allreduce_.default._schema.arguments}
+    assert {"tensors", "async_op"} <= names

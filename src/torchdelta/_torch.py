@@ -310,6 +310,33 @@ def patch_compiled_call(make: Callable[[Callable[..., Any]], Callable[..., Any]]
     return undo
 
 
+_FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+FSDP_STEPS_OF_BACKWARD = ("pre_backward", "post_backward", "finalize_backward")
+
+
+def patch_fsdp_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace what FSDP2 does between the nodes of a backward, to gather and to reduce, by `make(original)`.
+
+    Returns what undoes it. FSDP is not imported for it.
+    """
+
+    def patch(module: Any) -> Callable[[], None] | None:
+        kind = getattr(module, "FSDPParamGroup", None)
+        originals = {
+            name: vars(kind)[name] for name in FSDP_STEPS_OF_BACKWARD if kind is not None and name in vars(kind)
+        }
+        for name, original in originals.items():
+            setattr(kind, name, make(original))
+
+        def undo() -> None:
+            for name, original in originals.items():
+                setattr(kind, name, original)
+
+        return undo
+
+    return _patch_when_imported(_FSDP_GROUP, patch)
+
+
 _region_codes: set[Any] = set()
 
 

@@ -184,6 +184,8 @@ def _plain(value: Any) -> Any:
         return (value.shape, value.dtype)
     if value.__class__ is list or value.__class__ is tuple:
         return tuple(_plain(item) for item in value)
+    if isinstance(value, torch.ScriptObject):  # a process group: another Python object at each call
+        return torch.ScriptObject
     return (value.__class__, value) if value.__class__ in _EQUAL_TO_INTS else value
 
 

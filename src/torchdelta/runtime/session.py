@@ -18,8 +18,12 @@ from torchdelta._torch import (
     graph_task_id,
     mode_stack,
     patch_compiled_call,
+    patch_fsdp_backward,
     patch_functorch_guard,
     patch_run_backward,
+    pop_mode,
+    push_mode,
+    top_mode,
     without_mode,
     without_saved_hooks,
 )
@@ -326,6 +330,7 @@ def _patch() -> None:
                     patch_run_backward(_make_run_backward),
                     patch_functorch_guard(_make_functorch_guard),
                     patch_compiled_call(_make_compiled_call),
+                    patch_fsdp_backward(_make_fsdp_backward),
                 ]
             )
 
@@ -382,3 +387,21 @@ def _make_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return session.compiled.call(original, *args, **kwargs)
 
     return call_compiled
+
+
+def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP gathers and reduces between the nodes of a backward, where the recorder is off: it is on for that."""
+
+    @functools.wraps(original)
+    def step_of_backward(*args: Any, **kwargs: Any) -> Any:
+        session = current_session()
+        if session is None or graph_task_id() == -1 or session.recorder in mode_stack():
+            return original(*args, **kwargs)
+        push_mode(session.recorder)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if top_mode() is session.recorder:
+                pop_mode()
+
+    return step_of_backward
