@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.tiers.copier import Part
     from torchdelta.runtime.tiers.scratch import ScratchFile
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskMedium", "DiskTier"]
 
 _PART_BYTES: Final = 4 << 20
 _NUM_THREADS: Final = 2
