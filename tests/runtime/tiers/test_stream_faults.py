@@ -183,16 +183,18 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(
 
 
 def test_a_host_without_memory_is_a_full_tier(
-    tier: PinnedTier, engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+    tier: PinnedTier, engine: SimulatedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says what the system said."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("torchdelta.runtime.tiers.arena.mmap.mmap", refuse)
+    monkeypatch.setattr("torchdelta.runtime.tiers.arena.PinnedMemory.take", refuse)
     with pytest.raises(TierFullError, match=r"no room for 100 bytes \(.*Cannot allocate memory\).*free some room"):
         tier.reserve(100)
+    with pytest.raises(TierError, match="the disk tier has no memory for staging: Cannot allocate memory"):
+        BouncedDiskTier(engine, swap_dir=tmp_path)
     monkeypatch.undo()
     assert tier.reserve(100).size_bytes == 100
     assert sum(engine.pinned.values()) == tier.pool_bytes

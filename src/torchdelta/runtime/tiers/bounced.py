@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from torchdelta.errors import TierError
 from torchdelta.runtime.tiers.arena import PinnedMemory
 from torchdelta.runtime.tiers.disk import DiskMedium
 from torchdelta.runtime.tiers.engine import Stream
@@ -93,8 +94,10 @@ class BouncedDiskTier(PooledTier):
         scratch = open_scratch_file(swap_directory(swap_dir), capacity_bytes=capacity_bytes)
         try:
             medium = _BouncedMedium(scratch, engine, host_budget_bytes=host_budget_bytes, checksum=checksum)
-        except BaseException:
+        except BaseException as error:
             os.close(scratch.descriptor)
+            if isinstance(error, OSError):
+                raise TierError(f"the disk tier has no memory for staging: {error.strerror or error}") from error
             raise
         super().__init__(medium, capacity_bytes=capacity_bytes, device=engine.device)
 

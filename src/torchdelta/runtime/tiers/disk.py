@@ -59,6 +59,7 @@ class DiskMedium:
             self._set_up_staging(host_budget_bytes)
 
     def grow(self, from_bytes: int, add_bytes: int) -> None:
+        """Make the file longer, and take the room now where the file system can."""
         try:
             os.posix_fallocate(self._descriptor, from_bytes, add_bytes)
         except OSError as error:
@@ -69,6 +70,7 @@ class DiskMedium:
             os.ftruncate(self._descriptor, from_bytes + add_bytes)
 
     def write_part(self, worker: int, part: Part) -> None:
+        """Copy one part into the file."""
         view = part.view
         if self._staging:
             self._stage(part, self._addresses[worker])
@@ -78,6 +80,7 @@ class DiskMedium:
         self._move(view, part.offset_bytes, is_read=False)
 
     def read_part(self, worker: int, part: Part) -> None:
+        """Copy one part out of the file, and compare it with its checksum."""
         view = self._staged(worker, part.size_bytes) if self._staging else part.view
         self._move(view, part.offset_bytes, is_read=True)
         if self._checksum:
@@ -91,6 +94,7 @@ class DiskMedium:
             self._unstage(part, self._addresses[worker])
 
     def close(self) -> None:
+        """Close the file, which ends it, and drop the staging buffers."""
         self.leave_child()
         while self._views:
             self._views.pop().release()
