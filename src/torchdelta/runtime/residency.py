@@ -420,6 +420,7 @@ class Residency:
 
     def close(self) -> None:
         """Give the tier back."""
+        self.note_stall()
         if self._tier is not None:
             self._tier.close()
 

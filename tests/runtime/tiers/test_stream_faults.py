@@ -444,7 +444,7 @@ if child == 0:
         except TierError as error:
             if "forked child" not in str(error):
                 verdict |= 1 << number
-    verdict |= 8 * (tier.used_bytes != 0)
+    verdict |= 8 * (tier.used_bytes != 0 or tier.take_stall_s() != 0.0)
     tier.release(slot)
     tier.close()
     verdict |= 16 * (len(engine.pinned) != 1)

@@ -9,10 +9,16 @@ and all of them wait: more than needed, and right without knowing which stream m
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+
 import torch
 
 from torchdelta._torch import Quietly, storage_over
 from torchdelta.runtime.tiers.engine import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 __all__ = ["AcceleratorEngine"]
 
@@ -57,7 +63,7 @@ class AcceleratorEngine:
     def copy(self, stream: Stream, *, to_address: int, from_address: int, size_bytes: int) -> None:
         """Queue a copy by torch's own `copy_`, between tensors that own nothing."""
         target_device, source_device = (_HOST, self.device) if stream is Stream.OUT else (self.device, _HOST)
-        with Quietly(), self._sides[stream]:
+        with Quietly(), self._current(self._sides[stream]):
             target = _bytes_at(to_address, size_bytes, target_device)
             target.copy_(_bytes_at(from_address, size_bytes, source_device), non_blocking=True)
 
@@ -73,6 +79,21 @@ class AcceleratorEngine:
     def elapsed_s(self, start: tuple[torch.Event, ...], end: tuple[torch.Event, ...]) -> float:
         """Subtract the device's time stamps."""
         return start[0].elapsed_time(end[0]) / 1e3
+
+    @contextlib.contextmanager
+    def _current(self, stream: torch.Stream) -> Generator[None]:
+        """Make a stream of the device current on this thread for a while.
+
+        Not by `with stream`: it keeps what was current before in the stream object, which other threads enter as well.
+        """
+        outside = torch.accelerator.current_stream(self.device.index)
+        index = torch.accelerator.current_device_index()
+        torch.accelerator.set_stream(stream)  # makes its device current, too
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(outside)
+            torch.accelerator.set_device_index(index)
 
     def _queues(self, stream: Stream) -> list[torch.Stream]:
         if stream is not Stream.COMPUTE:

@@ -272,6 +272,8 @@ class PinnedTier:
 
     def take_stall_s(self) -> float:
         """Return the seconds of stall that have become known since the last call. See [Note: stall of a device]."""
+        if self._is_foreign():
+            return 0.0
         self._sweep()
         with self._lock:
             stall_s, self._stall_s = self._stall_s, 0.0
