@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ALL = "all"
-NAMES = ("budget", "counting", "policies", "oom_proof", "growth", "sweep")
+NAMES = ("budget", "counting", "policies", "oom_proof", "growth", "sweep", "checksum")
 
 
 def main(arguments: list[str]) -> int:

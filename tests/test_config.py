@@ -36,6 +36,7 @@ def test_decisions_are_a_name_or_a_callable(decisions):
         ({"host_budget": 0.5}, ["host_budget 0.5", "'0.5GiB'"]),
         ({"disk_budget": "50%"}, ["disk_budget '50%'", "'8GiB'"]),
         ({"disk_budget": 0}, ["disk_budget 0"]),
+        ({"checksum": "crc32"}, ["checksum='crc32'", "True", "False"]),
     ],
 )
 def test_a_wrong_value_is_named_with_the_allowed_ones(options, parts):

@@ -232,6 +232,45 @@ def test_without_mode(position: int) -> None:
             assert _torch.mode_stack() == modes
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_remove_mode(position: int) -> None:
+    """One mode is gone for good, and the others keep their order; one that is not there changes nothing."""
+    modes = [Names(), Names(), Names()]
+    for mode in modes:
+        _torch.push_mode(mode)
+    _torch.remove_mode(modes[position])
+    left = [mode for mode in modes if mode is not modes[position]]
+    assert _torch.mode_stack() == left
+    _torch.remove_mode(modes[position])
+    assert _torch.mode_stack() == left
+    while _torch.num_modes():
+        _torch.pop_mode()
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_remove_saved_hooks(position: int) -> None:
+    """One pair is gone for good, from below another one too."""
+    calls: list[str] = []
+
+    def hooks(name: str) -> tuple[Any, Any]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            calls.append(name)
+            return tensor
+
+        return pack, lambda tensor: tensor
+
+    pairs = [hooks("outer"), hooks("inner")]
+    for pair in pairs:
+        torch.autograd.graph.saved_tensors_hooks(*pair).__enter__()
+    _torch.remove_saved_hooks(*pairs[position])
+    x = torch.ones(2, requires_grad=True)
+    x.sin()
+    _torch.remove_saved_hooks(*pairs[1 - position])
+    x.sin()
+    _torch.remove_saved_hooks(*pairs[0])
+    assert calls == [("inner", "outer")[position]]
+
+
 def test_without_saved_hooks() -> None:
     """All hooks are off inside and on afterwards, in order."""
     calls: list[str] = []

@@ -128,6 +128,16 @@ class Quietly:
             guard.__exit__(None, None, None)
 
 
+def remove_mode(mode: object) -> None:
+    """Take one dispatch mode off this thread's stack for good: the highest place where it stands, if any."""
+    above: list[Any] = []
+    if mode in mode_stack():
+        while (top := pop_mode()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            push_mode(other)
+
+
 @contextlib.contextmanager
 def without_mode(mode: object) -> Generator[bool]:
     """Take one dispatch mode off this thread's stack for a while; modes of others above it stay where they are.
@@ -167,6 +177,18 @@ def without_saved_hooks() -> Generator[None]:
     finally:
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def remove_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """Take one pair of default saved-tensor hooks off this thread for good, wherever it stands."""
+    above: list[tuple[Any, Any]] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if top == (pack, unpack):
+            break
+        above.append(top)
+    for other in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(*other)
 
 
 def patch_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -60,6 +60,8 @@ class Config:
         host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit, and on
             CUDA, where it is pinned, half of what is free.
         disk_budget: Most bytes of disk; None is no limit but the free space.
+        checksum: Compare whatever comes back from the disk with a CRC-32 of what went there. What differs is recomputed
+            where that is possible, and otherwise an error; never a wrong gradient.
         verify: "first-step" hashes what is dropped in the first step and compares it when it is recomputed.
         count_allocations: On CPU, count at the allocator what every op takes, to the byte. It needs a C++ compiler at
             its first use, once; without one, and when False, what ops allocate inside themselves is estimated.
@@ -74,6 +76,7 @@ class Config:
     swap_dir: str | os.PathLike[str] | None = None
     host_budget: int | str | None = None
     disk_budget: int | str | None = None
+    checksum: bool = False
     verify: Literal["first-step"] | None = None
     count_allocations: bool = True
 
@@ -88,6 +91,7 @@ class Config:
         _check_directory(self.swap_dir)
         _check_size("host_budget", self.host_budget)
         _check_size("disk_budget", self.disk_budget)
+        _check_flag("checksum", self.checksum)
 
     @property
     def host_budget_bytes(self) -> int | None:
@@ -105,6 +109,11 @@ def _check_choice(option: str, value: Any, allowed: tuple[str, ...], *, or_else:
         return
     names = ", ".join(repr(name) for name in allowed)
     raise ConfigError(f"{option}={value!r} is not allowed: use {names}{' or ' + or_else if or_else else ''}")
+
+
+def _check_flag(option: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{option}={value!r} is not allowed: use True or False")
 
 
 def _check_directory(swap_dir: Any) -> None:

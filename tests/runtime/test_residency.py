@@ -199,6 +199,7 @@ def test_failed_read_is_recomputed_or_told(monkeypatch: pytest.MonkeyPatch) -> N
         assert x.grad is not None
         assert torch.equal(x.grad, (x * 2).cos() * 2)
         monkeypatch.undo()
+        session.residency.outage.end()
         total = (x * constant).sum()
         del constant
         monkeypatch.setattr(session.residency.tier, "read", Failing())

@@ -20,6 +20,7 @@ import torch
 
 from torchdelta import _torch
 from torchdelta._torch import storage_at, storage_num_holders
+from torchdelta.errors import TierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,9 +104,13 @@ class TierCopy:
         if self.transfer is None:
             return 0.0
         try:
-            return self.transfer.wait()
-        finally:
+            stall_s = self.transfer.wait()
+        except TierError:
             self.transfer = self.source = None
+            raise
+        # Not after a KeyboardInterrupt in the wait: the copy is still under way then.
+        self.transfer = self.source = None
+        return stall_s
 
     def __del__(self) -> None:
         # Never wait here: a collection may run this under the tier's own lock. The tier keeps the storage alive until

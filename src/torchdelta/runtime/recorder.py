@@ -14,7 +14,6 @@ import torch
 
 from torchdelta import _torch
 from torchdelta._torch import TorchDispatchMode, graph_task_id, num_modes, storage_address
-from torchdelta.errors import TierError
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
 from torchdelta.runtime.collectives import may_be_under_way
@@ -336,21 +335,13 @@ class Recorder(TorchDispatchMode):
         if record is None or record.current is None:
             return None
         buffer = record.current
-        self.await_copy(buffer)
+        self.residency.settle_copy(buffer)
         self.ledger.let_go(buffer)
         record.current = None
         buffer.record = None
         if buffer.op is None and buffer.copy is None and buffer.num_views:
             self.residency.preserve(buffer, tensor.untyped_storage())
         return buffer
-
-    def await_copy(self, buffer: Buffer) -> None:
-        """Wait for a copy that the tier still reads from the storage; one that failed is no copy."""
-        if buffer.copy is not None:
-            try:
-                self.counters.stall_s += buffer.copy.arrive()
-            except TierError:
-                buffer.copy = None
 
     def before_unseen_writes(self, arguments: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
         """Prepare for code that may write its arguments where no op is seen. Returns their versions."""
@@ -365,7 +356,7 @@ class Recorder(TorchDispatchMode):
                 continue
             record = self.ledger.find(argument)
             if record is not None and record.current is not None:
-                self.await_copy(record.current)
+                self.residency.settle_copy(record.current)
                 before.append((argument, argument._version))
         return before
 

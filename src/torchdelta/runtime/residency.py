@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import weakref
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from torchdelta._torch import Quietly, storage_address, storage_num_holders
-from torchdelta.errors import SavedTensorError, TierError, TierFullError
+from torchdelta.errors import SavedTensorError, TierError, TierFullError, TierIOError
+from torchdelta.runtime import faults
 from torchdelta.runtime.action import Action
 from torchdelta.runtime.buffer import Buffer, Fetch, SurveyedCopy, TierCopy
+from torchdelta.runtime.outage import Outage
 from torchdelta.runtime.resized import check_size
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Residency:
         self.surveys = False  # an impossible budget is being surveyed: count, but move nothing
         self._open_tier = open_tier
         self._tier: Tier | None = None
-        self._tier_is_full = False
+        self.outage = Outage()
         self._ranking: list[tuple[Buffer, Action]] = []
         self._ranked_at = -1
         self.leaving: list[Buffer] = []  # on their way out, still resident
@@ -80,6 +81,18 @@ class Residency:
     def opened_tier(self) -> Tier | None:
         """The tier if anything was ever swapped."""
         return self._tier
+
+    def _working_tier(self) -> Tier | None:
+        """Return the tier, or None while it cannot be opened or is left alone after a failure."""
+        if self.outage.is_on(self.ledger.clock):
+            return None
+        try:
+            return self.tier
+        except TierError as error:
+            if faults.is_disabled("tier-failure"):
+                raise
+            self.outage.begin(self.ledger.clock, error)
+            return None
 
     # -- room
 
@@ -161,13 +174,23 @@ class Residency:
     def _finish_leaving(self, buffer: Buffer) -> None:
         if buffer.copy is None or buffer.strong is None:
             return
+        if self.settle_copy(buffer):
+            self.ledger.let_go(buffer)  # else it stays, or is dropped when it can be recomputed
+
+    def settle_copy(self, buffer: Buffer) -> bool:
+        """Wait for a copy that the tier still takes from a buffer's storage; one that failed is no copy."""
+        if buffer.copy is None:
+            return False
         try:
             self.counters.stall_s += buffer.copy.arrive()
-        except TierError:
-            buffer.copy = None  # the source is untouched: it stays, or is dropped when it can be recomputed
-            self._stop_swapping()
-            return
-        self.ledger.let_go(buffer)
+        except TierError as error:
+            if faults.is_disabled("tier-failure"):
+                raise
+            buffer.copy = None  # the source is untouched
+            self.outage.begin(self.ledger.clock, error)
+            return False
+        self.outage.end()
+        return True
 
     def _cancel_fetches(self, target_bytes: int) -> None:
         for buffer in list(self.away):
@@ -212,27 +235,35 @@ class Residency:
             self._finish_leaving(buffer)
 
     def _write(self, buffer: Buffer) -> bool:
-        if self._tier_is_full or buffer.strong is None or buffer.strong.untyped_storage().nbytes() < buffer.size_bytes:
+        if buffer.strong is None or buffer.strong.untyped_storage().nbytes() < buffer.size_bytes:
             return False
         if self.surveys:
+            if self.outage.is_on(self.ledger.clock):
+                return False
             buffer.copy = SurveyedCopy()
             return True
-        try:
-            slot = self.tier.reserve(buffer.size_bytes)
-        except TierFullError:
-            return False
-        storage = buffer.strong.untyped_storage()
-        buffer.copy = TierCopy(self.tier, slot, self.tier.write(slot, storage), storage)
-        self.counters.swapped_out_bytes += buffer.size_bytes
-        return True
+        buffer.copy = self._start_copy(buffer.strong.untyped_storage())
+        return buffer.copy is not None
 
-    def _stop_swapping(self) -> None:
-        """After a copy that failed: what can be recomputed leaves by that way from now on, the rest stays."""
-        if not self._tier_is_full:
-            self._tier_is_full = True
-            logging.getLogger("torchdelta").warning(
-                "a copy to the %s tier failed: nothing is swapped any more in this scope", self.tier.name
-            )
+    def _start_copy(self, storage: torch.UntypedStorage) -> TierCopy | None:
+        """Start copying a storage to the tier; None where the tier has no room or does not work."""
+        tier = self._working_tier()
+        if tier is None:
+            return None
+        try:
+            copy = TierCopy(tier, tier.reserve(storage.nbytes()), None, storage)  # owns the slot from here on
+            copy.transfer = tier.write(copy.slot, storage)
+        except TierFullError:
+            if faults.is_disabled("tier-full"):
+                raise
+            return None
+        except TierError as error:
+            if faults.is_disabled("tier-failure"):
+                raise
+            self.outage.begin(self.ledger.clock, error)
+            return None
+        self.counters.swapped_out_bytes += storage.nbytes()
+        return copy
 
     def preserve(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
         """Copy a buffer's content before an op overwrites it.
@@ -247,15 +278,9 @@ class Residency:
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
                 storage, 0, (storage.nbytes(),), (1,)
             )
-            if buffer.size_bytes >= self.least_eviction_bytes * 16 and not self._tier_is_full:
-                try:
-                    slot = self.tier.reserve(buffer.size_bytes)
-                    copy = TierCopy(self.tier, slot, self.tier.write(slot, storage), storage)
-                    self.counters.stall_s += copy.arrive()
-                except TierError:
-                    self._stop_swapping()
-                else:
-                    buffer.copy = copy
+            if buffer.size_bytes >= self.least_eviction_bytes * 16:
+                buffer.copy = self._start_copy(storage)
+                if self.settle_copy(buffer):
                     return
             self.room(buffer.size_bytes, "copy before an in-place op")
             alias = source.clone()
@@ -290,10 +315,14 @@ class Residency:
         if buffer.copy is not None:
             try:
                 return self._read(buffer)
-            except TierError:
+            except TierError as error:
+                self.outage.begin(self.ledger.clock, error)
+                if buffer.op is None or faults.is_disabled("tier-failure"):
+                    msg = (
+                        f"a saved {buffer.origin or 'tensor'} of {buffer.size_bytes} bytes cannot be had back: {error}"
+                    )
+                    raise TierIOError(msg) from error  # the copy stays: a later try may find the disk well again
                 buffer.copy = None
-                if buffer.op is None:
-                    raise
         if buffer.op is None:
             msg = (
                 f"the content of a saved {buffer.origin or 'tensor'} of {buffer.size_bytes} bytes is gone: "
@@ -375,7 +404,9 @@ class Residency:
 
         Half of it when its copy is there already.
         """
-        tier = self.tier
+        tier = buffer.copy.tier if buffer.copy is not None and not self.surveys else self._working_tier()
+        if tier is None:
+            return float("inf")
         time_s = buffer.size_bytes / tier.read_bytes_per_s
         if buffer.copy is None:
             time_s += buffer.size_bytes / tier.write_bytes_per_s
@@ -403,8 +434,8 @@ class Residency:
 
     @property
     def can_swap(self) -> bool:
-        """Whether the tier takes more."""
-        return not self._tier_is_full
+        """Whether the tier takes copies now."""
+        return self._working_tier() is not None
 
     def note_stall(self) -> None:
         """Count how long a device with streams has stood still; see `Tier.take_stall_s`."""

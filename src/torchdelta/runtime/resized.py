@@ -61,6 +61,10 @@ class Resizes:
                 while _undo:
                     _undo.pop()()
 
+    def leave_child(self) -> None:
+        """Stop watching in a forked child, where the lock may be held by a thread that is not there."""
+        _watching.discard(self)
+
     def reads_any(self, arguments: Iterable[Any]) -> bool:
         """Say whether one of an op's arguments lies on a storage that comes and goes."""
         for argument in arguments:
@@ -102,7 +106,7 @@ class Resizes:
             session.residency.room(size_bytes - record.size_bytes, "a storage that grows")
         old = record.current
         if old is not None:
-            session.recorder.await_copy(old)
+            session.residency.settle_copy(old)
             session.ledger.let_go(old)
             record.current = old.record = None
             # More views than saved tensors: a replay reads it.

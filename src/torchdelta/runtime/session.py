@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,15 @@ from torchdelta._torch import (
     patch_run_backward,
     pop_mode,
     push_mode,
+    remove_mode,
+    remove_saved_hooks,
     top_mode,
     without_mode,
     without_saved_hooks,
 )
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.native.counting import new_counter
+from torchdelta.runtime import faults
 from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
@@ -109,6 +113,7 @@ class Session:
             weakref.WeakSet()
         )  # those whose first step was tried on fake tensors
         self._is_stopped = False
+        self._process_id = os.getpid()
         self._trace: Trace | None = None
 
     def _open_tier(self) -> Any:
@@ -118,6 +123,7 @@ class Session:
             swap_dir=self.config.swap_dir,
             host_budget_bytes=self.config.host_budget_bytes,
             disk_budget_bytes=self.config.disk_budget_bytes,
+            checksum=self.config.checksum,
         )
 
     # -- on and off
@@ -154,6 +160,8 @@ class Session:
 
     def stop(self) -> None:
         """Take everything off again. What saved tensors still need stays until the last of them is gone."""
+        if self._process_id != os.getpid():
+            return  # in a forked child there is nothing on
         if current_session() is not self:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
@@ -166,12 +174,7 @@ class Session:
         _local.session = None
         if self.recorder in mode_stack():
             self.recorder.__exit__(None, None, None)
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
-        for hook in self._optimizer_hooks:
-            hook.remove()
-        self._optimizer_hooks.clear()
+        self._take_hooks_off()
         self.resizes.stop()
         _unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
@@ -183,6 +186,21 @@ class Session:
             self._distrust_what_is_not_held()
         if impossible is not None:
             raise impossible
+
+    def leave_child(self) -> None:
+        """Take off in a forked child what acts on its one thread."""
+        while self.recorder in mode_stack():
+            remove_mode(self.recorder)
+        self._take_hooks_off()
+        self.resizes.leave_child()
+
+    def _take_hooks_off(self) -> None:
+        if self._hooks is not None:
+            remove_saved_hooks(self._hooks.pack_hook, self._hooks.unpack_hook)
+            self._hooks = None
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._optimizer_hooks.clear()
 
     def _distrust_what_is_not_held(self) -> None:
         """After the scope nobody sees writes: what lives only because the user holds it will be replayed, not read."""
@@ -315,6 +333,25 @@ class Session:
 @functools.cache
 def _say_once(message: str) -> None:
     _logger.warning(message)
+
+
+def _leave_child() -> None:
+    """Take the scope off in a forked child, such as a worker of a DataLoader, without any effect on the parent.
+
+    The child inherits dispatch mode, hooks and ledger, but neither the tier's threads nor its file: without this a
+    worker's tensors would be counted in its copy of the ledger, and when that was full it would swap in vain.
+    The patches stay: without a session they do nothing, and their lock may be held by a thread that the child lacks.
+    """
+    global _patch_lock  # noqa: PLW0603 - the child has one thread
+    _patch_lock = threading.Lock()
+    session = current_session()
+    if session is None or faults.is_disabled("fork"):
+        return
+    _local.session = None
+    session.leave_child()
+
+
+os.register_at_fork(after_in_child=_leave_child)
 
 
 # -- the patches: put on with the first session, taken off with the last; they act only on threads that have one

@@ -175,6 +175,21 @@ def test_a_file_system_without_nameless_files_will_do(tmp_path: Path, monkeypatc
     tier.close()
 
 
+def test_names_of_killed_processes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file has a name for a moment, one who was killed in it leaves an empty file: the next one removes it."""
+    old, young, full, other = (
+        tmp_path / name
+        for name in ("torchdelta-old.swap", "torchdelta-young.swap", "torchdelta-full.swap", "mine.swap")
+    )
+    for path in (old, young, full, other):
+        path.write_bytes(b"x" if path is full else b"")
+        os.utime(path, None if path is young else (0, 0))
+    monkeypatch.delattr(os, "O_TMPFILE")
+    tier = DiskTier(swap_dir=tmp_path)
+    tier.close()
+    assert set(tmp_path.iterdir()) == {young, full, other}
+
+
 def test_a_file_system_that_cannot_allocate_ahead_will_do(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is extended instead."""
 

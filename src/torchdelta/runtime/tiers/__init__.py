@@ -35,6 +35,7 @@ class _Options(NamedTuple):
     swap_dir: str | os.PathLike[str] | None
     host_budget_bytes: int | None
     disk_budget_bytes: int | None
+    checksum: bool
 
 
 def _open_disk(options: _Options) -> Tier:
@@ -44,6 +45,7 @@ def _open_disk(options: _Options) -> Tier:
         swap_dir=options.swap_dir,
         capacity_bytes=options.disk_budget_bytes,
         host_budget_bytes=options.host_budget_bytes,
+        checksum=options.checksum,
     )
 
 
@@ -72,6 +74,7 @@ def _open_pinned_and_disk(options: _Options, engine: Engine) -> Tier:
         swap_dir=options.swap_dir,
         capacity_bytes=options.disk_budget_bytes,
         host_budget_bytes=min(staging_bytes, host_bytes),
+        checksum=options.checksum,
     )
     return StackedTier("disk", PinnedTier(engine, capacity_bytes=host_bytes - disk.staging_bytes), disk)
 
@@ -112,6 +115,7 @@ def open_tier(
     swap_dir: str | os.PathLike[str] | None = None,
     host_budget_bytes: int | None = None,
     disk_budget_bytes: int | None = None,
+    checksum: bool = False,
 ) -> Tier:
     """Open a tier; the caller closes it.
 
@@ -122,13 +126,14 @@ def open_tier(
         host_budget_bytes: The most host memory that the tier may hold, staging included; None for no limit, or for half
             of what is free where the memory is pinned.
         disk_budget_bytes: The most disk space that it may hold; None for no limit.
+        checksum: Whether what comes back from a disk is compared with a checksum of what went there.
 
     Raises:
         TierError: There is no such tier, or it cannot be opened here: one line that says why and what to change.
     """
     if name not in _CPU_OPENERS:
         raise TierError(f"there is no tier {name!r}; take one of {', '.join(map(repr, _CPU_OPENERS))}")
-    options = _Options(swap_dir, host_budget_bytes, disk_budget_bytes)
+    options = _Options(swap_dir, host_budget_bytes, disk_budget_bytes, checksum)
     if device is None or device.type not in ENGINES:
         return _CPU_OPENERS[name](options)
     if device.type != "cpu" and ":" not in str(device):  # (torch's annotations say that an index is never None)

@@ -177,7 +177,8 @@ class DiskTier(PooledTier):
         capacity_bytes: The most that the file may take, or None for what the disk has (`disk_budget`).
         host_budget_bytes: The most that staging may take; smaller budgets make smaller parts, and slower transfers.
         checksum: Keep a CRC-32 of every part written and compare it when the part is read. Off by default: it runs
-            at a few GB/s on a core that the training could use, which is far more than 2 % of a transfer.
+            at a few GB/s on a core that the training could use, which is more than 2 % of a step that swaps much
+            (benchmarks/checksum.py).
     """
 
     def __init__(
@@ -193,7 +194,9 @@ class DiskTier(PooledTier):
         self.directory = scratch.directory
         try:
             medium = DiskMedium(scratch, host_budget_bytes=host_budget_bytes, checksum=checksum)
-        except BaseException:
+        except BaseException as error:
             os.close(scratch.descriptor)
+            if isinstance(error, OSError):
+                raise TierError(f"the disk tier has no memory for staging: {error.strerror or error}") from error
             raise
         super().__init__(medium, capacity_bytes=capacity_bytes)

@@ -26,6 +26,9 @@ _PROBE_BYTES: Final = 4 << 20
 _FALLBACK_BYTES_PER_S: Final = 500e6  # where there is no room for a probe
 _LEAST_BYTES_PER_S: Final = 20e6
 _LARGEST_BYTES_PER_S: Final = 20e9
+_PREFIX: Final = "torchdelta-"
+_SUFFIX: Final = ".swap"
+_ABANDONED_AFTER_S: Final = 60.0
 _ENVIRONMENT_NAME: Final = "TORCHDELTA_SWAP_DIR"
 _REMEDY: Final = f"name another directory with swap_dir or {_ENVIRONMENT_NAME}"
 
@@ -71,8 +74,12 @@ def open_scratch_file(directory: Path, *, capacity_bytes: int | None) -> Scratch
         if not is_direct:
             _clear_direct(descriptor)
         write_bytes_per_s, read_bytes_per_s = _probe(descriptor, probe_bytes)
-    except BaseException:
+    except BaseException as error:
         os.close(descriptor)
+        if isinstance(error, OSError):
+            raise TierError(
+                f"the swap file in {str(directory)!r} cannot be used: {_reason(error)}; {_REMEDY}"
+            ) from error
         raise
     return ScratchFile(descriptor, directory, is_direct, write_bytes_per_s, read_bytes_per_s)
 
@@ -85,14 +92,26 @@ def _open_nameless(directory: Path) -> int:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except (OSError, AttributeError):  # not on this file system, not on this platform: the way below is for all
         pass
+    _sweep(directory)
     try:
-        descriptor, path = tempfile.mkstemp(prefix="torchdelta-", suffix=".swap", dir=directory)
+        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=directory)
     except OSError as error:
         raise TierError(
             f"the swap directory {str(directory)!r} cannot be written: {_reason(error)}; {_REMEDY}"
         ) from error
-    Path(path).unlink()
+    Path(path).unlink(missing_ok=True)
     return descriptor
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the empty files of processes that were killed between making theirs and taking its name away."""
+    try:
+        for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+            status = path.stat()
+            if status.st_size == 0 and time.time() - status.st_mtime > _ABANDONED_AFTER_S:
+                path.unlink()
+    except OSError:  # somebody else's, or gone already
+        pass
 
 
 def _set_direct(descriptor: int) -> bool:
