@@ -46,6 +46,14 @@ def first_step_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     return state_bytes, 2 * max(sizes_bytes, default=0)
 
 
+def is_trial(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether an optimizer is the copy on which a first step is tried.
+
+    Its hooks are called where a subclass's `step` calls its base class's: to foresee that step too would never end.
+    """
+    return getattr(optimizer, "_torchdelta_trial", False)
+
+
 def _states_after_trial(optimizer: torch.optim.Optimizer, *, only_first: bool) -> int:
     """Step a copy of an optimizer once on meta tensors and return the bytes of its states."""
     groups: list[dict[str, Any]] = []
@@ -61,6 +69,7 @@ def _states_after_trial(optimizer: torch.optim.Optimizer, *, only_first: bool) -
     twin = copy.copy(optimizer)
     twin.param_groups = groups
     twin.state = collections.defaultdict(dict)
+    twin._torchdelta_trial = True  # pyright: ignore[reportAttributeAccessIssue]
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(twin)
     return sum(_tensor_bytes(state.values()) for state in twin.state.values())

@@ -38,7 +38,7 @@ from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.modules import ModulePaths
-from torchdelta.runtime.optimizers import first_step_bytes
+from torchdelta.runtime.optimizers import first_step_bytes, is_trial
 from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.recorder import Recorder, execute
 from torchdelta.runtime.rematerialize import Rematerializer
@@ -249,7 +249,7 @@ class Session:
             self.ledger.cut()  # all that was saved was kept: no last handle will say that it is over
 
     def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if current_session() is self:
+        if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=True)
             self.steps.on_optimizer_start()
@@ -260,8 +260,8 @@ class Session:
                 if state_bytes:
                     self.residency.room(state_bytes + temporary_bytes, f"the first step of {type(optimizer).__name__}")
 
-    def _after_optimizer(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if current_session() is self:
+    def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if current_session() is self and not is_trial(optimizer):
             self.steps.on_optimizer_end()
 
     def _on_step_end(self) -> None:

@@ -1,0 +1,46 @@
+"""What an optimizer's first step will allocate is known before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.programs import mlp, running
+from torchdelta.runtime.optimizers import first_step_bytes
+
+
+class Derived(torch.optim.SGD):
+    """An optimizer whose step is its base class's, with something before it."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Count, and step."""
+        type(self).num_steps += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, Derived])
+def test_first_step_of_a_derived_optimizer_is_foreseen_once(make: type[torch.optim.SGD]) -> None:
+    """`super().step()` calls the hooks of every optimizer again, for the copy on which the step is tried too."""
+    torch.optim.SGD([torch.zeros(1)])  # from here on the base class's own step calls the hooks
+    Derived.num_steps = 0
+    model, x = mlp(16, 2), torch.randn(8, 16)
+    optimizer = make(model.parameters(), lr=0.1, momentum=0.9)
+    with running() as (budget, _):
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+    assert len(budget.summary().steps) == 2
+    assert Derived.num_steps == (4 if make is Derived else 0)  # two real ones, and two trials
+
+
+def test_states_are_counted() -> None:
+    """Two states a parameter for Adam, one with momentum, none without."""
+    model = mlp(16, 1)
+    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert first_step_bytes(torch.optim.SGD(model.parameters(), lr=0.1))[0] == 0
+    assert first_step_bytes(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))[0] == size_bytes
+    assert first_step_bytes(torch.optim.Adam(model.parameters()))[0] >= 2 * size_bytes
