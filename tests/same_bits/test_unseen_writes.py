@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.same_bits.judge import DECISIONS, Scope, assert_same_bits, differences, plain_outcome, run
+from tests.same_bits.judge import DECISIONS, Scope, assert_same_bits, assert_same_error, differences, plain_outcome, run
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import TorchdeltaError
 
@@ -113,5 +113,39 @@ def test_batch_norm_that_says_what_it_writes(is_training: bool) -> None:
             del normed
             loss.backward()
         return {"grads": (weight.grad, bias.grad, gain.grad), "statistics": (mean, variance)}
+
+    assert_same_bits(step)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_graph_older_than_an_optimizer_step(optimizer: Any, *, foreach: bool) -> None:
+    """Ops on lists of tensors lose their version bump below any dispatch mode; eager's error must come all the same."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        stepping = optimizer(model.parameters(), lr=0.1, foreach=foreach)
+        x = torch.randn(64, 64)
+        with scope():
+            older = model(x).square().mean()
+            model(x).square().mean().backward()
+            stepping.step()
+            older.backward()
+        return {}
+
+    assert_same_error(step, RuntimeError)
+
+
+def test_lists_of_tensors_count_one_version_a_write() -> None:
+    """No more and no less than plain, also for what is written twice."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        tensors = [torch.ones(4), torch.ones(4)]
+        with scope():
+            torch._foreach_add_(tensors, 1)
+            torch._foreach_mul_([tensors[0]], 2)
+            torch._foreach_zero_([tensors[1][:2]])
+            tensors[0].add_(1)
+        return {"versions": [tensor._version for tensor in tensors], "tensors": tensors}
 
     assert_same_bits(step)

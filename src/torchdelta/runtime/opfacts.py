@@ -83,6 +83,7 @@ class OpFacts:
     """The cached facts of one op overload."""
 
     __slots__ = (
+        "bumps_inside",
         "casts_inside",
         "is_collective",
         "is_random",
@@ -113,6 +114,7 @@ class OpFacts:
         self.keeps_statistics = base in _STATISTICS
         self.overwrites = base in _OVERWRITE
         self.reorders = base in _REORDERS
+        self.bumps_inside = bool(written) and base.startswith("_foreach_")
         self.casts_inside = base in _CASTS_INSIDE
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
         # Without the last part, the ranges that an optimizer opens for the profiler would each leave a key in the

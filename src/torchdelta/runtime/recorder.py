@@ -241,9 +241,12 @@ class Recorder(TorchDispatchMode):
         if entry is not None and facts.is_random:
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
+        versions = _versions(targets) if facts.bumps_inside and self.session.survey is None else []
         start_s = _clock_s()
         out = self.execute(func, facts, args, kwargs)
         time_s = _clock_s() - start_s
+        if versions and not self.subclasses.is_inside:
+            _bump_missing(versions)
         if entry is not None:
             entry.time_s = time_s
         counts_only = not records and graph_task_id() != -1 and not torch.is_grad_enabled()
@@ -410,6 +413,22 @@ def execute(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, 
         with _torch.cpu_autocast_inside():
             return func._op(*args, **(kwargs or {}))
     return func._op(*args, **kwargs) if kwargs else func._op(*args)
+
+
+# [Note: ops on lists of tensors]
+# The in-place `_foreach` ops count no version of their own: on CPU the ops that they run for each tensor do, and below
+# a dispatch mode these no longer reach the kernel that counts. Without a bump autograd would not notice that a saved
+# parameter has been stepped.
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _bump_missing(versions: list[tuple[torch.Tensor, int]]) -> None:
+    """Count a write for tensors whose version an op should have counted, and did not."""
+    for tensor in [tensor for tensor, before in versions if tensor._version == before]:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:

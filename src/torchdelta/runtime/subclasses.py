@@ -129,6 +129,7 @@ class Subclasses:
         self._passing: Any = None  # the op that was dispatched a second time and is to be declined
         self._told: set[str] = set()
         self.were_met = False
+        self.is_inside = False  # an op that a subclass runs, and not the user
 
     def tell(self, kind: type, reason: str) -> None:
         """Say once a class name that something is kept."""
@@ -157,19 +158,25 @@ class Subclasses:
 
     def call(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op on a subclass with the recorder on inside. See [Note: ops below a subclass]."""
-        if num_modes():  # modes of others below us want to see this op, and a second dispatch would pass them by
-            out = func(*args, **(kwargs or {}))
-        else:
-            self._passing = func
-            push_mode(recorder)
-            try:
-                out = func(*args, **(kwargs or {}))
-            finally:
-                self._passing = None
-                if top_mode() is recorder:
-                    pop_mode()
+        was_inside, self.is_inside = self.is_inside, True
+        try:
+            out = self._dispatch(recorder, func, args, kwargs)
+        finally:
+            self.is_inside = was_inside
         count(self.session.ledger, out)
         return out
+
+    def _dispatch(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if num_modes():  # modes of others below us want to see this op, and a second dispatch would pass them by
+            return func(*args, **(kwargs or {}))
+        self._passing = func
+        push_mode(recorder)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._passing = None
+            if top_mode() is recorder:
+                pop_mode()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take a saved tensor that is not a plain strided one."""
