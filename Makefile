@@ -1,7 +1,7 @@
 # Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
 # and the packages it already has instead: no .venv, no network.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench sweep clean
+.PHONY: help demo test test-cuda check bench bench-gpu bench-gpu-smoke sweep clean
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -15,7 +15,7 @@ endif
 WORKERS ?= 2
 
 help:  ## list the targets
-	@awk -F ':.*##' '/^[a-z]+:.*##/ { printf "  make %-8s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch comes first and alone, so that no later requirement can bring another build of it.
 .venv/.ready: pyproject.toml
@@ -42,6 +42,19 @@ bench: $(READY)  ## measure: writes into benchmarks/results/
 
 sweep: $(READY)  ## every transformers class and torch.nn module against plain, bit for bit (resumable; WORKERS=2)
 	$(PY) -m benchmarks sweep --workers $(WORKERS)
+
+HAS_CUDA := import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device here: this needs one')
+
+test-cuda: $(READY)  ## run the tests that need a CUDA device; fails where there is none
+	@$(PY) -c "$(HAS_CUDA)"
+	@$(PY) -c "import hypothesis, pytest" || { echo "the tests need pytest and hypothesis" >&2; exit 1; }
+	TORCHDELTA_TEST_DEVICE=cuda CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PY) -m pytest -m cuda
+
+bench-gpu-smoke: $(READY)  ## on a GPU, 5 minutes: same bits, budget by active bytes, overlap, against the peers
+	$(PY) -m benchmarks gpu --quick
+
+bench-gpu: $(READY)  ## on a GPU: the same with intervals
+	$(PY) -m benchmarks gpu
 
 clean:  ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
