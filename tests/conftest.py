@@ -1,7 +1,43 @@
-"""What every test shares: subprocesses find the package where this checkout has it."""
+"""What every test shares: subprocesses find the package where this checkout has it, and tests find their device.
+
+Two markers say what a test needs. `cuda`: a CUDA device. `accelerator`: any device with streams and autograd threads of
+its own, which is CUDA, or the stand-in that is built from C++ where there is none. Both are left out where the device
+is not there. TORCHDELTA_TEST_DEVICE ("cpu", "cuda" or "standin") says what the steps of same_bits/ and accelerator/ run
+on; with "cuda", those of same_bits/ count as `cuda` as well.
+"""
 
 import os
 from pathlib import Path
 
+import pytest
+
 _SRC = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SRC, os.environ.get("PYTHONPATH")]))
+_DEVICE = os.environ.get("TORCHDELTA_TEST_DEVICE", "cpu")
+
+if _DEVICE == "standin":
+    from tests.accelerator import standin
+
+    standin.load()  # before the first backward
+if _DEVICE != "cuda":
+    # On a machine with a GPU too, what is written for the CPU runs on the CPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a device that is not there."""
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        if _DEVICE == "cuda" and {"same_bits", "accelerator"} & set(item.path.parts):
+            item.add_marker(pytest.mark.cuda)
+        has_device = True
+        if item.get_closest_marker("cuda") is not None:
+            has_device = _DEVICE == "cuda"
+        elif item.get_closest_marker("accelerator") is not None:
+            has_device = _DEVICE != "cpu"
+        (kept if has_device else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept

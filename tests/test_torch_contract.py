@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchdelta import _torch
+from torchdelta import _torch, _torch_device
 
 
 class Names(TorchDispatchMode):
@@ -405,18 +405,18 @@ print(len(calls))
 
 def test_numeric_environment() -> None:
     """What kernels read is read, and set again."""
-    before = _torch.numeric_environment()
+    before = _torch_device.numeric_environment()
     changed = (torch.float64, not before[1], True, "medium", before[4])
     try:
-        _torch.set_numeric_environment(changed)
+        _torch_device.set_numeric_environment(changed)
         assert torch.get_default_dtype() is torch.float64
         assert torch.backends.mkldnn.enabled == changed[1]
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.get_float32_matmul_precision() == "medium"
-        assert _torch.numeric_environment() == changed
+        assert _torch_device.numeric_environment() == changed
     finally:
-        _torch.set_numeric_environment(before)
-    assert _torch.numeric_environment() == before
+        _torch_device.set_numeric_environment(before)
+    assert _torch_device.numeric_environment() == before
 
 
 def test_input_sizes_bytes() -> None:
@@ -567,9 +567,9 @@ def test_autocast_around_a_dispatch_mode() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             del types
             if "relu" in str(func):
-                with _torch.cpu_autocast_inside():
+                with _torch.autocast_inside("cpu"):
                     dtype = torch.mm(args[0], args[0]).dtype
-                found.append((torch.is_autocast_enabled("cpu"), _torch.is_cpu_autocast_outside(), dtype))
+                found.append((torch.is_autocast_enabled("cpu"), _torch.is_autocast_outside("cpu"), dtype))
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(3, 3)
@@ -601,3 +601,29 @@ def test_collectives_do_not_say_what_they_write() -> None:
         assert not any(argument.alias_info is not None for argument in op.default._schema.arguments)
     names = {argument.name for argument in torch.ops.c10d.allreduce_.default._schema.arguments}
     assert {"tensors", "async_op"} <= names
+
+
+def test_numeric_environment_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The switches that CUDA's kernels read are there in every build, are recorded, and can be set back."""
+    monkeypatch.setattr(_torch_device, "reads_cuda_settings", True)
+    before = _torch_device.numeric_environment()
+    assert len(before) >= 5 + 1 + 5
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    changed = _torch_device.numeric_environment()
+    assert changed != before
+    _torch_device.set_numeric_environment(before)
+    assert _torch_device.numeric_environment() == before
+    _torch_device.set_numeric_environment(changed)
+    assert _torch_device.numeric_environment() == changed
+    _torch_device.set_numeric_environment(before)
+
+
+def test_names_that_only_an_accelerator_can_run() -> None:
+    """What is asked of accelerators exists by these names; the tests in accelerator/ call it."""
+    assert callable(torch._C._accelerator_getDeviceStats)
+    assert callable(torch._C._accelerator_resetPeakStats)
+    assert not _torch_device.has_graph_trees() or "torch._inductor" in sys.modules
+    assert _torch_device.default_generator_of(torch.device("cpu")) is torch.default_generator
+    assert callable(torch.accelerator.current_stream)
+    assert callable(torch.accelerator.set_stream)

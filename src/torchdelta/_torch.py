@@ -1,4 +1,4 @@
-"""The only file that touches private torch APIs.
+"""The only file that touches private torch APIs, together with `_torch_device.py`.
 
 Checked on torch 2.13.0 (CPU); written for 2.11 to 2.14. Every name here has a contract test in
 `tests/test_torch_contract.py`, so that a torch release that changes one of them fails there, by name, and not somewhere
@@ -41,15 +41,20 @@ AUTOCAST_KEYS = (
 )
 
 
-def is_cpu_autocast_outside() -> bool:
-    """Say whether CPU autocast is on where the running op was called; inside a dispatch mode it always looks off."""
+_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
+
+def is_autocast_outside(device_type: str) -> bool:
+    """Say whether autocast is on where the running op was called; inside a dispatch mode it always looks off."""
+    if device_type not in _AUTOCAST_KEYS:
+        return False
     with torch._C._RestorePythonTLSSnapshot():
-        return torch.is_autocast_enabled("cpu")
+        return torch.is_autocast_enabled(device_type)
 
 
-def cpu_autocast_inside() -> Any:
-    """Return a context in which CPU autocast acts also inside a dispatch mode, if it is on outside."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, False)
+def autocast_inside(device_type: str) -> Any:
+    """Return a context in which autocast acts also inside a dispatch mode, if it is on outside."""
+    return torch._C._SetExcludeDispatchKeyGuard(_AUTOCAST_KEYS[device_type], False)
 
 
 # The name of the node that adds a gradient into a leaf's `.grad`.
@@ -403,37 +408,6 @@ def _codes_named(name: str, module: Any) -> set[Any]:
     return found
 
 
-def _matmul_precision() -> str | None:
-    """Return the precision of float32 products; None where old and new settings are mixed, which torch refuses."""
-    try:
-        return torch._C._get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def numeric_environment() -> tuple[Any, ...]:
-    """Return the global settings that kernels read besides their arguments: a replay runs under the recorded ones."""
-    return (
-        torch.get_default_dtype(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_deterministic_algorithms(),
-        _matmul_precision(),
-        torch.get_num_threads(),
-    )
-
-
-def set_numeric_environment(environment: tuple[Any, ...]) -> None:
-    """Set what `numeric_environment` returned; the number of threads only where it differs (it is slow to set)."""
-    dtype, mkldnn, deterministic, precision, num_threads = environment
-    torch.set_default_dtype(dtype)
-    torch._C._set_mkldnn_enabled(mkldnn)
-    torch._C._set_deterministic_algorithms(deterministic, warn_only=torch._C._get_deterministic_algorithms_warn_only())
-    if precision is not None:
-        torch._C._set_float32_matmul_precision(precision)
-    if torch.get_num_threads() != num_threads:
-        torch.set_num_threads(num_threads)
-
-
 def input_sizes_bytes(node: Any) -> int:
     """Return the bytes of all gradients that flow into an autograd node (`_input_metadata`.
 
@@ -464,8 +438,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def fake_view(mode: Any, tensor: torch.Tensor, device_type: str) -> torch.Tensor:
+def fake_view(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a meta tensor as a fake tensor on a device; the fake one keeps the other alive."""
-    fake = _fake()[0](mode, tensor, torch.device(device_type))
+    fake = _fake()[0](mode, tensor, device)
     fake._torchdelta_source = tensor  # it has a storage of its own: whoever holds the fake must hold what it stands for
     return fake

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.same_bits.judge import comparable_conditions
+from tests.same_bits.judge import comparable_conditions, on_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,5 +23,5 @@ def _thaw() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _comparable() -> Iterator[None]:
     """Give every test of this folder the same conditions."""
-    with comparable_conditions():
+    with comparable_conditions(), on_device():
         yield

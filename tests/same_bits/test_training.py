@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-from tests.same_bits.judge import Scope, assert_same_bits, state_of
+from tests.same_bits.judge import DEVICE, Scope, assert_same_bits, state_of
 
 
 def network() -> nn.Sequential:
@@ -322,6 +322,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((8,), float(index)) + torch.rand(8)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a forked worker must not make its rows on a device")
 @pytest.mark.filterwarnings("ignore")  # forking a process that has threads
 def test_data_loader_with_workers() -> None:
     """Batches come from worker processes that were started inside the scope."""

@@ -69,7 +69,7 @@ class Backward:
         )
         ledger = self.session.ledger
         budget_bytes = self.session.residency.budget_bytes
-        ledger.ask_counter()
+        ledger.ask_counter(fresh=True)
         start_bytes, earlier_peak_bytes, num_handles = ledger.total_bytes, ledger.peak_bytes, self.session.num_handles
         can_skip = (
             self._depth == 0
@@ -135,7 +135,7 @@ class Backward:
         finally:
             self._pending.extend(graph.leaves)
             self._settle()
-            if not ledger.is_counting:
+            if not ledger.has_exact_peak:
                 ledger.peak_bytes = max(ledger.peak_bytes, expected_bytes)
             self.session.on_backward_end(keeps_graph=False)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta._torch import graph_task_id, without_mode
+from torchdelta._torch_device import has_graph_trees
 from torchdelta.runtime.device import PeakMeter
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
 
 _MAX_REGIONS: Final = 1024  # shapes times regions; the oldest is forgotten
+# The first compiles. After these an accelerator's peak, which is one for the process, is not reset any more.
+_NUM_MEASURED_CALLS: Final = 3
 
 
 class CompiledRegions:
@@ -28,6 +31,7 @@ class CompiledRegions:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._working_set_bytes: dict[Any, int] = {}
+        self._num_calls: dict[Any, int] = {}
 
     def call(self, original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
         """Stand in for the call of a compiled region.
@@ -44,7 +48,9 @@ class CompiledRegions:
         trace = session.ledger.trace
         if trace is not None:
             trace.on_opaque_start(tensors)
-        with without_mode(session.recorder), PeakMeter(session.ledger) as meter:
+        num_calls = self._num_calls[key] = self._num_calls.get(key, 0) + 1
+        resets = num_calls <= _NUM_MEASURED_CALLS
+        with without_mode(session.recorder), PeakMeter(session.ledger, resets=resets) as meter:
             before = session.recorder.before_unseen_writes(tensors)
             out = original(*given, **kwargs)
             session.recorder.after_unseen_writes(before)
@@ -55,7 +61,8 @@ class CompiledRegions:
         # learned from it.
         measured_bytes = meter.extra_bytes if key in self._working_set_bytes else 0
         if len(self._working_set_bytes) >= _MAX_REGIONS:
-            self._working_set_bytes.pop(next(iter(self._working_set_bytes)))
+            oldest = next(iter(self._working_set_bytes))
+            del self._working_set_bytes[oldest], self._num_calls[oldest]
         self._working_set_bytes[key] = max(self._working_set_bytes.get(key, 0), outputs_bytes, measured_bytes)
         if trace is not None:
             trace.on_opaque_end("torchdelta.compiled", out, node=session.node_name, working_set_bytes=meter.extra_bytes)
@@ -70,6 +77,8 @@ class CompiledRegions:
                 self.session.ledger.know_by_tensor(out)
             else:
                 self.session.ledger.know(out.untyped_storage())
+                if has_graph_trees():  # the memory is a graph's own: it would not be free, and is written again
+                    self.session.ledger.buffer_of(out).is_pinned = True
         elif isinstance(out, list | tuple):
             for item in out:
                 self._know(item)

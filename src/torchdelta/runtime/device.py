@@ -1,16 +1,45 @@
-"""The device whose memory is held: how much of it there is."""
+"""The device whose memory is held: which one it is, and how much of it there is.
+
+[Note: one session, one device]
+A session holds the memory of one device: of the GPU that is current when it starts, or of the CPU where there is none.
+Storages on other devices (the CPU's beside a GPU, a second GPU's) are known, because replays read them, but they count
+nothing and never leave. A process that trains on one of several GPUs makes that one current first, as torch wants it.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 
+from torchdelta._torch_device import allocator_statistics, reset_allocator_peak
 from torchdelta.host import read_host_memory
 
 if TYPE_CHECKING:
     from torchdelta.runtime.ledger import Ledger
+
+
+# Devices with an allocator, streams and autograd threads of their own. Tests add a stand-in.
+ACCELERATORS: Final = {"cuda"}
+
+
+def session_device() -> torch.device:
+    """Return the device whose memory a session that starts now holds, with its index."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in ACCELERATORS:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, _current_index(accelerator.type))
+
+
+def _current_index(device_type: str) -> int:
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        # `torchdelta run` opens the scope before a script of torchrun's has made its device current, as all of them do.
+        # Asking which one is current would make a context on device 0 in every process.
+        rank = os.environ.get("LOCAL_RANK", "")
+        return int(rank) if rank.isdecimal() and int(rank) < torch.cuda.device_count() else 0
+    return torch.accelerator.current_device_index()
 
 
 def device_memory_bytes() -> int:
@@ -18,30 +47,40 @@ def device_memory_bytes() -> int:
 
     The GPU's memory, or on CPU the lesser of RAM and the limits of the cgroups that this process is in.
     """
-    if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    device = session_device()
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return read_host_memory().usable_bytes
 
 
 class PeakMeter:
     """Measures how many bytes more than at its start a piece of code had at its highest.
 
-    CUDA has statistics, and on CPU the ledger may have a counter at the allocator. Without one, under Linux the
-    kernel's high-water mark of resident pages is reset and read: an estimate from below, since pages that the C library
-    has kept from earlier count as there already. Elsewhere it says 0.
+    An accelerator's allocator has statistics, and on CPU the ledger may have a counter at the allocator. Without one,
+    under Linux the kernel's high-water mark of resident pages is reset and read: an estimate from below, since pages
+    that the C library has kept from earlier count as there already. Elsewhere it says 0.
+
+    An accelerator's peak is one for the whole process, and others read it (`torch.cuda.max_memory_allocated`). Where
+    `resets` is False it is left alone, and a piece of code that stays below an earlier peak measures as 0.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.device_type = ledger.device_type
+    def __init__(self, ledger: Ledger, *, resets: bool = True) -> None:
+        self._device = ledger.device
         self._counter = ledger.counter if ledger.is_counting else None
+        self._resets = resets
         self.extra_bytes = 0
         self._start_bytes = 0
+        self._old_peak_bytes = 0
 
     def __enter__(self) -> Self:
         """Note the level."""
-        if self.device_type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._start_bytes = torch.cuda.memory_allocated()
+        if self._device.type != "cpu":
+            if self._resets:
+                reset_allocator_peak(self._device)
+            statistics = allocator_statistics(self._device)
+            if statistics is not None:
+                self._start_bytes = statistics["current"]
+                self._old_peak_bytes = statistics["peak"]
             return self
         if self._counter is not None:
             self._counter.mark()
@@ -55,8 +94,10 @@ class PeakMeter:
 
     def __exit__(self, *_exc: object) -> None:
         """Read the high-water mark."""
-        if self.device_type == "cuda":
-            self.extra_bytes = torch.cuda.max_memory_allocated() - self._start_bytes
+        if self._device.type != "cpu":
+            statistics = allocator_statistics(self._device)
+            if statistics is not None and statistics["peak"] > self._old_peak_bytes:
+                self.extra_bytes = statistics["peak"] - self._start_bytes
         elif self._counter is not None:
             self.extra_bytes = self._counter.growth_bytes()
         elif self._start_bytes:

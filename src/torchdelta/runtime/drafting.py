@@ -12,11 +12,13 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
 import torch
+from msgspec import structs
 
 from torchdelta.trace.model import Buffer, Header, SavedTensor, Trace
 
 if TYPE_CHECKING:
     from torchdelta.runtime.buffer import StorageRecord
+    from torchdelta.runtime.optime import OpClock, Timing
     from torchdelta.trace.model import BufferKind, Op, Phase
 
 # Gradients that died between two nodes and may be what the engine has just added up.
@@ -116,6 +118,20 @@ class Draft:
         self.recent: collections.deque[PlainStorage] = collections.deque(maxlen=NUM_RECENT)
         self.flowing: set[PlainStorage] = set()  # the gradients that flowed into the last node
         self.start_of_node = 0  # index before its first op
+        self._timings: dict[int, Timing] = {}  # by index: the times of ops that were not over when they were put down
+
+    def time_later(self, index: int, timing: Timing | None) -> None:
+        """Put down that the time of an op will be known better."""
+        if timing is not None:
+            self._timings[index] = timing
+
+    def correct_times(self, clock: OpClock) -> None:
+        """Put in the times of asynchronous ops; see [Note: times of asynchronous ops] in optime.py."""
+        if self._timings:
+            clock.poll(wait=True)
+        for index, timing in self._timings.items():
+            self.ops[index] = structs.replace(self.ops[index], time_s=timing.time_s)
+        self._timings.clear()
 
     def born(self, record: StorageRecord, birth_op: int, phase: Phase | None, *, by_optimizer: bool = False) -> Version:
         """Put down a storage that was not known before."""

@@ -23,15 +23,17 @@ WRAPPED_NUMBER_BYTES = 16
 class Ledger:
     """All storages known to a session. `live_bytes` is what counts against the budget."""
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.new_device = device_type  # where storages of the runtime's own are made; "meta" in a survey (survey.py)
-        self.counted_devices = frozenset({device_type})
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)  # with its index: memory of another GPU is no more ours than the CPU's
+        self.new_device = self.device  # where storages of the runtime's own are made; "meta" in a survey (survey.py)
+        self.counted_devices = frozenset({self.device})
         self.records: dict[int, StorageRecord] = {}
         self.live_bytes = 0  # of the storages that are known
         self.unseen_bytes = 0  # what the counter had beyond them when it was last asked
         self.counter: Counter | None = None  # at the allocator, where there is one (native/counting.py)
         self.is_counting = False  # off in a survey, whose storages take no memory
+        self._sees_peaks = True  # the counter does; without one, and with one that does not, peaks are added up here
+        self._is_cheap = True  # to ask it
         self._peak_bytes = 0
         self.late_bytes = 0  # of parameters that the scan did not find (see scan.py)
         self.clock = 0  # ops seen; the unit of staleness
@@ -45,12 +47,23 @@ class Ledger:
         assert not self.records
         self.counter = counter
         self.is_counting = True
+        self._sees_peaks = getattr(counter, "is_exact", True)  # an accelerator's (device_counter.py) is neither
+        self._is_cheap = getattr(counter, "is_cheap", True)
         counter.start()
 
-    def ask_counter(self) -> None:
-        """Find out how much lives that no storage here accounts for (negative: more is known than lives)."""
-        if self.is_counting and self.counter is not None:
+    @property
+    def has_exact_peak(self) -> bool:
+        """Whether `peak_bytes` is the allocator's own."""
+        return self.is_counting and self._sees_peaks
+
+    def ask_counter(self, *, fresh: bool = False) -> None:
+        """Find out how much lives that no storage here accounts for (negative: more is known than lives).
+
+        `fresh`: also where asking is dear; else the last answer stands there.
+        """
+        if self.is_counting and self.counter is not None and (fresh or self._is_cheap):
             self.unseen_bytes = self.counter.live_bytes() - self.live_bytes
+            self._raise_peak(self.live_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -60,19 +73,19 @@ class Ledger:
     @property
     def peak_bytes(self) -> int:
         """The highest `total_bytes` since this was last set; exact where there is a counter."""
-        if self.is_counting and self.counter is not None:
+        if self.has_exact_peak and self.counter is not None:
             self._peak_bytes = max(self._peak_bytes, self.counter.take_peak_bytes())
         return self._peak_bytes
 
     @peak_bytes.setter
     def peak_bytes(self, size_bytes: int) -> None:
-        if self.is_counting and self.counter is not None:
+        if self.has_exact_peak and self.counter is not None:
             self.counter.take_peak_bytes()
         self._peak_bytes = size_bytes
 
     def restart_peak(self) -> None:
         """Measure the peak anew from here."""
-        self.ask_counter()
+        self.ask_counter(fresh=True)
         self.peak_bytes = self.total_bytes
 
     # -- storages
@@ -86,7 +99,7 @@ class Ledger:
         record = self.records.get(address)
         if record is None:
             record = StorageRecord(
-                address, storage.nbytes() if storage.device.type in self.counted_devices else 0, self._died
+                address, storage.nbytes() if storage.device in self.counted_devices else 0, self._died
             )
             record.watch_storage(storage)
             self._add(record, storage.data_ptr() if self.is_counting else 0)
@@ -106,7 +119,7 @@ class Ledger:
             return None
         record = self.records.get(address)
         if record is None:
-            if tensor.layout is not torch.strided or tensor.device.type != self.device_type:
+            if tensor.layout is not torch.strided or tensor.device != self.device:
                 return None
             if tensor.is_nested:  # without strides
                 return self.know(tensor.untyped_storage())
@@ -134,7 +147,7 @@ class Ledger:
         self._raise_peak(self.live_bytes + size_bytes)
 
     def _raise_peak(self, size_bytes: int) -> None:
-        if not self.is_counting and size_bytes + self.unseen_bytes > self._peak_bytes:
+        if not self.has_exact_peak and size_bytes + self.unseen_bytes > self._peak_bytes:
             self._peak_bytes = size_bytes + self.unseen_bytes
 
     def _add(self, record: StorageRecord, address: int) -> None:

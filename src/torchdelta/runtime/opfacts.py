@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from torchdelta.runtime.collectives import is_collective, is_written, passes_on
+from torchdelta.runtime.order import order_varies
 from torchdelta.runtime.recomputable import RECOMPUTABLE
 
 aten = torch.ops.aten
@@ -83,6 +84,7 @@ class OpFacts:
     """The cached facts of one op overload."""
 
     __slots__ = (
+        "base_name",
         "bumps_inside",
         "casts_inside",
         "is_collective",
@@ -91,6 +93,7 @@ class OpFacts:
         "keeps_statistics",
         "kind",
         "name",
+        "order_varies",
         "overwrites",
         "reorders",
         "written_keywords",
@@ -101,6 +104,7 @@ class OpFacts:
         schema = func._schema
         base = schema.name.split("::")[-1]
         self.name = str(func)
+        self.base_name = base
         self.is_collective = is_collective(func.namespace)
         written = [
             a
@@ -117,6 +121,7 @@ class OpFacts:
         self.bumps_inside = bool(written) and base.startswith("_foreach_")
         self.casts_inside = base in _CASTS_INSIDE
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
+        self.order_varies = order_varies(base, schema.overload_name)
         # Without the last part, the ranges that an optimizer opens for the profiler would each leave a key in the
         # predictor, step after step.
         if (

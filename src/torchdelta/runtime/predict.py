@@ -8,12 +8,15 @@ replaces either.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from torchdelta._torch import Quietly, is_mkldnn_enabled, storage_address
 from torchdelta.runtime.opfacts import Kind, OpFacts, facts_of
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.optime import Timing
 
 _CONVOLUTION_DIM: Final = 4
 _MAX_KEYS: Final = 4096
@@ -25,12 +28,13 @@ _EQUAL_TO_INTS: Final = frozenset({float, bool, complex})
 class Need:
     """What one op on tensors of certain shapes takes. One object a key, so that learning hashes nothing."""
 
-    __slots__ = ("inside_bytes", "is_inside_known", "output_bytes")
+    __slots__ = ("inside_bytes", "is_inside_known", "output_bytes", "timing")
 
     def __init__(self, output_bytes: int, inside_bytes: int) -> None:
         self.output_bytes = output_bytes  # of new storages that it hands out
         self.inside_bytes = inside_bytes  # what it allocates beside them, estimated until it is known
         self.is_inside_known = False
+        self.timing: Timing | None = None  # kept by the clock of an accelerator (optime.py)
 
     def learn_inside(self, size_bytes: int) -> int:
         """Note what it allocated beside its outputs, and return the most that it ever did.
@@ -48,6 +52,7 @@ class Predictor:
 
     def __init__(self) -> None:
         self._needs: dict[Any, Need] = {}
+        self.tells_devices_apart = False  # a session on an accelerator meets the CPU's tensors as well
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Return what the output size depends on; hashable but for nested tensors, which have no shape."""
@@ -56,7 +61,7 @@ class Predictor:
         for a in args:
             if isinstance(a, torch.Tensor):
                 try:
-                    parts.append((a.shape, a.dtype))
+                    parts.append((a.shape, a.dtype, a.device) if self.tells_devices_apart else (a.shape, a.dtype))
                 except RuntimeError:
                     return []
                 has_tensor = True

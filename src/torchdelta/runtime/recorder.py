@@ -6,7 +6,6 @@ nodes: see backward.py.
 
 from __future__ import annotations
 
-import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
 from torchdelta.runtime.collectives import may_be_under_way
 from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
+from torchdelta.runtime.optime import HostClock, OpClock
 from torchdelta.runtime.predict import Predictor
 from torchdelta.runtime.subclasses import Way, runs_own_ops
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_of
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torchdelta.runtime.predict import Need
     from torchdelta.runtime.session import Session
 
-_clock_s = time.perf_counter
 VIEW = Kind.VIEW  # enum attributes are slow to look up, and most ops are views
 
 
@@ -53,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self.residency = session.residency
         self.counters = session.counters
         self.predictor = Predictor()
+        self.clock: OpClock = HostClock()
         self.execute = execute  # a survey puts its own in place
         self.subclasses = session.subclasses
 
@@ -112,16 +112,16 @@ class Recorder(TorchDispatchMode):
         need = self.predictor.need(facts, func, args, kwargs)
         self.residency.room(need.output_bytes + need.inside_bytes, facts.name)
         before_bytes = self.ledger.live_bytes
-        self._mark()
-        start_s = _clock_s()
+        self._mark(need)
+        mark = self.clock.start(need)
         out = self.execute(func, facts, args, kwargs)
-        time_s = _clock_s() - start_s
+        time_s = self.clock.stop(mark, None)
         self._note_backward_output(out)
         size_bytes = self.ledger.live_bytes - before_bytes
         need.output_bytes = max(need.output_bytes, size_bytes)
         inside_bytes = self._measure_inside(need, size_bytes)
         if self.ledger.trace is not None:
-            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, workspace_bytes=inside_bytes)
+            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, workspace_bytes=inside_bytes, timing=need.timing)
         return out
 
     def _note_backward_output(self, out: Any) -> None:
@@ -139,18 +139,17 @@ class Recorder(TorchDispatchMode):
         self.residency.room(need.output_bytes + need.inside_bytes, facts.name)
         is_training = facts.keeps_statistics and len(args) > TRAINING_POSITION and bool(args[TRAINING_POSITION])
         hides = is_training and not faults.is_disabled("batch-norm-stats")
-        entry = self._capture(func, facts, args, kwargs, hides=hides) if records and facts.is_recomputable else None
+        can_replay = records and self.can_replay(facts, args, kwargs)
+        entry = self._capture(func, facts, args, kwargs, hides=hides) if can_replay else None
         statistics = [args[i] for i in STATISTICS_POSITIONS if isinstance(args[i], torch.Tensor)] if is_training else []
         before = [(tensor, self._overwritten(tensor)) for tensor in statistics] if hides else []
-        self._mark()
+        self._mark(need)
         if entry is not None and facts.is_random:
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
-        start_s = _clock_s()
+        mark = self.clock.start(need)
         out = self.execute(func, facts, args, kwargs)
-        time_s = _clock_s() - start_s
-        if entry is not None:
-            entry.time_s = time_s
+        time_s = self.clock.stop(mark, entry)
         size_bytes = 0
         if isinstance(out, torch.Tensor):
             size_bytes = self._note_output(out, entry, 0, facts)
@@ -166,9 +165,26 @@ class Recorder(TorchDispatchMode):
             self._new_content(tensor, old, None, 0, facts)
         if self.ledger.trace is not None:
             self.ledger.trace.on_op(
-                facts, args, kwargs, out, time_s, written=statistics, entry=entry, workspace_bytes=inside_bytes
+                facts,
+                args,
+                kwargs,
+                out,
+                time_s,
+                written=statistics,
+                entry=entry,
+                workspace_bytes=inside_bytes,
+                timing=need.timing,
             )
         return out
+
+    def is_off(self) -> bool:
+        """Say whether ops pass through unseen at the moment."""
+        return False
+
+    def can_replay(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Say whether an op gives the same bits when it is run again in this step."""
+        del args, kwargs  # an accelerator's recorder looks at them
+        return facts.is_recomputable
 
     def _capture(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, hides: bool
@@ -237,18 +253,16 @@ class Recorder(TorchDispatchMode):
             if address not in old:
                 old[address] = (tensor, self._overwritten(tensor))
         before_bytes = self.ledger.live_bytes
-        self._mark()
+        self._mark(need)
         if entry is not None and facts.is_random:
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
         versions = _versions(targets) if facts.bumps_inside and self.session.survey is None else []
-        start_s = _clock_s()
+        mark = self.clock.start(need)
         out = self.execute(func, facts, args, kwargs)
-        time_s = _clock_s() - start_s
+        time_s = self.clock.stop(mark, entry)
         if versions and not self.subclasses.is_inside:
             _bump_missing(versions)
-        if entry is not None:
-            entry.time_s = time_s
         counts_only = not records and graph_task_id() != -1 and not torch.is_grad_enabled()
         for index, (tensor, buffer) in enumerate(old.values()):
             record = self.ledger.find(tensor)
@@ -270,11 +284,12 @@ class Recorder(TorchDispatchMode):
         if entry is not None:
             entry.workspace_bytes = inside_bytes
         if self.ledger.trace is not None:
-            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, written=targets, entry=entry)
+            self.ledger.trace.on_op(facts, args, kwargs, out, time_s, written=targets, entry=entry, timing=need.timing)
         return out
 
-    def _mark(self) -> None:
+    def _mark(self, need: Need) -> None:
         """Begin to measure what an op allocates, outputs included."""
+        del need  # an accelerator's recorder does not measure every op
         ledger = self.ledger
         if ledger.is_counting and ledger.counter is not None:
             ledger.counter.mark()
@@ -316,7 +331,7 @@ class Recorder(TorchDispatchMode):
         It can when the old content can be recomputed (the replay works on a copy of that), or when the op overwrites
         all of it.
         """
-        if facts.kind is not Kind.WRITE or not facts.is_recomputable or not targets:
+        if facts.kind is not Kind.WRITE or not targets or not self.can_replay(facts, args, kwargs):
             return None
         try:
             covers = facts.overwrites and len(targets) == 1 and targets[0] is args[0] and _covers_storage(targets[0])
@@ -383,7 +398,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         ledger = self.ledger
         record: StorageRecord = ledger.know(storage)
-        size_bytes = storage.nbytes() if storage.device.type in ledger.counted_devices else 0
+        size_bytes = storage.nbytes() if storage.device in ledger.counted_devices else 0
         if size_bytes != record.size_bytes:
             ledger.resize(record, storage, size_bytes)
         buffer = Buffer(size_bytes)
@@ -409,8 +424,8 @@ class Recorder(TorchDispatchMode):
 
 def execute(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op for real."""
-    if facts.casts_inside and _torch.is_cpu_autocast_outside():
-        with _torch.cpu_autocast_inside():
+    if facts.casts_inside and _torch.is_autocast_outside(args[0].device.type):
+        with _torch.autocast_inside(args[0].device.type):
             return func._op(*args, **(kwargs or {}))
     return func._op(*args, **kwargs) if kwargs else func._op(*args)
 

@@ -59,7 +59,7 @@ class Rematerializer:
             for buffer in locked:
                 buffer.num_locks -= 1
             self._depth -= 1
-            if self._depth == 0:
+            if self._depth == 0 and self.ledger.device.type == "cpu":
                 self.counters.recompute_s += time.perf_counter() - start_s
 
     def missing_time_s(self, target: Buffer) -> float:
@@ -164,6 +164,8 @@ class Rematerializer:
                 self.residency.room(size_bytes, f"{entry.facts.name} (recomputed)")
                 expected = None
             outputs = run_again(entry, args, kwargs)
+            if self.ledger.device.type != "cpu":  # there the host's clock does not see the ops
+                self.counters.recompute_s += entry.time_s
             args = kwargs = None
             self._take(entry, outputs, build.written, buffer, target, uses, kept)
         finally:
@@ -214,9 +216,10 @@ class Rematerializer:
             if buffer is None:
                 continue
             storage = written[buffer.output_index] if writes else results[buffer.output_index].untyped_storage()
-            if storage.nbytes() != buffer.size_bytes:
+            size_bytes = storage.nbytes() if storage.device in self.ledger.counted_devices else 0
+            if size_bytes != buffer.size_bytes:
                 msg = (
-                    f"recomputing {entry.facts.name} gave {storage.nbytes()} bytes "
+                    f"recomputing {entry.facts.name} gave {size_bytes} bytes "
                     f"where the first run gave {buffer.size_bytes}"
                 )
                 raise ReplayError(msg)
@@ -270,10 +273,11 @@ class _Arguments:
         if argument.__class__ is list:
             return [self.one(item) for item in argument]
         if argument.__class__ is Scratch:
-            return torch.ones(argument.shape, dtype=argument.dtype, device=self.owner.ledger.device_type)
+            return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
         if argument.__class__ is Fresh:
-            self.owner.residency.room(argument.size_bytes, "recompute")
-            storage = torch.UntypedStorage(argument.size_bytes, device=self.owner.ledger.device_type)
+            if argument.device in self.owner.ledger.counted_devices:
+                self.owner.residency.room(argument.size_bytes, "recompute")
+            storage = torch.UntypedStorage(argument.size_bytes, device=argument.device)
             self.owner.ledger.know(storage)
             self.written.append(storage)
             return torch.empty(0, dtype=argument.dtype, device=storage.device).set_(

@@ -392,7 +392,7 @@ class Residency:
             ):
                 return
             with Quietly():
-                storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.device_type)
+                storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.device)
             self.ledger.know(storage)
             buffer.fetching = Fetch(buffer.copy, storage)
             self.counters.swapped_in_bytes += buffer.size_bytes

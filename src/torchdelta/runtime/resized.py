@@ -102,7 +102,7 @@ class Resizes:
     def prepare(self, record: StorageRecord, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """Make room for a storage that is about to get another size, and part it from what it holds."""
         session = self.session
-        if storage.device.type in session.ledger.counted_devices:
+        if storage.device in session.ledger.counted_devices:
             session.residency.room(size_bytes - record.size_bytes, "a storage that grows")
         old = record.current
         if old is not None:
@@ -123,7 +123,7 @@ class Resizes:
     def finish(self, record: StorageRecord, old: Buffer | None, storage: torch.UntypedStorage) -> None:
         """Take note of a storage that has got another size; what saved its `old` content follows it."""
         ledger = self.session.ledger
-        if storage.device.type in ledger.counted_devices:
+        if storage.device in ledger.counted_devices:
             ledger.resize(record, storage, storage.nbytes())
         buffer = Buffer(record.size_bytes)
         buffer.record = record

@@ -97,7 +97,7 @@ class SavedTensors:
         if (
             not tensor.shape
             or (tensor.is_leaf and tensor.requires_grad)
-            or tensor.device.type != self.ledger.device_type
+            or tensor.device != self.ledger.device
             or tensor._is_zerotensor()
         ):
             return self.keep(tensor)

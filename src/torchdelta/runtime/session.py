@@ -36,6 +36,11 @@ from torchdelta.runtime import faults
 from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
+from torchdelta.runtime.device import session_device
+from torchdelta.runtime.device_counter import DeviceCounter
+from torchdelta.runtime.device_recorder import DeviceRecorder
+from torchdelta.runtime.device_residency import DeviceResidency
+from torchdelta.runtime.device_saved import DeviceSavedTensors
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.modules import ModulePaths
 from torchdelta.runtime.optimizers import first_step_bytes, is_trial
@@ -68,8 +73,13 @@ _num_sessions = 0
 
 
 def current_session() -> Session | None:
-    """Return the session that is running on this thread."""
-    return getattr(_local, "session", None)
+    """Return the session that is running on this thread, or whose node a thread of the autograd engine is running."""
+    session: Session | None = getattr(_local, "session", None)
+    if session is None and graph_task_id() != -1:
+        for mode in mode_stack():  # see [Note: threads of the engine] in device_recorder.py
+            if isinstance(mode, Recorder):
+                return mode.session
+    return session
 
 
 class Session:
@@ -79,8 +89,9 @@ class Session:
         self.config = config
         self.budget_bytes = budget_bytes
         self.counters = Counters()
-        self.ledger = Ledger("cuda" if torch.cuda.is_available() else "cpu")
-        self.residency = Residency(
+        self.ledger = Ledger(session_device())
+        is_on_cpu = self.ledger.device.type == "cpu"
+        self.residency = (Residency if is_on_cpu else DeviceResidency)(
             self.ledger,
             self.counters,
             REGISTRY[config.policy](),
@@ -101,10 +112,14 @@ class Session:
         self.num_handles = 0
         self.survey: Survey | None = None
         self.node_name = ""
-        self.saved = SavedTensors(self, config.decisions)
         self.subclasses = Subclasses(self)
         self.resizes = Resizes(self)
-        self.recorder = Recorder(self)
+        if isinstance(self.residency, DeviceResidency):
+            self.recorder = self.residency.recorder = DeviceRecorder(self)
+            self.saved = DeviceSavedTensors(self, config.decisions)
+        else:
+            self.recorder = Recorder(self)
+            self.saved = SavedTensors(self, config.decisions)
         self.compiled = CompiledRegions(self)
         self.backward = Backward(self, self.recorder)
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
@@ -119,7 +134,7 @@ class Session:
     def _open_tier(self) -> Any:
         return open_tier(
             self.config.tier,
-            device=torch.device(self.ledger.device_type),
+            device=self.ledger.device,
             swap_dir=self.config.swap_dir,
             host_budget_bytes=self.config.host_budget_bytes,
             disk_budget_bytes=self.config.disk_budget_bytes,
@@ -150,7 +165,10 @@ class Session:
 
     def _count(self) -> None:
         """Count at the allocator where that can be had, else say what is done in its place."""
-        if not self.config.count_allocations or self.ledger.device_type != "cpu" or self.config.decisions is not None:
+        if not self.config.count_allocations or self.config.decisions is not None:
+            return
+        if self.ledger.device.type != "cpu":
+            self.ledger.count_with(DeviceCounter(self.ledger.device))
             return
         counter = new_counter()
         if isinstance(counter, NativeError):
@@ -322,8 +340,8 @@ class Session:
         """Go back to real tensors."""
         self.survey = None
         self.ledger.is_counting = self.ledger.counter is not None
-        self.ledger.new_device = self.ledger.device_type
-        self.ledger.counted_devices = frozenset({self.ledger.device_type})
+        self.ledger.new_device = self.ledger.device
+        self.ledger.counted_devices = frozenset({self.ledger.device})
         self.residency.budget_bytes = self.budget_bytes
         self.residency.surveys = False
         self.residency.prefetches = True
@@ -386,6 +404,9 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         session = current_session()
         if session is None or session.recorder not in mode_stack():  # off inside torch.func transforms
             return original(outputs, *args, **kwargs)
+        if session.recorder.is_off():
+            with without_mode(session.recorder):
+                return original(outputs, *args, **kwargs)
         return session.backward.run(original, outputs, *args, **kwargs)
 
     return run_backward

@@ -45,8 +45,8 @@ class Survey:
         ledger = session.ledger
         self.peak_bytes = ledger.peak_bytes  # of what was real
         ledger.is_counting = False  # what it had beyond the known storages stays as it is
-        ledger.new_device = "meta"
-        ledger.counted_devices = frozenset({ledger.device_type, "meta"})
+        ledger.new_device = torch.device("meta")
+        ledger.counted_devices = frozenset({ledger.device, ledger.new_device})
         session.saved.plain_types = session.saved.plain_types | {_torch.FakeTensor}
         session.residency.prefetches = False
         session.residency.surveys = True
@@ -95,7 +95,7 @@ class Survey:
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Turn a memory-less tensor into one that says it is on the device."""
-        return fake_view(self.mode, tensor, self.session.ledger.device_type)
+        return fake_view(self.mode, tensor, self.session.ledger.device)
 
     def _need_of_optimizers(self) -> None:
         """After the backward comes an optimizer's step, the first of which makes its states."""

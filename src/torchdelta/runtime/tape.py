@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch import numeric_environment, set_grad_enabled, set_numeric_environment
+from torchdelta._torch import set_grad_enabled
+from torchdelta._torch_device import default_generator_of, numeric_environment, set_numeric_environment
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, View
 
@@ -28,17 +29,18 @@ class Scratch:
     A tensor of this shape with any content (in training the outputs do not depend on it).
     """
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("device", "dtype", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.device = tensor.device
 
 
 class Fresh:
     """In place of an argument that the op overwrites whole: a new storage of this size, seen through this view."""
 
-    __slots__ = ("dtype", "offset", "shape", "size_bytes", "stride")
+    __slots__ = ("device", "dtype", "offset", "shape", "size_bytes", "stride")
 
     def __init__(self, tensor: torch.Tensor, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -46,6 +48,7 @@ class Fresh:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.dtype = tensor.dtype
+        self.device = tensor.device
 
 
 class OpEntry:
@@ -130,12 +133,12 @@ def generator_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] |
     for argument in args:
         if isinstance(argument, torch.Generator):
             return argument
+    # Where the output goes is where the numbers are drawn: a `device` is stronger than what the arguments are on.
+    if kwargs and kwargs.get("device") is not None:
+        return default_generator_of(torch.device(kwargs["device"]))
     for argument in args:
-        if isinstance(argument, torch.Tensor) and argument.device.type == "cuda":
-            return torch.cuda.default_generators[argument.device.index or 0]
-    device = torch.device(kwargs.get("device") or "cpu") if kwargs else None
-    if device is not None and device.type == "cuda":
-        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+        if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
+            return default_generator_of(argument.device)
     return torch.default_generator
 
 

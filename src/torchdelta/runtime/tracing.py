@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime import buffer as live
     from torchdelta.runtime.drafting import PlainStorage, Version
     from torchdelta.runtime.opfacts import OpFacts
+    from torchdelta.runtime.optime import Timing
     from torchdelta.runtime.session import Session
     from torchdelta.runtime.tape import OpEntry
     from torchdelta.trace.model import BufferKind, Phase, Trace
@@ -77,7 +78,7 @@ class TraceBuilder:
         self.session = session
         self.ledger = session.ledger
         self._paths = ModulePaths(self._on_root)
-        self._draft = Draft(session.ledger.device_type)
+        self._draft = Draft(session.ledger.device.type)
         # Born in forward without an op that recomputes them, so perhaps held by the runtime alone.
         self._held: dict[int, weakref.ref[live.Buffer]] = {}
         self._opaque_reads: dict[int, None] | None = None  # what the running opaque op reads; None: none is running
@@ -99,6 +100,7 @@ class TraceBuilder:
         if self._is_over:
             return None
         try:
+            self._draft.correct_times(self.session.recorder.clock)
             trace = self._draft.trace()
             validate(trace)
         except Exception as error:  # noqa: BLE001 - the training goes on without a trace
@@ -159,7 +161,7 @@ class TraceBuilder:
     @_guarded
     def on_pin(self, tensor: torch.Tensor) -> None:
         """Note a saved tensor that stays."""
-        if tensor.device.type != self.ledger.device_type:
+        if tensor.device != self.ledger.device:
             return
         version = self._version_of(tensor)
         if version is None:
@@ -210,6 +212,7 @@ class TraceBuilder:
         written: Iterable[torch.Tensor] = (),
         entry: OpEntry | None = None,
         workspace_bytes: int = 0,
+        timing: Timing | None = None,
     ) -> None:
         """Note an op that has just run; `written` are the arguments that it wrote, `entry` what can recompute it."""
         phase = self.session.steps.phase
@@ -248,6 +251,7 @@ class TraceBuilder:
                 workspace_bytes=workspace_bytes,
             )
         )
+        self._draft.time_later(index, timing)
         self._draft.end_of_op = index + 1
         self._draft.recent.clear()
         if self._held:

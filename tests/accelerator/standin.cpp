@@ -1,0 +1,404 @@
+// A stand-in accelerator: device memory, streams, events, generators and allocator statistics on an ordinary CPU.
+//
+// It is to CUDA what a rehearsal is to the concert. The autograd engine gives its backward a thread of its own for each
+// device, storages live on a device that is not the CPU, allocations are rounded to 512 bytes and counted, each device
+// has its own random generator, and freed memory is overwritten, so that whoever reads it reads NaN. Kernels are the
+// CPU's own, on copies, and have run when the call returns.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/NativeFunctions.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <Python.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/Generator.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+
+namespace {
+
+constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kNumDevices = 2;
+constexpr size_t kBlockBytes = 512;
+
+thread_local c10::DeviceIndex current_device = 0;
+thread_local c10::StreamId current_stream[kNumDevices] = {0, 0};
+std::atomic<c10::StreamId> next_stream{1};
+
+struct Event {
+  std::chrono::steady_clock::time_point at;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto previous = current_device;
+    current_device = device.index() < 0 ? previous : device.index();
+    return {kDevice, previous};
+  }
+  c10::Device getDevice() const override { return {kDevice, current_device}; }
+  void setDevice(c10::Device device) const override { exchangeDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { exchangeDevice(device); }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device), current_stream[with_index(device).index()]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, with_index(device));
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device), next_stream++);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto previous = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return previous;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event;
+    static_cast<Event*>(*event)->at = std::chrono::steady_clock::now();
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void synchronizeEvent(void*) const override {}
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(c10::DeviceIndex) const override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+    const auto passed = static_cast<Event*>(second)->at - static_cast<Event*>(first)->at;
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
+
+ private:
+  static c10::Device with_index(c10::Device device) {
+    return {kDevice, device.index() < 0 ? current_device : device.index()};
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+void free_on_device(void* pointer);
+
+struct Allocator final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t size_bytes) override {
+    const c10::Device device{kDevice, current_device};
+    if (size_bytes == 0) return {nullptr, nullptr, &free_on_device, device};
+    const size_t rounded_bytes = (size_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+    void* pointer = std::aligned_alloc(kBlockBytes, rounded_bytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, pointer != nullptr, "the stand-in device is out of memory");
+    std::memset(pointer, 0xFF, rounded_bytes);
+    std::lock_guard<std::mutex> guard(lock);
+    blocks[pointer] = {rounded_bytes, current_device};
+    for (auto* stat : {&stats[current_device].active_bytes, &stats[current_device].allocated_bytes}) {
+      (*stat)[0].increase(rounded_bytes);
+    }
+    return {pointer, pointer, &free_on_device, device};
+  }
+  void release(void* pointer) {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto found = blocks.find(pointer);
+    for (auto* stat : {&stats[found->second.second].active_bytes, &stats[found->second.second].allocated_bytes}) {
+      (*stat)[0].decrease(found->second.first);
+    }
+    std::memset(pointer, 0xFF, found->second.first);
+    blocks.erase(found);
+    std::free(pointer);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_on_device; }
+  void copy_data(void* target, const void* source, std::size_t size_bytes) const override {
+    default_copy_data(target, source, size_bytes);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> guard(lock);
+    return stats[device];
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> guard(lock);
+    stats[device].active_bytes[0].reset_accumulated();
+    stats[device].allocated_bytes[0].reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> guard(lock);
+    stats[device].active_bytes[0].reset_peak();
+    stats[device].allocated_bytes[0].reset_peak();
+  }
+
+  std::mutex lock;
+  std::unordered_map<void*, std::pair<size_t, c10::DeviceIndex>> blocks;
+  c10::CachingDeviceAllocator::DeviceStats stats[kNumDevices];
+};
+
+Allocator& allocator = *new Allocator;  // never destroyed: storages die after static objects do
+
+void free_on_device(void* pointer) {
+  if (pointer != nullptr) allocator.release(pointer);
+}
+
+// A device's own stream of random numbers, drawn by a CPU generator that is never the CPU's default one.
+struct Generator final : c10::GeneratorImpl {
+  explicit Generator(c10::DeviceIndex index)
+      : c10::GeneratorImpl({kDevice, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        inner(at::detail::createCPUGenerator()) {}
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t) override { TORCH_CHECK(false, "no offset"); }
+  uint64_t get_offset() const override { TORCH_CHECK(false, "no offset"); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
+  Generator* clone_impl() const override {
+    auto* copy = new Generator(device_.index());
+    copy->inner = inner.clone();
+    return copy;
+  }
+  mutable at::Generator inner;
+};
+
+at::Generator& default_generator(c10::DeviceIndex index) {
+  static auto* generators = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (c10::DeviceIndex i = 0; i < kNumDevices; ++i) made->push_back(at::make_generator<Generator>(i));
+    return made;
+  }();
+  return generators->at(index < 0 ? current_device : index);
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Generator>(index < 0 ? current_device : index);
+  }
+  at::Device getDeviceFromPtr(void*) const override { return {kDevice, current_device}; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current_device, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size_bytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    const c10::OptionalDeviceGuard guard(impl->device());
+    c10::DataPtr data = allocator.allocate(size_bytes);
+    if (impl->data() != nullptr && size_bytes > 0) {
+      std::memcpy(data.get(), impl->data(), std::min(size_bytes, impl->nbytes()));
+    }
+    impl->set_data_ptr_noswap(std::move(data));
+    impl->set_nbytes(size_bytes);
+  }
+};
+
+// -- the few ops that a device has to bring itself; the CPU does the rest, on copies
+
+at::Tensor empty(
+    c10::IntArrayRef size,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>,
+    std::optional<c10::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(
+      size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    c10::IntArrayRef size,
+    c10::IntArrayRef stride,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(
+      size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+}
+
+// The same memory as a tensor of the CPU; the caller keeps the device's tensor alive.
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  if (tensor.device().type() != kDevice) return tensor;
+  auto storage = c10::Storage(
+      c10::Storage::use_byte_size_t(),
+      tensor.storage().nbytes(),
+      c10::DataPtr(tensor.storage().mutable_data(), c10::Device(c10::kCPU)));
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
+  return alias;
+}
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+  on_cpu(target).copy_(on_cpu(source));
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  if (source.sizes() != target.sizes()) target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Scalar local_scalar(const at::Tensor& tensor) { return on_cpu(tensor).item(); }
+
+const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+at::Tensor as_strided(
+    const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      tensor,
+      C10_AS_INTARRAYREF_SLOW(size),
+      C10_AS_INTARRAYREF_SLOW(stride),
+      offset.has_value() ? std::make_optional(offset->expect_int()) : std::nullopt);
+}
+
+at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef size) {
+  return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+at::Tensor reshape_alias(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+at::Tensor& set_source_tensor(at::Tensor& tensor, const at::Tensor& source) {
+  return at::native::set_tensor_(tensor, source);
+}
+
+at::Tensor& set_source_storage(at::Tensor& tensor, at::Storage source) { return at::native::set_(tensor, source); }
+
+at::Tensor& set_source_storage_view(
+    at::Tensor& tensor, at::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  return at::native::set_storage_cpu_(tensor, std::move(storage), offset, size, stride);
+}
+
+at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
+  return tensor.defined() ? tensor.to(device) : tensor;
+}
+
+at::Tensor convolution(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias,
+    c10::IntArrayRef stride,
+    c10::IntArrayRef padding,
+    c10::IntArrayRef dilation,
+    bool transposed,
+    c10::IntArrayRef output_padding,
+    int64_t groups) {
+  std::optional<at::Tensor> cpu_bias;
+  if (bias.has_value() && bias->defined()) cpu_bias = on_cpu(*bias);
+  const auto out = at::convolution(
+      on_cpu(input), on_cpu(weight), cpu_bias, stride, padding, dilation, transposed, output_padding, groups);
+  return on_device(out, input.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient,
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    c10::IntArrayRef stride,
+    c10::IntArrayRef padding,
+    c10::IntArrayRef dilation,
+    bool transposed,
+    c10::IntArrayRef output_padding,
+    int64_t groups,
+    std::array<bool, 3> mask) {
+  const std::vector<int64_t> bias_sizes{gradient.size(1)};
+  const auto outs = at::convolution_backward(
+      on_cpu(gradient), on_cpu(input), on_cpu(weight), bias_sizes, stride, padding, dilation, transposed,
+      output_padding, groups, mask);
+  const auto device = input.device();
+  return {
+      on_device(std::get<0>(outs), device), on_device(std::get<1>(outs), device), on_device(std::get<2>(outs), device)};
+}
+
+// The CPU's kernel on copies. A random op draws from the device's generator, and leaves the CPU's as it was.
+void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) {
+    at::native::cpu_fallback(op, stack);
+    return;
+  }
+  const size_t num_arguments = op.schema().arguments().size();
+  at::Generator drawing = default_generator(-1);
+  for (size_t i = stack->size() - num_arguments; i < stack->size(); ++i) {
+    auto& argument = (*stack)[i];
+    if (argument.isTensor() && argument.toTensor().defined() && argument.toTensor().device().type() == kDevice) {
+      drawing = default_generator(argument.toTensor().device().index());
+    }
+  }
+  for (size_t i = stack->size() - num_arguments; i < stack->size(); ++i) {
+    auto& argument = (*stack)[i];
+    if (argument.isGenerator()) {
+      drawing = argument.toGenerator();
+      argument = c10::IValue();
+    }
+  }
+  static std::mutex& lock = *new std::mutex;  // the CPU's generator is one for all threads
+  const std::lock_guard<std::mutex> guard(lock);
+  auto cpu = at::globalContext().defaultGenerator(c10::Device(c10::kCPU));
+  const auto saved = cpu.get_state();
+  cpu.set_state(drawing.get_state());
+  at::native::cpu_fallback(op, stack);
+  drawing.set_state(cpu.get_state());
+  cpu.set_state(saved);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", as_strided);
+  m.impl("resize_", resize);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("set_.source_Tensor", set_source_tensor);
+  m.impl("set_.source_Storage", set_source_storage);
+  m.impl("set_.source_Storage_storage_offset", set_source_storage_view);
+  m.impl("view", view);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
+
+PyObject* python_generator(PyObject*, PyObject* index) {
+  return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(PyLong_AsLong(index))));
+}
+
+PyMethodDef methods[] = {
+    {"default_generator", python_generator, METH_O, "Return the generator that a device draws from."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "standin", nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_standin() {
+  c10::SetAllocator(kDevice, &allocator);
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,100 @@
+"""Builds the stand-in accelerator (standin.cpp) once and puts it on torch as the device "standin".
+
+It must be loaded before the first backward of a process: then the autograd engine starts its threads for devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUM_DEVICES = 2
+_SOURCE = Path(__file__).with_name("standin.cpp")
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler, None where there is none."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def built() -> Path:
+    """Return the extension module, building it where that is still to be done (about 20 seconds)."""
+    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    directory = Path(tempfile.gettempdir()) / f"torchdelta-standin-{os.getuid()}"
+    path = directory / f"standin-{digest}-torch{torch.__version__}{suffix}"
+    if not path.exists():
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _build(path)
+    return path
+
+
+def _build(path: Path) -> None:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    found = compiler()
+    assert found is not None
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        made = Path(directory) / path.name
+        command = [
+            *(found, "-std=c++20", "-O1", "-DNDEBUG", "-shared", "-fPIC"),
+            *(f"-I{place}" for place in (*include_paths(device_type="cpu"), sysconfig.get_path("include"))),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(str(_SOURCE), "-o", str(made)),
+            *(f"-L{place}" for place in library_paths(device_type="cpu")),
+            *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        ]
+        subprocess.run(command, check=True, capture_output=True)
+        made.replace(path)
+
+
+def load() -> Any:
+    """Put the stand-in on torch and on torchdelta; returns torch's module for it."""
+    path = built()
+    loader = importlib.machinery.ExtensionFileLoader("standin", str(path))
+    spec = importlib.util.spec_from_file_location("standin", path, loader=loader)
+    assert spec is not None
+    extension = importlib.util.module_from_spec(spec)
+    loader.exec_module(extension)
+    torch.utils.rename_privateuse1_backend("standin")
+    module = types.ModuleType("standin")
+    generators = tuple(extension.default_generator(index) for index in range(NUM_DEVICES))
+    vars(module).update(
+        default_generators=generators,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: NUM_DEVICES,
+        current_device=torch._C._accelerator_getDeviceIndex,
+        manual_seed_all=lambda seed: [generator.manual_seed(seed) for generator in generators],
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        _is_in_bad_fork=lambda: False,
+    )
+    torch._register_device_module("standin", module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    from torchdelta.runtime import device, tiers
+
+    device.ACCELERATORS.add("standin")
+    tiers.ENGINES["standin"] = _engine
+    return module
+
+
+def _engine(device: torch.device) -> Any:
+    """Return what drives the stand-in's transfers; every host memory is as good as pinned to it."""
+    from torchdelta.runtime.tiers.accelerator import AcceleratorEngine
+
+    class StandinEngine(AcceleratorEngine):
+        def pin(self, address: int, size_bytes: int) -> None:
+            """Do nothing."""
+
+    return StandinEngine(device)
