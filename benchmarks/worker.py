@@ -198,9 +198,8 @@ def train(
         record.summary = budget.summary().as_dict()
         status = counting_status()
         record.counting_allocator = f"{'on' if status.is_on else 'off'}: {status.reason}"
-        trace = budget.trace()
-        if trace is not None:
-            record.largest_workspace_bytes = max(op.workspace_bytes for op in trace.ops)
+        if record.outcome == "finished":
+            record.largest_workspace_bytes = max(op.workspace_bytes for op in budget.trace().ops)
     record.state_sha256 = bits.state_digest(workload.model)
 
 
