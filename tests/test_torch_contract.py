@@ -627,3 +627,14 @@ def test_names_that_only_an_accelerator_can_run() -> None:
     assert _torch_device.default_generator_of(torch.device("cpu")) is torch.default_generator
     assert callable(torch.accelerator.current_stream)
     assert callable(torch.accelerator.set_stream)
+
+
+def test_fake_mode_for_once() -> None:
+    """It answers like any other, and torch remembers nothing of it."""
+    before = len(_torch.FakeTensorMode.cache)
+    with _torch.fake_mode_for_once():
+        assert (torch.ones(17, 19) @ torch.ones(19, 23)).shape == (17, 23)
+    assert len(_torch.FakeTensorMode.cache) == before
+    with _torch.FakeTensorMode():
+        torch.ones(17, 19) @ torch.ones(19, 23)
+    assert len(_torch.FakeTensorMode.cache) > before

@@ -438,6 +438,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
+def fake_mode_for_once() -> Any:
+    """Return a fake-tensor mode that takes real tensors as well, and leaves nothing in torch's cache of its findings.
+
+    That cache is never emptied.
+    """
+    mode = _fake()[1](allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
 def fake_view(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a meta tensor as a fake tensor on a device; the fake one keeps the other alive."""
     fake = _fake()[0](mode, tensor, device)

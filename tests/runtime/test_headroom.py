@@ -80,3 +80,25 @@ def test_inference_beside_a_living_graph_leaks_nothing() -> None:
             del loss, y
             live.append(session.ledger.live_bytes)
     assert live[3] == live[1]
+
+
+def test_a_backward_that_must_bring_back_is_watched() -> None:
+    """What has left grows in the backward beyond what was measured when all of it was there."""
+    model, x = mlp(64, 6), torch.randn(2048, 64)
+    with running() as (budget, session):
+        for _ in range(3):
+            train(model, x)
+        peak_bytes = budget.summary().peak_bytes
+    with running(int(0.4 * peak_bytes)) as (budget, session):
+        for _ in range(3):
+            train(model, x)
+        first, second = model(x).pow(2).sum(), model(x).pow(2).sum()
+        assert session.counters.num_evictions > 0
+        first.backward()
+        del first
+        before = session.counters.num_ops
+        second.backward()
+        assert session.counters.num_ops - before > 20
+        session.steps.end()
+        assert budget.summary().steps[-1].peak_bytes <= budget.budget_bytes
+    model.zero_grad()

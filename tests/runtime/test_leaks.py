@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from tests.runtime.programs import mlp, running
-from torchdelta import Config, MemoryBudget
+from torchdelta import BudgetError, Config, MemoryBudget, _torch
 
 
 def batch() -> torch.Tensor:
@@ -70,3 +71,14 @@ def test_copy_before_write_with_a_full_tier() -> None:
         constant.mul_(3)
         y.sum().backward()
     assert torch.equal(x.grad, (x.detach() + 1).cos())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides it where it is no error
+def test_a_survey_leaves_nothing_in_caches_of_torch() -> None:
+    """Torch remembers what it found out about fake tensors for ever; each impossible batch would add to it."""
+    model = mlp(64, 2)
+    for rows in (400, 500):
+        before = len(_torch.FakeTensorMode.cache)
+        with pytest.raises(BudgetError), MemoryBudget("300KiB", Config(tier="memory")):
+            model(torch.randn(rows, 64)).sum().backward()
+        assert len(_torch.FakeTensorMode.cache) == before

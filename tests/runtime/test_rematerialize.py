@@ -232,3 +232,32 @@ def test_random_state_is_left_as_it_was() -> None:
         state = torch.get_rng_state()
         total.backward()
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_room_is_made_for_outputs_that_nobody_wants_any_more() -> None:
+    """A replay makes all outputs of an op, also those that died when another one was saved."""
+
+    class SumElsewhere(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, values: torch.Tensor) -> torch.Tensor:
+            return torch.tensor(values.numpy().sum())  # on no tape
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.expand(256, 256)
+
+    x = torch.randn(256, 256, requires_grad=True)
+    with running(decisions="recompute") as (_, session):
+        loss = SumElsewhere.apply((x * 2).sort()[0])  # the backward wants the indices alone
+        asked: list[tuple[int, str]] = []
+        room = session.residency.room
+
+        def spy(size_bytes: int, why: str) -> None:
+            asked.append((size_bytes, why))
+            room(size_bytes, why)
+
+        session.residency.room = spy  # pyright: ignore[reportAttributeAccessIssue]
+        loss.backward()
+    replays = [size_bytes for size_bytes, why in asked if why == "aten.sort.default (recomputed)"]
+    assert replays
+    assert min(replays) >= 256 * 256 * (4 + 8)

@@ -77,6 +77,7 @@ class Backward:
             and budget_bytes is not None
             and self.session.survey is None
             and ledger.trace is None
+            and not self.session.residency.misses_saved()  # what comes back grows beyond what was measured
         )
         graph = Graph(_roots(outputs)) if can_skip else None
         if graph is not None:

@@ -160,6 +160,7 @@ class Recorder(TorchDispatchMode):
         need.output_bytes = size_bytes
         inside_bytes = self._measure_inside(need, size_bytes)
         if entry is not None:
+            entry.output_bytes = size_bytes
             entry.workspace_bytes = inside_bytes
         for tensor, old in before:
             self._new_content(tensor, old, None, 0, facts)

@@ -159,10 +159,8 @@ class Rematerializer:
             args = [build.one(argument) for argument in entry.args]
             kwargs = {name: build.one(argument) for name, argument in entry.kwargs.items()} if entry.kwargs else {}
             if entry.facts.kind is Kind.COMPUTE or entry.facts.keeps_statistics:
-                expected = [reference() for reference in entry.outputs]
-                size_bytes = sum(b.size_bytes for b in expected if b is not None) + entry.workspace_bytes
+                size_bytes = entry.output_bytes + entry.workspace_bytes
                 self.residency.room(size_bytes, f"{entry.facts.name} (recomputed)")
-                expected = None
             outputs = run_again(entry, args, kwargs)
             if self.ledger.device.type != "cpu":  # there the host's clock does not see the ops
                 self.counters.recompute_s += entry.time_s
@@ -184,9 +182,7 @@ class Rematerializer:
         """In a survey: make room and storages for a replay, but run nothing."""
         sources_there = [self.residency.bring(source) for source in sources(entry) if id(source) not in kept]
         expected = [buffer for reference in entry.outputs if (buffer := reference()) is not None]
-        self.residency.room(
-            sum(buffer.size_bytes for buffer in expected) + entry.workspace_bytes, f"{entry.facts.name} (recomputed)"
-        )
+        self.residency.room(entry.output_bytes + entry.workspace_bytes, f"{entry.facts.name} (recomputed)")
         for buffer in expected:
             storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
             self.ledger.know(storage)

@@ -432,6 +432,11 @@ class Residency:
                 away.append(buffer)
         return away
 
+    def misses_saved(self) -> bool:
+        """Say whether a saved buffer is away and will have to come back."""
+        gone = (buffer for buffer in (*self.away, *self.dropped()) if buffer.num_saved)
+        return any(self.resident(buffer) is None for buffer in gone)
+
     @property
     def can_swap(self) -> bool:
         """Whether the tier takes copies now."""

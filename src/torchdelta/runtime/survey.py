@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta import _torch
-from torchdelta._torch import fake_view, without_mode
+from torchdelta._torch import fake_mode_for_once, fake_view, without_mode
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.opfacts import Kind, written_tensors
 from torchdelta.runtime.optimizers import first_step_bytes, stateless_optimizers
@@ -37,7 +37,7 @@ class Survey:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_mode_for_once()
         self.needed_bytes = 0
         self.op = ""
         self.largest: list[tuple[str, int]] = []

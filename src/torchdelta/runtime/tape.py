@@ -62,6 +62,7 @@ class OpEntry:
         "func",
         "grad_enabled",
         "kwargs",
+        "output_bytes",
         "outputs",
         "random_state",
         "time_s",
@@ -76,6 +77,7 @@ class OpEntry:
         self.grad_enabled = torch.is_grad_enabled()
         self.environment = numeric_environment()
         self.time_s = 0.0
+        self.output_bytes = 0  # of all outputs, of those too that are dead when a replay makes them again
         self.workspace_bytes = 0  # what it allocates inside itself
         self.random_state: tuple[torch.Generator, torch.Tensor] | None = None
         self.outputs: list[weakref.ref[Buffer]] = []
