@@ -1,43 +1,20 @@
-"""Devices that schedules run on, by kind: the simulated one everywhere, a real accelerator where there is one."""
+"""The memory of a real accelerator, for the schedules that the simulated one plays as well."""
 
 import random
 import weakref
 
-import pytest
 import torch
-
-from tests.runtime.tiers.players import Device
-from tests.runtime.tiers.simulated import SimulatedDevice, SimulatedEngine
-from torchdelta.runtime.tiers import ENGINES
-from torchdelta.runtime.tiers.engine import Engine
-
-# For `parametrize`: every test that takes a kind runs for real with `pytest -m cuda`.
-KINDS = [
-    "simulated",
-    pytest.param(
-        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-    ),
-]
-
-
-def open_device(kind: str, seed: int, budget_bytes: int) -> tuple[Engine, Device]:
-    """Return the engine and the memory of a device of some kind."""
-    if kind == "simulated":
-        simulated = SimulatedEngine(seed)
-        return simulated, SimulatedDevice(simulated, budget_bytes)
-    engine = ENGINES[kind](torch.device(kind, torch.accelerator.current_device_index()))
-    return engine, AcceleratorDevice(engine, seed, budget_bytes)
 
 
 class AcceleratorDevice:
     """Memory of a real device, its contents made and compared by kernels, with pauses of random length between them."""
 
-    def __init__(self, engine: Engine, seed: int, budget_bytes: int) -> None:
+    def __init__(self, device: torch.device, seed: int, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self._device = engine.device
+        self._device = device
         self._random = random.Random(seed)
-        self._num_wrong = torch.zeros((), dtype=torch.int64, device=engine.device)
+        self._num_wrong = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def complaints(self) -> list[str]:

@@ -1,4 +1,7 @@
-"""Random schedules on the tiers of a device with streams: nothing is used before it is there, no budget is passed."""
+"""Random schedules on the tiers of a device with streams: nothing is used before it is there, no budget is passed.
+
+The same schedules run on a real device in accelerator/test_tiers.py.
+"""
 
 import threading
 from pathlib import Path
@@ -7,12 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.tiers.devices import KINDS, open_device
 from tests.runtime.tiers.players import Player
-from tests.runtime.tiers.simulated import SimulatedEngine
+from tests.runtime.tiers.simulated import SimulatedDevice, SimulatedEngine
 from torchdelta.runtime.tiers.base import Tier
 from torchdelta.runtime.tiers.bounced import BouncedDiskTier
-from torchdelta.runtime.tiers.engine import Engine
 from torchdelta.runtime.tiers.pinned import PinnedTier
 from torchdelta.runtime.tiers.stacked import StackedTier
 
@@ -25,19 +26,19 @@ LARGEST = st.sampled_from([2_000, 20_000, 40_000])
 SEEDS = st.integers(0, 1 << 30)
 
 
-def make_pinned(engine: Engine, _: Path) -> Tier:
+def make_pinned(engine: SimulatedEngine, _: Path) -> Tier:
     """Open pinned host memory alone."""
     return PinnedTier(engine, capacity_bytes=HOST_BYTES)
 
 
-def make_disk(engine: Engine, directory: Path) -> Tier:
+def make_disk(engine: SimulatedEngine, directory: Path) -> Tier:
     """Open a disk behind two staging buffers of two pages each."""
     return BouncedDiskTier(
         engine, swap_dir=directory, capacity_bytes=DISK_BYTES, host_budget_bytes=STAGING_BYTES, checksum=True
     )
 
 
-def make_both(engine: Engine, directory: Path) -> Tier:
+def make_both(engine: SimulatedEngine, directory: Path) -> Tier:
     """Open both, the disk behind a little of host memory."""
     return StackedTier(
         "disk", PinnedTier(engine, capacity_bytes=HOST_BYTES - STAGING_BYTES), make_disk(engine, directory)
@@ -49,9 +50,10 @@ def num_open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def play(make, kind: str, directory: Path, num_steps: int, largest_bytes: int, seed: int) -> Engine:
+def play(make, directory: Path, num_steps: int, largest_bytes: int, seed: int) -> SimulatedEngine:
     """Play one schedule, and look at what it left behind."""
-    engine, device = open_device(kind, seed, DEVICE_BYTES)
+    engine = SimulatedEngine(seed)
+    device = SimulatedDevice(engine, DEVICE_BYTES)
     before = threading.active_count(), num_open_files()
     tier = make(engine, directory)
     try:
@@ -60,27 +62,22 @@ def play(make, kind: str, directory: Path, num_steps: int, largest_bytes: int, s
         tier.close()
     assert device.complaints == []
     assert (threading.active_count(), num_open_files()) == before
-    if isinstance(engine, SimulatedEngine):
-        assert engine.peak_pinned_bytes <= HOST_BYTES
-        assert engine.pinned == {}
+    assert engine.peak_pinned_bytes <= HOST_BYTES
+    assert engine.pinned == {}
     return engine
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @given(num_steps=NUM_STEPS, largest_bytes=LARGEST, seed=SEEDS)
 @settings(max_examples=1000, deadline=None, derandomize=True)
-def test_any_schedule_of_pinned_memory_is_exact(kind: str, num_steps: int, largest_bytes: int, seed: int) -> None:
+def test_any_schedule_of_pinned_memory_is_exact(num_steps: int, largest_bytes: int, seed: int) -> None:
     """Any order of calls, and any order in which the device does its work; the host is blocked by the close alone."""
-    engine = play(make_pinned, kind, Path(), num_steps, largest_bytes, seed)
-    assert not isinstance(engine, SimulatedEngine) or engine.num_host_waits == 2
+    engine = play(make_pinned, Path(), num_steps, largest_bytes, seed)
+    assert engine.num_host_waits == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [make_disk, make_both])
 @given(num_steps=NUM_STEPS, largest_bytes=LARGEST, seed=SEEDS)
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_any_schedule_of_a_disk_is_exact(
-    make, kind: str, tmp_path: Path, num_steps: int, largest_bytes: int, seed: int
-) -> None:
+def test_any_schedule_of_a_disk_is_exact(make, tmp_path: Path, num_steps: int, largest_bytes: int, seed: int) -> None:
     """The same where the bytes bounce through staging buffers to a file, with pinned memory in front and without."""
-    play(make, kind, tmp_path, num_steps, largest_bytes, seed)
+    play(make, tmp_path, num_steps, largest_bytes, seed)
