@@ -36,7 +36,7 @@ ODD_SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097)
 
 
 class Device(Protocol):
-    """What a schedule needs of a device; simulated, or CUDA (see `devices.py`)."""
+    """What a schedule needs of a device; simulated, or real (see `devices.py`)."""
 
     used_bytes: int
     budget_bytes: int
