@@ -112,6 +112,13 @@ def capture_reader(device: torch.device) -> Callable[[], bool]:
     return lambda: False
 
 
+def default_to_foreach(parameters: list[torch.Tensor]) -> bool:
+    """Say whether an optimizer that is not told steps on lists of these parameters, and not one by one."""
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+
+    return _default_to_fused_or_foreach(parameters, differentiable=False, use_fused=False)[1]
+
+
 def has_graph_trees() -> bool:
     """Say whether compiled code of this process may run as captured CUDA graphs (`mode="reduce-overhead"`)."""
     return "torch._inductor.cudagraph_trees" in sys.modules

@@ -47,7 +47,10 @@ class MemoryBudget:
 
     def __init__(self, budget: int | str, config: Config | None = None) -> None:
         self.config = config if config is not None else Config()
-        self.budget_bytes = parse_size(budget, total_bytes=device_memory_bytes(), name="budget")
+        # Only a share asks the device: that starts CUDA, and a script may want to fork, or choose its device, before.
+        is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
+        total_bytes = device_memory_bytes() if is_share else None
+        self.budget_bytes = parse_size(budget, total_bytes=total_bytes, name="budget")
         self._session: Session | None = None
         self._past: list[Session] = []
 

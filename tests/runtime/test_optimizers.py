@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.runtime.programs import mlp, running
+from torchdelta.runtime import optimizers
 from torchdelta.runtime.optimizers import first_step_bytes
 
 
@@ -44,3 +45,26 @@ def test_states_are_counted() -> None:
     assert first_step_bytes(torch.optim.SGD(model.parameters(), lr=0.1))[0] == 0
     assert first_step_bytes(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))[0] == size_bytes
     assert first_step_bytes(torch.optim.Adam(model.parameters()))[0] >= 2 * size_bytes
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_steps_by_lists_have_temporaries_as_large_as_all_parameters(weight_decay: float) -> None:
+    """The default on accelerators; parameter by parameter the largest one counts."""
+    model = mlp(64, 6)
+    total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    lists = torch.optim.Adam(model.parameters(), foreach=True, weight_decay=weight_decay)
+    state_bytes, temporary_bytes = first_step_bytes(lists)
+    assert state_bytes >= 2 * total_bytes
+    assert total_bytes <= temporary_bytes <= 2.1 * total_bytes
+    one_by_one = torch.optim.Adam(model.parameters(), foreach=False, weight_decay=weight_decay)
+    assert first_step_bytes(one_by_one)[1] < total_bytes
+
+
+def test_foreach_is_the_default_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would choose for the real parameters is tried, and what the user says is stronger."""
+    monkeypatch.setattr(optimizers, "default_to_foreach", lambda _parameters: True)
+    model = mlp(64, 6)
+    total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert first_step_bytes(torch.optim.AdamW(model.parameters()))[1] >= total_bytes
+    assert first_step_bytes(torch.optim.AdamW(model.parameters(), foreach=False))[1] < total_bytes
+    assert first_step_bytes(torch.optim.AdamW(model.parameters(), fused=True))[1] < total_bytes
