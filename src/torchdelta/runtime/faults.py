@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-NAMES: Final = ("rng-replay", "batch-norm-stats", "tier-failure", "tier-full", "tier-retry", "fork")
+NAMES: Final = ("rng-replay", "batch-norm-stats", "tier-failure", "tier-full", "tier-retry", "fork", "oom-retry")
 _disabled: set[str] = set()
 
 

@@ -19,6 +19,7 @@ from torchdelta.runtime.collectives import may_be_under_way
 from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.optime import HostClock, OpClock
 from torchdelta.runtime.predict import Predictor
+from torchdelta.runtime.retry import may_retry
 from torchdelta.runtime.subclasses import Way, runs_own_ops
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, capture, generator_of
 
@@ -114,7 +115,12 @@ class Recorder(TorchDispatchMode):
         before_bytes = self.ledger.live_bytes
         self._mark(need)
         mark = self.clock.start(need)
-        out = self.execute(func, facts, args, kwargs)
+        try:
+            out = self.execute(func, facts, args, kwargs)
+        except RuntimeError as error:
+            if not may_retry(error, facts, args, None, self.residency):
+                raise
+            out = self.execute(func, facts, args, kwargs)
         time_s = self.clock.stop(mark, None)
         self._note_backward_output(out)
         size_bytes = self.ledger.live_bytes - before_bytes
@@ -148,7 +154,12 @@ class Recorder(TorchDispatchMode):
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
         mark = self.clock.start(need)
-        out = self.execute(func, facts, args, kwargs)
+        try:
+            out = self.execute(func, facts, args, kwargs)
+        except RuntimeError as error:
+            if not may_retry(error, facts, args, entry, self.residency):
+                raise
+            out = self.execute(func, facts, args, kwargs)
         time_s = self.clock.stop(mark, entry)
         size_bytes = 0
         if isinstance(out, torch.Tensor):

@@ -20,6 +20,7 @@ from torchdelta.errors import ReplayError, SavedTensorError
 from torchdelta.runtime.buffer import Buffer, View
 from torchdelta.runtime.opfacts import Kind
 from torchdelta.runtime.residency import digest_of
+from torchdelta.runtime.retry import may_replay_again
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, run_again, sources, written_sources
 
 if TYPE_CHECKING:
@@ -161,7 +162,12 @@ class Rematerializer:
             if entry.facts.kind is Kind.COMPUTE or entry.facts.keeps_statistics:
                 size_bytes = entry.output_bytes + entry.workspace_bytes
                 self.residency.room(size_bytes, f"{entry.facts.name} (recomputed)")
-            outputs = run_again(entry, args, kwargs)
+            try:
+                outputs = run_again(entry, args, kwargs)
+            except RuntimeError as error:
+                if not may_replay_again(error, entry.facts, self.residency):
+                    raise
+                outputs = run_again(entry, args, kwargs)
             if self.ledger.device.type != "cpu":  # there the host's clock does not see the ops
                 self.counters.recompute_s += entry.time_s
             args = kwargs = None

@@ -192,6 +192,19 @@ class Residency:
         self.outage.end()
         return True
 
+    def send_all_away(self) -> int:
+        """Evict all that can be evicted, and wait until it has gone. Returns the bytes that this freed."""
+        before_bytes = self.ledger.live_bytes
+        for buffer, action in self.policy.rank(self._candidates(), self):
+            if self.is_evictable(buffer):
+                self.evict(buffer, action, lazily=True)
+        self.see_off()
+        self._cancel_fetches(0)
+        if self._tier is not None:
+            self._tier.drain()
+        self._ranking.clear()
+        return before_bytes - self.ledger.live_bytes
+
     def _cancel_fetches(self, target_bytes: int) -> None:
         for buffer in list(self.away):
             if self.ledger.live_bytes <= target_bytes:
