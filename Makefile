@@ -43,12 +43,9 @@ bench: $(READY)  ## measure: writes into benchmarks/results/
 sweep: $(READY)  ## every transformers class and torch.nn module against plain, bit for bit (resumable; WORKERS=2)
 	$(PY) -m benchmarks sweep --workers $(WORKERS)
 
-HAS_CUDA := import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device here: this needs one')
-
 test-cuda: $(READY)  ## run the tests that need a CUDA device; fails where there is none
-	@$(PY) -c "$(HAS_CUDA)"
-	@$(PY) -c "import hypothesis, pytest" || { echo "the tests need pytest and hypothesis" >&2; exit 1; }
-	TORCHDELTA_TEST_DEVICE=cuda CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PY) -m pytest -m cuda
+	@paths=$$($(PY) tests/cuda/ready.py) && TORCHDELTA_TEST_DEVICE=cuda CUBLAS_WORKSPACE_CONFIG=:4096:8 \
+		$(PY) -m pytest -m cuda -o minversion=7 $$paths
 
 bench-gpu-smoke: $(READY)  ## on a GPU, 5 minutes: same bits, budget by active bytes, overlap, against the peers
 	$(PY) -m benchmarks gpu --quick

@@ -6,6 +6,7 @@ is not there. TORCHDELTA_TEST_DEVICE ("cpu", "cuda" or "standin") says what the 
 on; with "cuda", those of same_bits/ count as `cuda` as well.
 """
 
+import importlib
 import os
 from pathlib import Path
 
@@ -27,6 +28,7 @@ if _DEVICE != "cuda":
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a device that is not there."""
+    has_cuda = _DEVICE == "cuda" and importlib.import_module("torch").cuda.is_available()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.cuda)
         has_device = True
         if item.get_closest_marker("cuda") is not None:
-            has_device = _DEVICE == "cuda"
+            has_device = has_cuda
         elif item.get_closest_marker("accelerator") is not None:
             has_device = _DEVICE != "cpu"
         (kept if has_device else left_out).append(item)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.same_bits.judge import DECISIONS, DEVICE, Scope, assert_same_bits, state_of
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime import rematerialize, tape
 from torchdelta.runtime.device import session_device
 from torchdelta.runtime.opfacts import facts_of
 from torchdelta.runtime.session import current_session
@@ -155,6 +156,36 @@ def test_every_decision_is_carried_out_on_the_device(decisions: str) -> None:
     summary = budget.summary()
     assert (summary.recomputed_bytes > 0) == (decisions != "swap")
     assert (summary.swapped_in_bytes > 0) == (decisions != "recompute")
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_sums_without_an_order_are_not_replayed(monkeypatch: pytest.MonkeyPatch, *, is_deterministic: bool) -> None:
+    """Ops that add by atomics are kept or swapped, and run again in deterministic mode only."""
+    replayed: list[str] = []
+
+    def run_again(entry: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        replayed.append(entry.facts.base_name)
+        return tape.run_again(entry, args, kwargs)
+
+    monkeypatch.setattr(rematerialize, "run_again", run_again)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        rows = torch.randint(0, 16, (64,))
+        x = torch.randn(64, 64, requires_grad=True)
+
+        def loss() -> torch.Tensor:
+            summed = torch.zeros(16, 64).index_add(0, rows, x.sin())
+            return (summed.cumsum(0).exp() * summed.cos()).sum()
+
+        with MemoryBudget("1TiB", Config(decisions="recompute", tier="memory")):
+            loss().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert {"sin", "exp"} <= set(replayed)
+    assert ("index_add" in replayed) == is_deterministic
+    assert ("cumsum" in replayed) == is_deterministic
 
 
 @pytest.mark.usefixtures("device")

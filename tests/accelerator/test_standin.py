@@ -15,15 +15,30 @@ import pytest
 from tests.accelerator import standin
 
 REPOSITORY = Path(__file__).parents[2]
-PATHS = ("tests/accelerator", "tests/same_bits/test_training.py", "tests/same_bits/test_unseen_writes.py")
+# Two processes, so that two workers can share them.
+PATHS = {
+    "accelerator": ("tests/accelerator",),
+    "same-bits": ("tests/same_bits/test_training.py", "tests/same_bits/test_unseen_writes.py"),
+}
 
 
 @pytest.mark.skipif(standin.compiler() is None, reason="no C++ compiler to build the stand-in with")
 @pytest.mark.skipif("TORCHDELTA_TEST_DEVICE" in os.environ, reason="these tests run on a device already")
-def test_on_the_stand_in() -> None:
+@pytest.mark.parametrize("name", PATHS)
+def test_on_the_stand_in(name: str) -> None:
     """Everything that makes an accelerator other than the CPU, but for its speed, is right on the stand-in."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=120", *PATHS],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "faulthandler_timeout=120",
+            *PATHS[name],
+        ],
         cwd=REPOSITORY,
         env=os.environ | {"TORCHDELTA_TEST_DEVICE": "standin"},
         capture_output=True,
