@@ -25,6 +25,7 @@ from torchdelta._torch import (
     without_mode,
 )
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.gaps import Gaps
 from torchdelta.runtime.headroom import Graph, Headroom
 from torchdelta.runtime.mode_sensitive import is_mode_sensitive
 from torchdelta.runtime.subclasses import count, runs_own_ops
@@ -54,6 +55,7 @@ class Backward:
         self._pending: list[Any] = []  # leaves whose .grad may be new since the last node
         self._depth = 0
         self.headroom = Headroom()
+        self._gaps = Gaps(session)
         self._leaves: list[Any] = []  # of the running backward; a survey leaves no fake gradient on them
 
     def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +97,8 @@ class Backward:
         try:
             with without_mode(self.recorder):
                 self._install(outputs, handles)
+                if self._depth == 1:
+                    self._gaps.restart(len(handles))
                 try:
                     result = original(outputs, *args, **kwargs)
                 except BaseException as raised:
@@ -109,6 +113,7 @@ class Backward:
             while num_modes() > num_before and self.recorder in mode_stack():
                 pop_mode()
             self._depth -= 1
+            self._gaps.end()
             self._settle()
             if self.session.survey is not None:
                 self.session.survey.leaves.extend(self._leaves)
@@ -188,8 +193,9 @@ class Backward:
         # Modes of others that the node left behind are theirs to pop; ours is the one that we pushed.
         if top_mode() is self.recorder:
             pop_mode()
-        self.session.node_name = ""
+        node_name, self.session.node_name = self.session.node_name, ""
         self._pending.extend(leaves)
+        self._gaps.begin(node_name, leaves)
 
     def _before_blind(self, name: str, following: list[Any], gradients: Any) -> None:
         self._meet(gradients)
@@ -209,9 +215,11 @@ class Backward:
             trace.on_opaque_end("torchdelta.node", inputs, node=name)
         self._meet(inputs)
         self._pending.extend(leaves)
+        self._gaps.begin(name, leaves)
 
     def _meet(self, gradients: Any) -> None:
         """Count gradients that came to be between nodes: the engine's own sums, and what users' tensor hooks made."""
+        self._gaps.end()
         if self._pending:
             self._settle()
         ledger = self.session.ledger

@@ -257,6 +257,7 @@ class Recorder(TorchDispatchMode):
             self.residency.room(need.output_bytes + need.inside_bytes, facts.name)
         entry = self._capture_write(func, facts, args, kwargs, targets) if records else None
         old: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
+        num_copies = self.counters.num_copies_before_write
         for tensor in targets:
             try:
                 address = storage_address(tensor)
@@ -264,6 +265,9 @@ class Recorder(TorchDispatchMode):
                 continue
             if address not in old:
                 old[address] = (tensor, self._overwritten(tensor))
+        if self.counters.num_copies_before_write > num_copies and (need.output_bytes or need.inside_bytes):
+            # The copy may have taken the room that was made.
+            self.residency.room(need.output_bytes + need.inside_bytes, facts.name)
         before_bytes = self.ledger.live_bytes
         self._mark(need)
         if entry is not None and facts.is_random:
@@ -276,6 +280,7 @@ class Recorder(TorchDispatchMode):
         if versions and not self.subclasses.is_inside:
             _bump_missing(versions)
         counts_only = not records and graph_task_id() != -1 and not torch.is_grad_enabled()
+        new_bytes = 0
         for index, (tensor, buffer) in enumerate(old.values()):
             record = self.ledger.find(tensor)
             if record is not None and record.reference is None and buffer is None:
@@ -283,15 +288,20 @@ class Recorder(TorchDispatchMode):
             if record is None and counts_only:
                 self.ledger.know_by_tensor(tensor)
                 continue
+            size_bytes = record.size_bytes if record is not None else 0
             self._new_content(tensor, buffer, entry, index, facts)
+            if record is not None:
+                new_bytes += max(0, record.size_bytes - size_bytes)  # an `out` that grew
             if facts.is_collective:
                 self._note_collective(tensor, func, args, kwargs)
+        noted_bytes = self.ledger.live_bytes
         for item in out if isinstance(out, tuple | list) else (out,):
             if isinstance(item, torch.Tensor):
                 if counts_only:
                     self.ledger.know_by_tensor(item)
                 else:
                     self._note_output(item, None, 0, facts)
+        need.output_bytes = max(need.output_bytes, new_bytes + self.ledger.live_bytes - noted_bytes)
         inside_bytes = self._measure_inside(need, max(0, self.ledger.live_bytes - before_bytes))
         if entry is not None:
             entry.workspace_bytes = inside_bytes

@@ -162,6 +162,8 @@ class Rematerializer:
             if entry.facts.kind is Kind.COMPUTE or entry.facts.keeps_statistics:
                 size_bytes = entry.output_bytes + entry.workspace_bytes
                 self.residency.room(size_bytes, f"{entry.facts.name} (recomputed)")
+            elif entry.workspace_bytes:  # it writes a copy, which is there already
+                self.residency.room(entry.workspace_bytes, f"{entry.facts.name} (recomputed)")
             try:
                 outputs = run_again(entry, args, kwargs)
             except RuntimeError as error:

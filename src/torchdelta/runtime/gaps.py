@@ -1,0 +1,62 @@
+"""Gaps: what is allocated between the nodes of a backward, where no dispatch mode is on.
+
+The engine adds gradients up out of place, a leaf's first gradient is cloned where it cannot be taken over (an expanded
+one, or one that another node reads as well), and the tensor hooks of users run ops. None of that is known beforehand.
+Where the allocator is counted, the growth in each gap is measured, and from then on room for it is made when the node
+before it has run.
+
+A gap is told by its place in the backward, the number of nodes, and whether a leaf still lacks its gradient: in an
+accumulation over several backwards only the first one clones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.session import Session
+
+_MAX_GAPS: Final = 4096
+
+
+class Gaps:
+    """What each gap of a backward took at most. Mutable; one for each session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._grown_bytes: dict[Any, int] = {}  # of the gaps that took anything
+        self._num_nodes = 0
+        self._position = 0
+        self._open: Any = None  # the key of the gap that is being measured
+
+    def restart(self, num_nodes: int) -> None:
+        """Begin a backward."""
+        self._num_nodes = num_nodes
+        self._position = 0
+        self._open = None
+
+    def begin(self, node_name: str, leaves: Any) -> None:
+        """A node has run: make room for what comes before the next one, and measure that."""
+        ledger = self._session.ledger
+        if not ledger.has_exact_peak or ledger.counter is None:
+            return
+        self._position += 1
+        lacks_gradient = bool(leaves) and any(leaf.grad is None for leaf in leaves)
+        key = (self._num_nodes, self._position, node_name, lacks_gradient)
+        grown_bytes = self._grown_bytes.get(key)
+        if grown_bytes:
+            self._session.residency.room(grown_bytes, "gradients and hooks between two nodes of backward")
+        ledger.counter.mark()
+        self._open = key
+
+    def end(self) -> None:
+        """The next node runs, or backward is over."""
+        key, self._open = self._open, None
+        counter = self._session.ledger.counter
+        if key is None or counter is None or not self._session.ledger.is_counting:
+            return
+        grown_bytes = counter.growth_bytes()
+        if grown_bytes > self._grown_bytes.get(key, 0):
+            if len(self._grown_bytes) >= _MAX_GAPS:
+                self._grown_bytes.clear()
+            self._grown_bytes[key] = grown_bytes
