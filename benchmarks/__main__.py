@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ALL = "all"
-NAMES = ("budget", "counting", "policies", "oom_proof", "growth", "sweep", "checksum")
+NAMES = ("budget", "counting", "policies", "oom_proof", "growth", "sweep", "checksum", "soak")
 ON_REQUEST = ("gpu",)  # `all` leaves out what needs more than this machine
 
 

@@ -1,0 +1,323 @@
+"""One of the two processes of the soak: `python -m benchmarks.soak.worker --seed 0 --seconds 60 [--plain]`.
+
+It prints one JSON object a line: a record of each step, and one of each episode. Nothing is remembered here: what a
+long run keeps would hide what leaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import bits
+from benchmarks.long_run import count_held
+from benchmarks.models import seed_everything
+from benchmarks.soak import faults, schedule, subjects
+from benchmarks.storages import live_storages
+from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta.errors import TierError
+
+_MEMORY_EVENT = "[memory]"
+_METER_TOLERANCE = 0.01
+_KEPT_FOR_STEPS = 2
+_TYPES_EVERY = 4
+
+
+class Trainer:
+    """Trains the subjects as the schedule says."""
+
+    def __init__(self, options: argparse.Namespace, swap_dir: str) -> None:
+        self.options = options
+        self.swap_dir = swap_dir
+        self.measured = {} if options.plain else {name: self._measure(name) for name in schedule.MODELS}
+        self.subjects = {name: subjects.build(name, options.seed) for name in schedule.MODELS}
+        self.peak_is_tainted = False
+        self.kept: list[tuple[int, torch.Tensor]] = []  # graphs that live on, and until which step
+
+    def _measure(self, name: str) -> tuple[int, int]:
+        """Return what the largest batch takes above a subject at rest, and what all subjects have at rest."""
+        subject = subjects.build(name, self.options.seed)
+        with MemoryBudget("1TiB") as budget:
+            for _ in range(2):
+                subject.loss(*subjects.LARGEST).backward()
+                subject.optimizer.step()
+                subject.optimizer.zero_grad()
+        everything = [subjects.build(each, self.options.seed) for each in schedule.MODELS]
+        return (
+            budget.summary().steps[-1].peak_bytes - resting_bytes(subject),
+            sum(resting_bytes(each) for each in everything),
+        )
+
+    def _budget_bytes(self, episode: schedule.Episode) -> int:
+        step_bytes, rest_bytes = self.measured[episode.model]
+        return rest_bytes + int(episode.share * step_bytes)
+
+    def run(self) -> None:
+        """Train until the time is over, at the end of an episode."""
+        end_s = time.monotonic() + self.options.seconds
+        index = first_step = 0
+        while time.monotonic() < end_s:
+            episode = schedule.draw(self.options.seed, index, first_step)
+            self._run_episode(episode)
+            index += 1
+            first_step += len(episode.steps)
+        say({"kind": "end", "num_episodes": index})
+
+    def _run_episode(self, episode: schedule.Episode) -> None:
+        subject = self.subjects[episode.model]
+        scope: Any = contextlib.nullcontext()
+        if not self.options.plain:
+            config = Config(policy=episode.policy, tier=episode.tier, swap_dir=self.swap_dir)
+            scope = MemoryBudget(self._budget_bytes(episode), config)
+        if not episode.collects:
+            gc.disable()
+        met: set[Any] = set()
+        num_evictions_bytes = 0
+        self.peak_is_tainted = False
+        with scope as budget:
+            for step in episode.steps:
+                self._run_step(subject, step, budget, met)
+            self.kept.clear()
+            if budget is not None:
+                summary = budget.summary()
+                num_evictions_bytes = summary.swapped_out_bytes + summary.recomputed_bytes
+        gc.enable()
+        record: dict[str, Any] = {
+            "kind": "episode",
+            "index": episode.index,
+            "model": episode.model,
+            "policy": episode.policy,
+            "tier": episode.tier,
+            "share": episode.share,
+            "evicted_bytes": num_evictions_bytes,
+            "state": self._state_digest(subject),
+            "num_swap_files": len(list(Path(self.swap_dir).iterdir())),
+            "num_native_threads": _num_native_threads(),
+        }
+        del scope, budget
+        give_back_pages()
+        held = count_held()
+        types = held.pop("types")
+        record.update(held)
+        if episode.index % _TYPES_EVERY == 0:
+            record["types"] = types
+        say(record)
+
+    def _run_step(self, subject: subjects.Subject, step: schedule.Step, budget: Any, met: set[Any]) -> None:
+        session = budget._session if budget is not None else None
+        record: dict[str, Any] = {"kind": "step", "index": step.index, "fault": step.fault}
+        shapes = {*step.shapes, *(("evaluation", step.shapes[0]) for _ in range(step.evaluates))}
+        # What ops take inside themselves is learned when their shapes are first met.
+        is_known = shapes <= met and step.fault != "batch too large" and not self.peak_is_tainted
+        statistics = [buffer.clone() for buffer in subject.model.buffers()] if session is not None else []
+        num_steps_before = len(budget.summary().steps) if budget is not None else 0
+        lost: list[str] = []
+        observed: dict[str, Any] = {}
+        released = self._release(step)
+        if step.fault == "batch too large" and session is not None:
+            lost.append(self._try_too_large(subject, step))
+            self._put_back(subject, statistics)
+        for attempt in range(3):
+            meter = Meter(is_on=step.is_metered and is_known and session is not None and not self.kept)
+            injected = faults.own(step, session) if session is not None and attempt == 0 else contextlib.nullcontext()
+            try:
+                with injected, meter:
+                    observed = self._train(subject, step)
+                break
+            except (TierError, RuntimeError) as error:
+                if step.fault not in schedule.OWN_FAULTS or not (
+                    isinstance(error, TierError) or faults.is_out_of_memory(error)
+                ):
+                    record["unexpected"] = f"{type(error).__name__}: {error}"
+                lost.append(type(error).__name__)
+            self._put_back(subject, statistics)
+        if observed and not observed["raised"] and "backward" not in step.fault:
+            met |= shapes
+        if session is not None:
+            steps = budget.summary().steps[num_steps_before:]
+            # The peak of a step that was given up counts in the next one.
+            self.peak_is_tainted = not steps and not is_known
+            record |= {
+                "lost": lost,
+                "is_known": is_known,
+                "peak_bytes": max((part.peak_bytes for part in steps), default=0),
+                "budget_bytes": budget.budget_bytes,
+                "metered_peak_bytes": meter.peak_bytes,
+                # After an error in a backward torch itself keeps a part of the graph until the next one.
+                "num_handles": 0 if self.kept or step.fault else session.num_handles,
+                "counted_bytes": session.ledger.live_bytes,
+            }
+        say(record | {"bits": observed | {"released": released}})
+
+    @staticmethod
+    def _put_back(subject: subjects.Subject, statistics: list[torch.Tensor]) -> None:
+        """Undo what a step that was lost left behind."""
+        subject.optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer, before in zip(subject.model.buffers(), statistics, strict=True):
+                buffer.copy_(before)
+
+    @staticmethod
+    def _try_too_large(subject: subjects.Subject, step: schedule.Step) -> str:
+        """Try a batch that cannot fit. Returns what came of it."""
+        seed_everything(step.index)
+        try:
+            subject.loss(*subjects.TOO_LARGE).backward()
+        except BudgetError:
+            return "BudgetError"
+        return "fits"
+
+    def _train(self, subject: subjects.Subject, step: schedule.Step) -> dict[str, Any]:
+        """Run one step, and return what anybody could see of it."""
+        seed_everything(step.index)
+        observed: dict[str, Any] = {"losses": [], "raised": []}
+        if step.evaluates:
+            subject.model.eval()
+            with torch.no_grad():
+                observed["evaluation"] = subject.loss(*step.shapes[0]).item().hex()
+            subject.model.train()
+        try:
+            with faults.shared(step, subject):
+                self._run_passes(subject, step, observed)
+                observed["gradients"] = bits.gradients_digest(subject.model)
+                subject.optimizer.step()
+        except (faults.InjectedError, KeyboardInterrupt) as error:
+            observed["raised"].append(type(error).__name__)
+            observed["gradients"] = bits.gradients_digest(subject.model)
+        subject.optimizer.zero_grad()
+        observed["generator"] = bits.random_state_digest()
+        return observed
+
+    def _run_passes(self, subject: subjects.Subject, step: schedule.Step, observed: dict[str, Any]) -> None:
+        """Run forward and backward of each micro-batch, in whatever order the fault demands."""
+        waiting: list[torch.Tensor] = []
+        for position, shape in enumerate(step.shapes):
+            loss = subject.loss(*shape) / len(step.shapes)
+            observed["losses"].append(loss.item().hex())
+            if position == 0 and step.fault == "graph kept alive":
+                self.kept.append((step.index + _KEPT_FOR_STEPS, loss))
+            elif step.fault == "backwards out of order":
+                waiting.append(loss)
+            elif position or step.fault != "backward never called":
+                loss.backward()
+            del loss
+        while waiting:
+            waiting.pop(0).backward()
+
+    def _release(self, step: schedule.Step) -> list[str]:
+        """Call the backward of graphs that have lived on: their parameters have been stepped since.
+
+        Returns what came of each.
+        """
+        raised: list[str] = []
+        while self.kept and self.kept[0][0] <= step.index:
+            _, loss = self.kept.pop(0)
+            try:
+                loss.backward()
+                raised.append("nothing")
+            except RuntimeError as error:
+                raised.append(type(error).__name__)
+            for subject in self.subjects.values():
+                subject.optimizer.zero_grad()
+        return raised
+
+    @staticmethod
+    def _state_digest(subject: subjects.Subject) -> str:
+        states = [
+            (f"{index}.{name}", value)
+            for index, state in enumerate(subject.optimizer.state.values())
+            for name, value in sorted(state.items())
+            if isinstance(value, torch.Tensor)
+        ]
+        return bits.digest([*subject.model.named_parameters(), *subject.model.named_buffers(), *states])
+
+
+def resting_bytes(subject: subjects.Subject) -> int:
+    """Return the bytes of a subject between steps, with its optimizer's states."""
+    size_bytes = sum(tensor.nbytes for tensor in (*subject.model.parameters(), *subject.model.buffers()))
+    num_states = 1 if isinstance(subject.optimizer, torch.optim.SGD) else 2
+    return size_bytes + num_states * sum(parameter.nbytes for parameter in subject.model.parameters())
+
+
+class Meter:
+    """The peak of one step from the profiler's memory events, above the storages that lived at its start."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self.peak_bytes: int | None = None
+        self._start_bytes = 0
+        self._profiler: Any = None
+
+    def __enter__(self) -> None:
+        """Begin."""
+        if self.is_on:
+            gc.collect()
+            self._start_bytes = sum(live_storages().values())
+            self._profiler = torch.autograd.profiler.profile(profile_memory=True)
+            self._profiler.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        """Add up."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.__exit__(None, None, None)
+        live_bytes = peak_bytes = self._start_bytes
+        for event in profiler.kineto_results.events():
+            if event.name() == _MEMORY_EVENT and event.device_type().name == "CPU":
+                live_bytes += event.nbytes()
+                peak_bytes = max(peak_bytes, live_bytes)
+        known_bytes = sum(live_storages().values())
+        # What another thread frees (a tier's, say) the profiler does not see: then its figure says nothing.
+        if abs(live_bytes - known_bytes) <= _METER_TOLERANCE * known_bytes:
+            self.peak_bytes = peak_bytes
+
+
+def give_back_pages() -> None:
+    """Let the C library return what it has kept of freed memory, so that resident pages tell what is held."""
+    with contextlib.suppress(OSError, AttributeError):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _num_native_threads() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("Threads:"):
+            return int(line.split()[1])
+    return threading.active_count()
+
+
+def say(record: dict[str, Any]) -> None:
+    """Print one record."""
+    print(json.dumps(record), flush=True)
+
+
+def main() -> int:
+    """Run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak.worker", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory(prefix="torchdelta-soak-") as swap_dir:
+        Trainer(options, swap_dir).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
