@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import statistics
+import subprocess
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -55,10 +56,14 @@ def run(options: argparse.Namespace) -> Outcome:
     rows = []
     for name, build in SUBJECTS.items():
         case = Case(outcome, lambda build=build: build(device, is_tiny=options.tiny), device, options.share)
-        case.check_bits()
-        case.check_overlap()
-        rows += case.race(2 if options.quick else options.rounds)
         outcome.data[name] = case.data
+        try:
+            case.check_bits()
+            case.check_overlap()
+            rows += case.race(2 if options.quick else options.rounds)
+        except torch.OutOfMemoryError as error:  # of the budget or of the device: the other models are still measured
+            outcome.check(f"{name}: memory suffices", str(error).splitlines()[0], passed=False)
+            case.data["error"] = f"{type(error).__name__}: {error}"
     print(format_table(["model", "how", "step time / plain", "peak / plain"], rows))
     return outcome
 
@@ -66,16 +71,27 @@ def run(options: argparse.Namespace) -> Outcome:
 def describe(device: torch.device) -> dict[str, Any]:
     """Return what the figures depend on."""
     if device.type != "cuda":
-        return {"name": "cpu"}
+        return {"name": device.type}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "capability": list(torch.cuda.get_device_capability(device)),
+        "driver": driver_version(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
     }
+
+
+def driver_version() -> str | None:
+    """Return the driver's version as it says it itself; None where its tool is not at hand."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
 
 
 class Case:
@@ -177,14 +193,14 @@ class Case:
                 began_s = time.perf_counter()
                 for _ in range(NUM_STEPS):
                     subject.step()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+                if self.device.type != "cpu":
+                    torch.accelerator.synchronize()
                 step_s = (time.perf_counter() - began_s) / NUM_STEPS
         return {"step_s": step_s, "peak_bytes": meter.peak_bytes}
 
 
 class Peaks:
-    """Highest active bytes of a stretch of work: CUDA's own figure, on CPU the profiler's sum of memory events.
+    """Highest active bytes of a stretch of work: the allocator's own figure; on CPU the sum of the profiler's events.
 
     On CPU the first stretch has to be the one that builds what lives; what was there before it is not counted.
     """
@@ -196,9 +212,9 @@ class Peaks:
 
     def __enter__(self) -> None:
         """Begin a stretch."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
         else:
             self._meter.__enter__()
 
@@ -206,9 +222,9 @@ class Peaks:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End it and read its peak."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.peak_bytes = torch.cuda.memory_stats(self.device)["active_bytes.all.peak"]
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+            self.peak_bytes = torch.accelerator.memory_stats()["active_bytes.all.peak"]
             return
         # What was freed may have been allocated before the first stretch: a sum below zero is no error here.
         with contextlib.suppress(MeterError):

@@ -40,7 +40,9 @@ class Subject:
         sha = hashlib.sha256()
         tensors = [*losses, *self.model.parameters(), *self.model.buffers()]
         device = tensors[0].device
-        tensors.append(torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())
+        is_on_host = device.type == "cpu"
+        generators = () if is_on_host else torch.get_device_module(device.type).default_generators
+        tensors += [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
         for tensor in tensors:
             sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return sha.hexdigest()

@@ -56,6 +56,8 @@ def test_steps_by_lists_have_temporaries_as_large_as_all_parameters(weight_decay
     state_bytes, temporary_bytes = first_step_bytes(lists)
     assert state_bytes >= 2 * total_bytes
     assert total_bytes <= temporary_bytes <= 2.1 * total_bytes
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    assert first_step_bytes(momentum) == (total_bytes, 0)
     one_by_one = torch.optim.Adam(model.parameters(), foreach=False, weight_decay=weight_decay)
     assert first_step_bytes(one_by_one)[1] < total_bytes
 

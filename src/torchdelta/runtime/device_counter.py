@@ -7,8 +7,9 @@ wait for another stream. What lies in its cache besides (reserved bytes) is not 
 back before it runs out. Beyond the known storages the active bytes hold what nobody tells of: the rounding, cuBLAS's
 workspaces (one for each thread and stream that multiplies, kept for good), and tensors of other threads of the process.
 
-Asking costs tens of microseconds, so it is done where something new may have happened, and not for every op: when an
-op's need is measured (its first few meetings), before victims are chosen, and when a backward or a step begins.
+Asking costs tens of microseconds, so far from the budget it is done only where something new may have happened: when an
+op's need is measured (its first few meetings), and when a backward or a step begins. Near the budget it is done before
+every op.
 
 What an op has inside itself is what it allocates and frees again while it runs: the difference of the bytes that were
 ever freed. That asks for no reset of the peak, which is one for the process and which others read, and it leaves out

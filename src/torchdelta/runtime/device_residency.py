@@ -5,7 +5,7 @@ See [Note: the home stream] in streams.py and [Note: threads of the engine] in d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta.runtime.residency import Residency
 
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from torchdelta.runtime.buffer import Buffer
     from torchdelta.runtime.device_recorder import DeviceRecorder
 
+# What CUDA's caching allocator may round up: a small block to 512 bytes (for a few outputs), a large one by what is
+# left of the block that it lies in.
+_ROUNDING_BYTES: Final = 4 * 512
+_LARGE_BYTES: Final = 1 << 20
+_NEAR: Final = 0.85  # from this share of the budget on the allocator is asked before every op
+
 __all__ = ["DeviceResidency"]
 
 
@@ -23,13 +29,19 @@ class DeviceResidency(Residency):
 
     recorder: DeviceRecorder  # set by the session, which makes the recorder after this
 
+    def room(self, size_bytes: int, why: str) -> None:
+        """Make sure that `size_bytes` more fit under the budget, rounded up as the allocator does."""
+        if self.budget_bytes is not None:
+            size_bytes += _ROUNDING_BYTES if size_bytes <= _LARGE_BYTES else _LARGE_BYTES
+            if self.ledger.total_bytes + size_bytes > self.budget_bytes * _NEAR:
+                self.ledger.ask_counter(fresh=True)  # the last answer may be old; see [Note: active bytes]
+        super().room(size_bytes, why)
+
     def _make_room(self, total_bytes: int) -> None:
         recorder = self.recorder
         with recorder.lock, recorder.streams.at_home():
-            self.ledger.ask_counter(fresh=True)  # the last answer may be old; see [Note: active bytes]
-            if self.ledger.total_bytes > total_bytes:
-                recorder.clock.poll(wait=True)
-                super()._make_room(total_bytes)
+            recorder.clock.poll(wait=True)
+            super()._make_room(total_bytes)
 
     def bring(self, buffer: Buffer) -> torch.UntypedStorage:
         """Return a storage with this buffer's content, swapping it in or recomputing it when it is away."""

@@ -47,9 +47,9 @@ def first_step_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     sizes_bytes = [
         p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if p.requires_grad
     ]
-    if not any(_steps_by_lists(group) for group in optimizer.param_groups):
-        temporary_bytes = 0
-    return state_bytes, max(temporary_bytes, 2 * max(sizes_bytes, default=0))
+    if all(_steps_by_lists(group) for group in optimizer.param_groups):
+        return state_bytes, temporary_bytes
+    return state_bytes, 2 * max(sizes_bytes, default=0)
 
 
 def is_trial(optimizer: torch.optim.Optimizer) -> bool:
@@ -63,11 +63,11 @@ def is_trial(optimizer: torch.optim.Optimizer) -> bool:
 class _Temporaries(TorchDispatchMode):
     """Adds up what ops on meta tensors would allocate, and what dies again."""
 
-    def __init__(self) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: set[int] = set()
+        self._known = {storage_address(tensor) for tensor in existing}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -113,7 +113,8 @@ def _try_step(optimizer: torch.optim.Optimizer, *, only_first: bool) -> tuple[in
     twin.state = collections.defaultdict(dict)
     twin._torchdelta_trial = True  # pyright: ignore[reportAttributeAccessIssue]
     step = type(optimizer).step
-    with _Temporaries() as temporaries:
+    existing = [tensor for group in groups for fake in group["params"] for tensor in (fake, fake.grad)]
+    with _Temporaries(existing) as temporaries:
         getattr(step, "__wrapped__", step)(twin)
     state_bytes = sum(_tensor_bytes(state.values()) for state in twin.state.values())
     return state_bytes, max(0, temporaries.peak_bytes - state_bytes)
