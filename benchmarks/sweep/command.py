@@ -31,7 +31,7 @@ PROGRESS_S = 20.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
-    parser.set_defaults(timeout=120.0)
+    parser.set_defaults(timeout=240.0)
     parser.add_argument("--workers", type=int, default=2, help="processes that judge at the same time")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="most memory of one of them (RLIMIT_DATA)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
@@ -80,7 +80,7 @@ def sum_up_family(
     """Print one family's table and check its counts."""
     judgeable = [record for record in records if is_judgeable(record)]
     apart = group_by_reason(record for record in records if not is_judgeable(record))
-    num_groups = len({record["group"] for record in judgeable})
+    num_groups = len({record.get("model_type", record["group"]) for record in judgeable})
     num_apart = len(records) - len(judgeable)
     print(f"\n{family}: {num_subjects} classes, {len(judgeable)} trained ({num_groups} groups), {num_apart} not")
     names: dict[str, dict[str, list[str]]] = {mode: names_by_verdict(judgeable, mode) for mode in modes}
@@ -93,6 +93,10 @@ def sum_up_family(
         "modes": {},
         "not_trained": apart,
     }
+    sources = Counter(record["source"] for record in judgeable if "source" in record)
+    if sources:
+        data["inputs_from"] = dict(sources)
+        print("inputs from:", ", ".join(f"{source} {num}" for source, num in sources.items()))
     for mode in modes:
         found = names[mode]
         broken = [f"{name} ({kind})" for kind in (*BROKEN, LEAKS, NOT_RUN) for name in found[kind]]

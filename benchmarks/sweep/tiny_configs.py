@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MORE_SIZES: dict[str, Any] = {
     **dict.fromkeys((
         "encoder_hidden_size", "decoder_hidden_size", "vision_hidden_size", "d_embed", "output_hidden_size",
-        "out_hidden_size", "text_hidden_size", "encoder_embed_dim", "decoder_embed_dim", "feature_size",
+        "out_hidden_size", "text_hidden_size", "encoder_embed_dim", "decoder_embed_dim",
         "prediction_length", "context_length", "audio_hidden_size", "entity_emb_size", "cross_attention_hidden_size",
     ), 32),
     **dict.fromkeys((
@@ -116,7 +116,7 @@ def shared_fields(default: Any, names: set[str], sizes: Mapping[str, Any]) -> di
     """Choose the fields whose names tell what size they are."""
     fields: dict[str, Any] = {}
     for name in names & sizes.keys():
-        old, size = getattr(default, name, None), sizes[name]
+        old, size = value_of(default, name), sizes[name]
         if isinstance(old, list | tuple) and name in {"image_size", "patch_size"}:
             fields[name] = [size] * len(old)
         elif not isinstance(old, list | tuple | dict | str):
@@ -125,9 +125,9 @@ def shared_fields(default: Any, names: set[str], sizes: Mapping[str, Any]) -> di
         return fields
     # Without a download: no backbone of another library, no pretrained one.
     fields |= {name: False for name in ("use_timm_backbone", "use_pretrained_backbone") if name in names}
-    num_layers = getattr(default, "num_hidden_layers", None)
+    num_layers = value_of(default, "num_hidden_layers")
     for name in sorted(names):
-        old = getattr(default, name, None)
+        old = value_of(default, name)
         if name in _ROPES and isinstance(old, Mapping) and "mrope_section" in old:
             fields[name] = {**old, "mrope_section": [2, 1, 1]}
         elif not isinstance(old, list | tuple) or not old:
@@ -137,6 +137,14 @@ def shared_fields(default: Any, names: set[str], sizes: Mapping[str, Any]) -> di
         elif len(old) == num_layers and "num_hidden_layers" in fields and all(isinstance(item, str) for item in old):
             fields[name] = fewer(old, fields["num_hidden_layers"])
     return fields
+
+
+def value_of(config: Any, name: str) -> Any:
+    """Return a field's value; None where there is none, or one a layer."""
+    try:
+        return getattr(config, name, None)
+    except ValueError:
+        return None
 
 
 def fewer(kinds: list[str] | tuple[str, ...], num_layers: int) -> list[str]:

@@ -93,6 +93,9 @@ SAMPLES: dict[str, list[Sample]] = {
     "FeatureAlphaDropout": [(lambda: nn.FeatureAlphaDropout(0.3), lambda: (real(3, 4, 5),))],
     "Flatten": [(nn.Flatten, lambda: (real(2, 3, 4),))],
     "Fold": [(lambda: nn.Fold((4, 5), (2, 2)), lambda: (real(2, 12, 12),))],
+    # The database draws their random samples in float64 only.
+    "FractionalMaxPool2d": [(lambda: nn.FractionalMaxPool2d(2, output_ratio=0.6), lambda: (real(2, 3, 7, 7),))],
+    "FractionalMaxPool3d": [(lambda: nn.FractionalMaxPool3d(2, output_size=3), lambda: (real(2, 3, 5, 6, 7),))],
     "Hardsigmoid": [
         (nn.Hardsigmoid, lambda: (real(4, 6),)),
         (lambda: nn.Hardsigmoid(inplace=True), lambda: (real(4, 6),)),

@@ -41,9 +41,11 @@ def attempts(model: Any, task: str) -> Iterator[dict[str, Any]]:
     """Give the sets of inputs that are tried, those with a loss of the model's own first."""
     parameters = inspect.signature(model.forward).parameters
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    main = model.main_input_name
+    needed = [*([main] if isinstance(main, str) else main), *required, "use_cache"]
     for style in STYLES:
-        source = Source(model, task, style)
-        least = source.draw([model.main_input_name, *required, "use_cache"], parameters)
+        source = Source(model, task, style, parameters)
+        least = source.draw(needed, parameters)
         most = source.draw(parameters, parameters)
         labels = source.labels(parameters)
         if labels:
@@ -64,8 +66,9 @@ class Source:
         style: which layout to try where several are usual.
     """
 
-    def __init__(self, model: Any, task: str, style: str) -> None:
+    def __init__(self, model: Any, task: str, style: str, parameters: Any) -> None:
         self.config = config = model.config
+        self.parameters = parameters
         self.task = task
         self.style = style
         self.is_style_asked = False
@@ -99,17 +102,24 @@ class Source:
         return torch.randint(3, max(4, min(self.vocabulary_size, 96)), shape)
 
     def _input_ids(self) -> torch.Tensor:
-        if self.task == "multiple_choice":
-            return self.tokens(BATCH, 3, LENGTH)
-        tokens = self.tokens(BATCH, LENGTH)
+        tokens = self.tokens(*((BATCH, 3, LENGTH) if self.task == "multiple_choice" else (BATCH, LENGTH)))
         if self.task == "sequence_classification" and self.eos_token_id < self.vocabulary_size:
             # Sequence-to-sequence models classify at the end token, of which each example must have as many.
             tokens[tokens == self.eos_token_id] = 3 if self.eos_token_id != 3 else 4
             tokens[:, -1] = self.eos_token_id
+        if "global_attention_mask" in self.parameters and number(self.config, "sep_token_id") is not None:
+            # Longformer looks for the question between three separators.
+            separator = number(self.config, "sep_token_id")
+            tokens[tokens == separator] = 4
+            tokens[..., [3, 4, -1]] = separator
         return tokens
 
     def _decoder_input_ids(self) -> torch.Tensor:
         return self.tokens(BATCH, SHORT)
+
+    def _inputs(self) -> torch.Tensor:
+        width = number(self.config, "d_model") or 32
+        return self.styled(plain=torch.randn(BATCH, LENGTH, width), frames=self.tokens(BATCH, LENGTH))
 
     def _qformer_input_ids(self) -> torch.Tensor:
         return self.tokens(BATCH, SHORT)
@@ -133,6 +143,8 @@ class Source:
     def _pixel_values(self) -> torch.Tensor:
         num_frames = number(self.config, "num_frames", "frames_per_clip") or 2
         num_patches = (self.height // self.patch) * (self.width // self.patch)
+        if "grid_thw" in self.parameters:
+            return self._packed_patches()
         shape = self.styled(
             plain=self.image(),
             frames=(num_frames, *self.image()),
@@ -143,6 +155,29 @@ class Source:
 
     def _pixel_values_videos(self) -> torch.Tensor:
         return torch.randn(BATCH, number(self.config, "num_frames", "frames_per_clip") or 2, *self.image())
+
+    def _packed_patches(self) -> torch.Tensor:
+        width = self.channels * self.patch**2 * (number(self.vision, "temporal_patch_size") or 1)
+        return torch.randn(int(self._grid_thw().prod(1).sum()), width)
+
+    def _grid_thw(self) -> torch.Tensor:
+        return torch.tensor([[1, 4, 4]] * BATCH)
+
+    def _hidden_states(self) -> torch.Tensor:
+        return self._packed_patches()
+
+    def _merge_sizes(self) -> torch.Tensor:
+        return torch.ones(BATCH, dtype=torch.long)
+
+    def _pixel_position_ids(self) -> torch.Tensor:
+        side = torch.arange(4)
+        return torch.cartesian_prod(side, side).repeat(BATCH, 1, 1)
+
+    def _prompt_pixel_values(self) -> torch.Tensor:
+        return torch.randn(BATCH, *self.image())
+
+    def _prompt_masks(self) -> torch.Tensor:
+        return torch.randn(BATCH, *self.image())
 
     def _spatial_shapes(self) -> torch.Tensor:
         return torch.tensor([[self.height // self.patch, self.width // self.patch]] * BATCH)
@@ -220,32 +255,58 @@ class Source:
 
     # -- time series
 
-    def _past_values(self) -> torch.Tensor:
+    def past_length(self) -> int:
+        """Return how much of the past a model reads: with lagged values, from before its context."""
+        return (number(self.config, "context_length") or 32) + max(getattr(self.config, "lags_sequence", None) or [0])
+
+    def series_channels(self) -> list[int]:
+        """Return the channels of a series as a part of its shape: nothing where there is one only."""
         channels = number(self.config, "num_input_channels")
-        length = number(self.config, "context_length") or 32
-        lags = getattr(self.config, "lags_sequence", None)
-        length += max(lags) if lags else 0
+        return [channels] if channels and not getattr(self.config, "lags_sequence", None) else []
+
+    def _past_values(self) -> torch.Tensor:
+        length, channels = self.past_length(), self.series_channels()
         return self.styled(
-            plain=torch.randn(BATCH, length, *([channels] if channels and not lags else [])),
+            plain=torch.randn(BATCH, length, *channels),
             frames=torch.randn(BATCH, length),
             channels_first=[torch.randn(length) for _ in range(BATCH)],
         )
 
     def _future_values(self) -> torch.Tensor:
-        channels = number(self.config, "num_input_channels")
-        lags = getattr(self.config, "lags_sequence", None)
-        return torch.randn(
-            BATCH, number(self.config, "prediction_length") or SHORT, *([channels] if channels and not lags else [])
-        )
+        return torch.randn(BATCH, number(self.config, "prediction_length") or SHORT, *self.series_channels())
 
     def _past_time_features(self) -> torch.Tensor:
-        return torch.randn(*self._past_values().shape[:2], number(self.config, "num_time_features") or 0)
+        return torch.randn(BATCH, self.past_length(), number(self.config, "num_time_features") or 0)
 
     def _future_time_features(self) -> torch.Tensor:
         return torch.randn(*self._future_values().shape[:2], number(self.config, "num_time_features") or 0)
 
     def _past_observed_mask(self) -> torch.Tensor:
-        return torch.ones_like(self._past_values())
+        values = self._past_values()
+        return torch.ones_like(values if isinstance(values, torch.Tensor) else torch.stack(values))
+
+    def _past_values_padding(self) -> torch.Tensor:
+        return torch.zeros(BATCH, self.past_length())
+
+    def _freq(self) -> torch.Tensor:
+        return torch.zeros(BATCH, 1, dtype=torch.long)
+
+    # -- decisions
+
+    def _states(self) -> torch.Tensor:
+        return torch.randn(BATCH, SHORT, number(self.config, "state_dim") or 4)
+
+    def _actions(self) -> torch.Tensor:
+        return torch.randn(BATCH, SHORT, number(self.config, "act_dim") or 4)
+
+    def _returns_to_go(self) -> torch.Tensor:
+        return torch.randn(BATCH, SHORT, 1)
+
+    def _rewards(self) -> torch.Tensor:
+        return torch.randn(BATCH, SHORT, 1)
+
+    def _timesteps(self) -> torch.Tensor:
+        return torch.arange(SHORT).repeat(BATCH, 1)
 
     def _static_categorical_features(self) -> torch.Tensor | None:
         return (

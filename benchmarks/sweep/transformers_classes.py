@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,8 @@ from tests.same_bits import judge
 if TYPE_CHECKING:
     from tests.same_bits.judge import Scope, Step
 
-MOST_PARAMETERS = 20_000_000
+MOST_PARAMETERS = 36_000_000
+MOST_STEP_S = 5.0
 # Those that say least about how to train a class come last: a class is listed under its first task.
 GENERIC = ("pretraining", "multimodal_lm", "text_encoding", "backbone", "image", "base")
 
@@ -61,26 +63,41 @@ def build(subject: Subject) -> tuple[dict[str, Step], dict[str, Any]]:
     for index, sizes in enumerate(tiny_configs.variants()):
         try:
             template, num_parameters = build_model(model_class, sizes)
+            inputs = working_inputs(template, subject.task, reasons)
         except ImportError as error:
             raise NotConstructibleError(" ".join(str(error).split())[:200]) from None
         except Exception as error:  # noqa: BLE001 - the next sizes may fit
             reasons.append(describe(error))
             continue
-        judge.seed_everything()
-        for inputs in training_inputs.attempts(template, subject.task):
-            try:
-                steps = {PLAIN: make_step(template, inputs), AUTOCAST: make_step(template, inputs, autocast=True)}
-                judge.seed_everything()
-                steps[PLAIN](contextlib.nullcontext)
-            except Exception as error:  # noqa: BLE001 - the next inputs may fit
-                reasons.append(f"{describe(error)} [{', '.join(inputs)}]")
-                continue
+        if inputs is not None:
+            steps = {PLAIN: make_step(template, inputs), AUTOCAST: make_step(template, inputs, autocast=True)}
             return steps, {
+                "model_type": template.config.model_type,
                 "num_parameters": num_parameters,
                 "inputs": {name: list(getattr(value, "shape", ())) for name, value in inputs.items()},
                 "variant": index,
             }
     raise NotConstructibleError(reasons[0] if reasons else "no configuration to try")
+
+
+def working_inputs(template: Any, task: str, reasons: list[str]) -> dict[str, Any] | None:
+    """Return the first inputs that a model trains on; None where none do, and then the reasons grow."""
+    judge.seed_everything()
+    for inputs in training_inputs.attempts(template, task):
+        state = torch.get_rng_state()
+        judge.seed_everything()
+        began_s = time.process_time()
+        try:
+            make_step(template, inputs)(contextlib.nullcontext)
+        except Exception as error:  # noqa: BLE001 - the next inputs may fit
+            reasons.append(f"{describe(error)} [{', '.join(inputs)}]")
+        else:
+            time_s = time.process_time() - began_s
+            if time_s < MOST_STEP_S:
+                return inputs
+            reasons.append(f"too slow: a plain step takes more than {MOST_STEP_S:.0f} s of processor time")
+        torch.set_rng_state(state)
+    return None
 
 
 def describe(error: Exception) -> str:
@@ -92,7 +109,7 @@ def build_model(model_class: Any, sizes: Any) -> tuple[Any, int]:
     """Make a tiny model in training mode, with the random weights of the judge's seed."""
     config = tiny_configs.tiny_config(model_class.config_class, sizes)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
-        if getattr(config, name, None) is None:
+        if tiny_configs.value_of(config, name) is None:
             setattr(config, name, tiny_configs.ALL_SIZES[name])
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
