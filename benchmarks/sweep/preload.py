@@ -10,6 +10,8 @@ MODULES = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "benchmarks.sweep.catalog",
+    "benchmarks.sweep.transformers_classes",
+    "benchmarks.sweep.torch_modules",
 )
 
 for name in MODULES:

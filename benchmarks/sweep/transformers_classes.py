@@ -1,9 +1,11 @@
-"""Every model class that `transformers` has an auto mapping for, tiny, in training mode, with dropout."""
+"""Every model class that `transformers` exports, tiny, in training mode, with dropout."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +17,22 @@ from benchmarks.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Su
 from tests.same_bits import judge
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tests.same_bits.judge import Scope, Step
 
 MOST_PARAMETERS = 36_000_000
 MOST_STEP_S = 5.0
+MOST_CHARACTERS = 160
+FAMILY = "transformers_classes"
+NO_MODEL = "no model: a layer, an output or another part that the library exports"
+BASE_CLASS = re.compile("Pre[Tt]rained")
 # Those that say least about how to train a class come last: a class is listed under its first task.
 GENERIC = ("pretraining", "multimodal_lm", "text_encoding", "backbone", "image", "base")
 
 
 def subjects() -> list[Subject]:
-    """List every class of every auto mapping once."""
+    """List every class of every auto mapping once, then every other model that the library exports."""
     from transformers.models.auto import modeling_auto
 
     mappings = {
@@ -40,8 +48,32 @@ def subjects() -> list[Subject]:
         for model_type, names in mappings[task].items():
             for name in [names] if isinstance(names, str) else names:
                 if name is not None and name not in found:
-                    found[name] = Subject(family="transformers_classes", name=name, group=model_type, task=task)
+                    found[name] = Subject(family=FAMILY, name=name, group=model_type, task=task)
+    for name, package in exported_elsewhere(found.keys()).items():
+        found[name] = Subject(family=FAMILY, name=name, group=f"{package}, unmapped", task=task_of(name))
     return list(found.values())
+
+
+def exported_elsewhere(mapped: Collection[str]) -> dict[str, str]:
+    """Name what the library exports from its modeling files beside the mapped classes, with its package.
+
+    Nothing is imported: what turns out to be no model is told so when it is built.
+    """
+    import transformers
+
+    found: dict[str, str] = {}
+    for name, module in sorted(transformers._class_to_module.items()):  # type: ignore[attr-defined]
+        *_, package, file = ("", *module.split("."))
+        is_model = file.startswith("modeling_") and package != "auto" and not BASE_CLASS.search(name)
+        if is_model and name not in mapped and module.startswith("models."):
+            found[name] = package
+    return found
+
+
+def task_of(name: str) -> str:
+    """Tell a class's task from its name, as the auto mappings call it."""
+    task = re.search(r"For([A-Z]\w*)$", name)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", task[1]).lower() if task else "base"
 
 
 def build(subject: Subject) -> tuple[dict[str, Step], dict[str, Any]]:
@@ -55,17 +87,19 @@ def build(subject: Subject) -> tuple[dict[str, Step], dict[str, Any]]:
     model_class = getattr(transformers, subject.name, None)
     if model_class is None:
         raise NotConstructibleError("transformers does not export it")
+    if not (inspect.isclass(model_class) and hasattr(model_class, "forward") and hasattr(model_class, "config_class")):
+        raise NotConstructibleError(NO_MODEL)
     try:
         model_class.config_class.model_type  # noqa: B018 - a class whose packages are missing is a stand-in that raises
     except ImportError as error:
-        raise NotConstructibleError(" ".join(str(error).split())[:200]) from None
+        raise NotConstructibleError(describe(error)) from None
     reasons: list[str] = []
     for index, sizes in enumerate(tiny_configs.variants()):
         try:
             template, num_parameters = build_model(model_class, sizes)
             inputs = working_inputs(template, subject.task, reasons)
         except ImportError as error:
-            raise NotConstructibleError(" ".join(str(error).split())[:200]) from None
+            raise NotConstructibleError(describe(error)) from None
         except Exception as error:  # noqa: BLE001 - the next sizes may fit
             reasons.append(describe(error))
             continue
@@ -101,8 +135,13 @@ def working_inputs(template: Any, task: str, reasons: list[str]) -> dict[str, An
 
 
 def describe(error: Exception) -> str:
-    """Say what went wrong in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    """Say what went wrong in one short line."""
+    words = " ".join(str(error).split())
+    missing = re.search(r"requires the (\S+) library", words)
+    if missing:
+        return f"needs {missing[1]}, which is not installed"
+    words = words.split(". ")[0][:MOST_CHARACTERS]
+    return words if isinstance(error, NotConstructibleError) else f"{type(error).__name__}: {words}"
 
 
 def build_model(model_class: Any, sizes: Any) -> tuple[Any, int]:
