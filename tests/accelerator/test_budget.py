@@ -198,3 +198,34 @@ def test_times_of_ops_come_from_events(device: torch.device) -> None:
     assert len(products) == DEPTH
     assert len({op.time_s for op in products}) == 1
     assert all(op.time_s > 0 for op in trace.ops if op.name.startswith("aten."))
+
+
+def test_what_is_allocated_between_nodes_is_learned(device: torch.device) -> None:
+    """A leaf whose first gradient is cloned where no op runs: from the second step on there is room for it."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
+    offset = nn.Parameter(torch.zeros(2048, WIDTH))
+    data = torch.randn(512, WIDTH)
+
+    def step() -> int:
+        reset_allocator_peak(device)
+        x = data
+        for layer in layers:
+            x = layer(x).tanh()
+        (x.mean() + offset.sum()).backward()
+        del x
+        for parameter in (offset, *(p for layer in layers for p in layer.parameters())):
+            parameter.grad = None
+        statistics = allocator_statistics(device)
+        assert statistics is not None
+        return statistics["peak"]
+
+    plain_bytes = max(step(), step())
+    statistics = allocator_statistics(device)
+    assert statistics is not None
+    least_bytes = statistics["current"] + 2048 * WIDTH * 4
+    budget_bytes = least_bytes + (plain_bytes - least_bytes) * 3 // 4
+    with MemoryBudget(budget_bytes, Config(policy="recompute-only", tier="memory")) as budget:
+        first, *later = [step() for _ in range(4)]
+    assert first <= budget_bytes + 2048 * WIDTH * 4
+    assert max(later) <= budget_bytes
+    assert budget.summary().recomputed_bytes > 0

@@ -37,6 +37,7 @@ class DeviceCounter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._allocated_bytes = 0
         self._freed_bytes = 0
 
     def start(self) -> None:
@@ -59,12 +60,19 @@ class DeviceCounter:
         return int(statistics["current"]) if statistics is not None else 0
 
     def mark(self) -> int:
-        """Begin to measure what an op allocates and frees again. Returns the active bytes."""
+        """Begin to measure here. Returns the active bytes."""
         statistics = allocator_statistics(self.device)
-        self._freed_bytes = int(statistics["freed"]) if statistics is not None else 0
-        return int(statistics["current"]) if statistics is not None else 0
+        if statistics is None:
+            return 0
+        self._allocated_bytes, self._freed_bytes = int(statistics["allocated"]), int(statistics["freed"])
+        return int(statistics["current"])
 
     def growth_bytes(self) -> int:
+        """Return the bytes that were allocated since the mark: the growth is that or less."""
+        statistics = allocator_statistics(self.device)
+        return int(statistics["allocated"]) - self._allocated_bytes if statistics is not None else 0
+
+    def freed_bytes(self) -> int:
         """Return the bytes that were freed since the mark."""
         statistics = allocator_statistics(self.device)
         return int(statistics["freed"]) - self._freed_bytes if statistics is not None else 0

@@ -26,6 +26,7 @@ import torch
 
 from torchdelta._torch import graph_task_id
 from torchdelta._torch_device import capture_reader
+from torchdelta.runtime.device_counter import DeviceCounter
 from torchdelta.runtime.optime import NUM_SAMPLES, EventClock
 from torchdelta.runtime.order import is_fixed_here
 from torchdelta.runtime.recorder import Recorder
@@ -128,8 +129,9 @@ class DeviceRecorder(Recorder):
         """Learn what an op has inside itself from its first few meetings; see [Note: active bytes]."""
         del size_bytes  # what is freed again is no output
         ledger = self.ledger
-        if self._is_measuring and ledger.is_counting and ledger.counter is not None and need.timing is not None:
-            freed_bytes = ledger.counter.growth_bytes()
+        counter = ledger.counter
+        if self._is_measuring and ledger.is_counting and isinstance(counter, DeviceCounter) and need.timing is not None:
+            freed_bytes = counter.freed_bytes()
             is_first = need.timing.num_samples <= 2  # the very first may have tuned algorithms: it is forgotten
             need.inside_bytes = freed_bytes if is_first else max(need.inside_bytes, freed_bytes)
             ledger.ask_counter(fresh=True)

@@ -7,6 +7,8 @@ before it has run.
 
 A gap is told by its place in the backward, the number of nodes, and whether a leaf still lacks its gradient: in an
 accumulation over several backwards only the first one clones.
+
+Asking an accelerator's counter is dear (device_counter.py), so there only the first few backwards are measured.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
 
 _MAX_GAPS: Final = 4096
+_NUM_MEASURED: Final = 4  # backwards of so many nodes, where asking the counter is dear
 
 
 class Gaps:
@@ -28,17 +31,21 @@ class Gaps:
         self._num_nodes = 0
         self._position = 0
         self._open: Any = None  # the key of the gap that is being measured
+        self._num_backwards: dict[int, int] = {}  # by their number of nodes
 
     def restart(self, num_nodes: int) -> None:
         """Begin a backward."""
         self._num_nodes = num_nodes
         self._position = 0
         self._open = None
+        if len(self._num_backwards) >= _MAX_GAPS:
+            self._num_backwards.clear()
+        self._num_backwards[num_nodes] = self._num_backwards.get(num_nodes, 0) + 1
 
     def begin(self, node_name: str, leaves: Any) -> None:
         """A node has run: make room for what comes before the next one, and measure that."""
         ledger = self._session.ledger
-        if not ledger.has_exact_peak or ledger.counter is None:
+        if not ledger.is_counting or ledger.counter is None:
             return
         self._position += 1
         lacks_gradient = bool(leaves) and any(leaf.grad is None for leaf in leaves)
@@ -46,8 +53,9 @@ class Gaps:
         grown_bytes = self._grown_bytes.get(key)
         if grown_bytes:
             self._session.residency.room(grown_bytes, "gradients and hooks between two nodes of backward")
-        ledger.counter.mark()
-        self._open = key
+        if ledger.has_exact_peak or self._num_backwards.get(self._num_nodes, 0) <= _NUM_MEASURED:
+            ledger.counter.mark()
+            self._open = key
 
     def end(self) -> None:
         """The next node runs, or backward is over."""
