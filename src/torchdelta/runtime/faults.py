@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-NAMES: Final = ("rng-replay", "batch-norm-stats", "tier-failure", "tier-full", "tier-retry", "fork", "oom-retry")
+NAMES: Final = (
+    "rng-replay",
+    "batch-norm-stats",
+    "tier-failure",
+    "tier-full",
+    "tier-retry",
+    "fork",
+    "oom-retry",
+    "release",
+)
 _disabled: set[str] = set()
 
 

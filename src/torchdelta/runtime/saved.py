@@ -16,6 +16,7 @@ import torch
 from torchdelta._torch import NoDispatch, NoFunction, Quietly
 from torchdelta.config import SavedBuffer
 from torchdelta.errors import ConfigError
+from torchdelta.runtime import faults
 from torchdelta.runtime.action import Action
 from torchdelta.runtime.buffer import Buffer, View
 from torchdelta.runtime.subclasses import detached
@@ -198,6 +199,8 @@ class SavedTensors:
 
     def dropped(self, buffer: Buffer) -> None:
         """A handle is gone: the last one lets its buffer go."""
+        if faults.is_disabled("release"):
+            return
         session = self.session
         session.num_handles -= 1
         following: Buffer | None = buffer

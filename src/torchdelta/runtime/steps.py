@@ -79,6 +79,7 @@ class StepTracker:
 
     def on_save(self) -> None:
         """Autograd saves a tensor: a new forward, if a backward has ended since the last one."""
+        self.is_in_optimizer = False  # one that raised in its step has not said that it ended
         if self._had_backward and graph_task_id() == -1:
             self.end()
 
