@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 CONDITIONS: dict[str, Callable[[Path], Scope]] = {
     "recompute": lambda directory: forced("recompute", directory),
     "swap": lambda directory: forced("swap", directory),
-    "pressed": lambda directory: pressed(directory),
+    "pressed": pressed,
 }
 ERRORS: dict[str, type[BaseException]] = {"error": InjectedError, "interrupt": KeyboardInterrupt}
 # Where these raise, the engine itself keeps the rest of the graph on the thread's queue until its next backward.
@@ -329,7 +329,7 @@ def run_with_own_numbers(scope: Scope) -> Report:
             with torch.no_grad():
                 for parameter in model.parameters():
                     assert parameter.grad is not None
-                    parameter -= 0.05 * parameter.grad
+                    parameter.sub_(parameter.grad, alpha=0.05)
             model.zero_grad()
             losses.append(loss.item())
     return Report(observed=bits_of({**model.state_dict(), "losses": losses}), raised=[])
