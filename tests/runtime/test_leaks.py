@@ -82,3 +82,27 @@ def test_a_survey_leaves_nothing_in_caches_of_torch() -> None:
         with pytest.raises(BudgetError), MemoryBudget("300KiB", Config(tier="memory")):
             model(torch.randn(rows, 64)).sum().backward()
         assert len(_torch.FakeTensorMode.cache) == before
+
+
+def test_batches_of_a_data_loaders_workers_are_let_go() -> None:
+    """Each comes in shared memory, and an op puts a tensor on that: nothing may remember the storage."""
+    loader = torch.utils.data.DataLoader(torch.randn(64, 4096), batch_size=8, num_workers=1)
+    model = mlp(4096, 1)
+    with running() as (_, session):
+        seen = []
+        for x in loader:
+            model(x).sum().backward()
+            model.zero_grad()
+            seen.append((session.ledger.live_bytes, len(session.recorder.predictor._needs)))
+    assert seen[7] == seen[2]
+
+
+def test_generators_made_anew_are_let_go() -> None:
+    """One generator for each step is no reason to learn the same op again each time."""
+    x = torch.ones(64, 64)
+    with running() as (_, session):
+        seen = []
+        for seed in range(6):
+            x.normal_(generator=torch.Generator().manual_seed(seed))
+            seen.append(len(session.recorder.predictor._needs))
+    assert seen[5] == seen[0]

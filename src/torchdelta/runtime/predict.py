@@ -23,6 +23,11 @@ _MAX_KEYS: Final = 4096
 _WRITING: Final = (Kind.WRITE, Kind.REPLACE)
 # 1 == 1.0 == True, and yet they promote a tensor to different dtypes.
 _EQUAL_TO_INTS: Final = frozenset({float, bool, complex})
+# What a key may hold. Of anything else (a storage that `set_` puts a tensor on, a generator, a process group) it holds
+# the class: a key lives long, and would keep the memory behind it, or be another one at each call.
+_VALUES: Final = frozenset(
+    {type(None), int, str, torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format}
+)
 
 
 class Need:
@@ -189,9 +194,9 @@ def _plain(value: Any) -> Any:
         return (value.shape, value.dtype)
     if value.__class__ is list or value.__class__ is tuple:
         return tuple(_plain(item) for item in value)
-    if isinstance(value, torch.ScriptObject):  # a process group: another Python object at each call
-        return torch.ScriptObject
-    return (value.__class__, value) if value.__class__ in _EQUAL_TO_INTS else value
+    if value.__class__ in _EQUAL_TO_INTS:
+        return (value.__class__, value)
+    return value if value.__class__ in _VALUES else value.__class__
 
 
 def _to_meta(value: Any) -> Any:
