@@ -130,6 +130,7 @@ def test_foreign_ops_are_never_run_to_predict() -> None:
     assert calls == []
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_arguments_without_a_shape_are_asked_each_time() -> None:
     """Of a nested tensor there is no key, and no error."""
     predictor, args = Predictor(), (torch.nested.nested_tensor([torch.zeros(4), torch.zeros(2)]), 1)
