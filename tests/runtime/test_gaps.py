@@ -53,7 +53,15 @@ def grown(layers: list[nn.Linear], x: torch.Tensor, _: nn.Parameter) -> torch.Te
     return x.mean()
 
 
-PROGRAMS = {program.__name__: program for program in (cloned_gradient, hooked, writing, grown)}
+def unseen(layers: list[nn.Linear], x: torch.Tensor, _: nn.Parameter) -> torch.Tensor:
+    """Run a node without the mode, whose temporaries are many times what it hands on."""
+    for layer in layers:
+        x = layer(x).tanh()
+    values, vectors = torch.linalg.eigh(x.view(-1, WIDTH, WIDTH) + 10 * torch.diag(torch.arange(float(WIDTH))))
+    return x.mean() + (vectors * values[:, None]).square().mean()
+
+
+PROGRAMS = {program.__name__: program for program in (cloned_gradient, hooked, writing, grown, unseen)}
 
 
 def run(name: str, share: float | None, plain_bytes: int = 0) -> tuple[list[torch.Tensor], int, list[int]]:

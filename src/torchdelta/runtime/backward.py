@@ -114,6 +114,7 @@ class Backward:
                 pop_mode()
             self._depth -= 1
             self._gaps.end()
+            self._gaps.end_unseen(failed=True)
             self._settle()
             if self.session.survey is not None:
                 self.session.survey.leaves.extend(self._leaves)
@@ -201,12 +202,13 @@ class Backward:
         self._meet(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
-        self.session.residency.room(sum(sizes) + temporary_bytes, name)
+        self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
         if self.session.ledger.trace is not None:
             self.session.ledger.trace.on_gradients(gradients)
             self.session.ledger.trace.on_opaque_start(gradients, temporary_bytes)
 
     def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
+        self._gaps.end_unseen()
         trace = self.session.ledger.trace
         if trace is not None:
             for gradient in inputs:

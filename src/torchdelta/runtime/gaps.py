@@ -1,4 +1,4 @@
-"""Gaps: what is allocated between the nodes of a backward, where no dispatch mode is on.
+"""Gaps: what is allocated in a backward where no dispatch mode is on: between its nodes, and in some of them.
 
 The engine adds gradients up out of place, a leaf's first gradient is cloned where it cannot be taken over (an expanded
 one, or one that another node reads as well), and the tensor hooks of users run ops. None of that is known beforehand.
@@ -31,6 +31,8 @@ class Gaps:
         self._num_nodes = 0
         self._position = 0
         self._open: Any = None  # the key of the gap that is being measured
+        self._unseen_bytes: dict[Any, int] = {}  # what nodes that run unseen took beside what came back for them
+        self._unseen: Any = None  # the key of the one that runs, and the live bytes before it
         self._num_backwards: dict[int, int] = {}  # by their number of nodes
 
     def restart(self, num_nodes: int) -> None:
@@ -68,3 +70,28 @@ class Gaps:
             if len(self._grown_bytes) >= _MAX_GAPS:
                 self._grown_bytes.clear()
             self._grown_bytes[key] = grown_bytes
+
+    def begin_unseen(self, node_name: str, sizes_bytes: tuple[int, ...], estimated_bytes: int) -> None:
+        """A node that no mode may see is about to run: make room for it, and reserve that."""
+        ledger, residency = self._session.ledger, self._session.residency
+        key = (node_name, sizes_bytes)
+        needed_bytes = self._unseen_bytes.get(key, estimated_bytes)
+        residency.room(needed_bytes, node_name)
+        residency.reserved_bytes = needed_bytes
+        if ledger.has_exact_peak and ledger.counter is not None:
+            ledger.counter.mark()
+            self._unseen = (key, ledger.live_bytes)
+
+    def end_unseen(self, *, failed: bool = False) -> None:
+        """The node has run, or has `failed`."""
+        self._session.residency.reserved_bytes = 0
+        unseen, self._unseen = self._unseen, None
+        ledger = self._session.ledger
+        if unseen is None or failed or ledger.counter is None or not ledger.is_counting:
+            return
+        key, before_bytes = unseen
+        grown_bytes = ledger.counter.growth_bytes() - max(0, ledger.live_bytes - before_bytes)
+        if grown_bytes > self._unseen_bytes.get(key, -1):
+            if len(self._unseen_bytes) >= _MAX_GAPS:
+                self._unseen_bytes.clear()
+            self._unseen_bytes[key] = grown_bytes

@@ -67,6 +67,7 @@ class Residency:
         self.away: list[Buffer] = []  # swapped out; sorted by the order of saving when backward needs it (a stack)
         self._away_is_sorted = True
         self.largest_request_bytes = 0
+        self.reserved_bytes = 0  # by a node of backward that runs unseen, while its saved tensors come back
         self._dropped: dict[int, weakref.ref[Buffer]] = {}
         self.missing_time_s: Callable[[Buffer], float]
 
@@ -107,6 +108,7 @@ class Residency:
         if budget_bytes is None:
             return
         self.largest_request_bytes = max(self.largest_request_bytes, size_bytes)
+        size_bytes += self.reserved_bytes
         ledger = self.ledger
         ledger.ask_counter()
         if ledger.total_bytes + size_bytes <= budget_bytes:
