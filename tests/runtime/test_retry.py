@@ -14,9 +14,9 @@ from torch import nn
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
 from torchdelta.runtime import faults
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.opfacts import Kind
+from torchdelta.runtime.opfacts import Kind, facts_of
 from torchdelta.runtime.recorder import execute
-from torchdelta.runtime.retry import is_out_of_memory
+from torchdelta.runtime.retry import is_out_of_memory, may_retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,6 +137,19 @@ def test_a_replay_that_runs_out_of_memory_runs_again(monkeypatch: pytest.MonkeyP
     observed, _, _ = run(None, decisions=lambda saved: "recompute" if saved.index % 2 else "keep")
     assert calls[failed_at[0]] == calls[failed_at[0] + 1]
     assert same_bits(expected, observed)
+
+
+def test_a_collective_is_never_called_twice() -> None:
+    """The other ranks would wait for ever: its shortage is told as it came."""
+    facts = facts_of(torch.ops._c10d_functional.all_reduce.default)
+    assert facts.is_collective
+    assert facts.kind is Kind.COMPUTE
+    with running(UNLIMITED) as (_, session):
+        total = (torch.ones(64, 64, requires_grad=True) * 2).sin().sum()
+        error = torch.OutOfMemoryError("CUDA out of memory.")
+        assert not may_retry(error, facts, (), None, session.residency)
+        assert may_retry(error, facts_of(torch.ops.aten.mm.default), (), None, session.residency)
+        del total
 
 
 def test_only_allocators_run_out_of_memory() -> None:

@@ -50,7 +50,7 @@ def may_retry(
     """
     if not is_out_of_memory(error) or residency.surveys or faults.is_disabled("oom-retry"):
         return False
-    if facts.kind is not Kind.COMPUTE:
+    if facts.kind is not Kind.COMPUTE or facts.is_collective:  # the other ranks would wait for a second call
         return False
     if facts.keeps_statistics and len(args) > TRAINING_POSITION and args[TRAINING_POSITION]:
         return False
