@@ -608,7 +608,8 @@ def test_numeric_environment_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_device, "reads_cuda_settings", True)
     before = _torch_device.numeric_environment()
     assert len(before) >= 5 + 1 + 5
-    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    # Not through torch.backends: what tests of torch import freezes its flags for the whole process.
+    torch._C._set_cudnn_benchmark(not torch._C._get_cudnn_benchmark())
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     changed = _torch_device.numeric_environment()
     assert changed != before
