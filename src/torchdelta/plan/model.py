@@ -1,7 +1,7 @@
 """The plan: which buffers leave the device between two of their uses, how, and at which moments.
 
-A plan belongs to one trace and to one budget. Time is the op index, as in the trace: a plan says *at which op* memory is
-given back and taken again, never after how many seconds; the seconds are the simulator's affair. So a plan can be
+A plan belongs to one trace and to one budget. Time is the op index, as in the trace: a plan says *at which op* memory
+is given back and taken again, never after how many seconds; the seconds are the simulator's affair. So it can be
 checked (`plan.validate`) by liveness alone, without believing anybody's prices.
 
 [Note: absences]
@@ -81,8 +81,8 @@ class Absence(
         buffer_id: The buffer.
         last_use_op: The op after which it leaves: the one that wrote it, one that reads it, or the `at_op` of a replay
             that reads or keeps it.
-        next_use_op: The next op that reads it, or the `at_op` of the next replay that does. In the class *all* it may be
-            `num_ops` or more: then it is used next by op `next_use_op - num_ops` of the following step.
+        next_use_op: The next op that reads it, or the `at_op` of the next replay that does. In the class *all* it may
+            be `num_ops` or more: then it is used next by op `next_use_op - num_ops` of the following step.
         action: How.
         tier: Where a swapped buffer goes.
         leave_op: First moment at which its memory is free.
