@@ -4,6 +4,8 @@
     |-- SizeError (ValueError)             a size that cannot be read: "8 potatoes", 0.8, "-1GiB"
     |-- ConfigError (ValueError)           an option with a value that is not allowed
     |-- TraceFileError                     a trace file that is damaged, foreign or of another version
+    |-- TraceError                         a step that cannot be traced: a module, a function, what it returns
+    |-- MachineError (ValueError)          a machine that is not known, or whose figures make no sense
     |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, used twice, or stopped before it was started
     |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or has gone
     |-- NativeError (RuntimeError)         a native piece that cannot be built or used here
@@ -18,6 +20,7 @@ Each message is one line that says what failed, with the numbers and their units
 
 __all__ = [
     "ConfigError",
+    "MachineError",
     "NativeError",
     "ReplayError",
     "SavedTensorError",
@@ -27,6 +30,7 @@ __all__ = [
     "TierFullError",
     "TierIOError",
     "TorchdeltaError",
+    "TraceError",
     "TraceFileError",
 ]
 
@@ -45,6 +49,14 @@ class ConfigError(TorchdeltaError, ValueError):
 
 class TraceFileError(TorchdeltaError):
     """A trace file is damaged, is no trace file, or has a version that is not known here."""
+
+
+class TraceError(TorchdeltaError):
+    """A step cannot be traced: its module, its function, what that returns, or two traces that do not fit together."""
+
+
+class MachineError(TorchdeltaError, ValueError):
+    """A machine is not known, or its figures make no sense."""
 
 
 class ScopeError(TorchdeltaError, RuntimeError):

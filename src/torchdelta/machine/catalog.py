@@ -1,0 +1,235 @@
+"""Machines that are not here: what common accelerators compute, hold and transfer.
+
+[Note: how the figures were made]
+Peaks are the vendor's, dense (no structured sparsity), tensor cores with float32 accumulation; they were looked up in
+datasheets, architecture whitepapers or tables made from them, and each machine's `sources` says which. What large ops
+reach is a share of it: 0.7 of the float32 units, 0.5 of tensor cores, 0.75 to 0.8 of the memory's rate. The shares of
+the V100 and the A100 are the ones that the project's planner findings were simulated with; the other machines use the
+same shares, which is our reading and no measurement. Links are what large pinned copies reach on PCI Express x16: 12
+GB/s on generation 3, 25 GB/s on 4, 50 GB/s on 5 (about four fifths of the raw rate), each way, both at once. Memory is
+what `torch.cuda` reports as the total, a little under the name's number. `torchdelta probe` measures instead.
+"""
+
+import difflib
+from typing import Final
+
+from torchdelta.errors import MachineError
+from torchdelta.machine.model import Machine
+
+__all__ = ["CATALOG", "find", "names"]
+
+_GIB: Final = 2**30
+_VECTOR_SHARE: Final = 0.7
+_TENSOR_SHARE: Final = 0.5
+_LINK_LATENCY_S: Final = 10e-6
+_LINK_BYTES_PER_S: Final = {3: 12e9, 4: 25e9, 5: 50e9}
+_FINDINGS: Final = "profile of the project's planner findings"
+
+
+def _gpu(
+    name: str,
+    description: str,
+    *,
+    memory_gib: float,
+    float32_tflops: float,
+    tensor_tflops: dict[str, float],
+    memory_gb_per_s: float,
+    memory_share: float,
+    pci_express: int,
+    peaks_from: str,
+    shares_from: str = "shares as those of V100 and A100, our reading",
+) -> Machine:
+    """Build an accelerator from printed peaks. See [Note: how the figures were made]."""
+    flops = {"float32": float32_tflops * 1e12 * _VECTOR_SHARE}
+    flops |= {dtype: peak * 1e12 * _TENSOR_SHARE for dtype, peak in tensor_tflops.items()}
+    link = _LINK_BYTES_PER_S[pci_express]
+    printed = ", ".join(f"{dtype} {peak:g}" for dtype, peak in {"float32": float32_tflops, **tensor_tflops}.items())
+    link_source = f"PCI Express {pci_express} x16, large pinned copies"
+    return Machine(
+        name=name,
+        description=description,
+        memory_bytes=round(memory_gib * _GIB),
+        flops_per_s=flops,
+        memory_bytes_per_s=memory_gb_per_s * 1e9 * memory_share,
+        host_out_bytes_per_s=link,
+        host_in_bytes_per_s=link,
+        link_latency_s=_LINK_LATENCY_S,
+        sources={
+            "memory_bytes": f"{memory_gib:g} GiB as torch reports it",
+            "flops_per_s": (
+                f"peaks in TFLOP/s: {printed} ({peaks_from}); times {_VECTOR_SHARE} (float32) and {_TENSOR_SHARE} "
+                f"(tensor cores): {shares_from}"
+            ),
+            "memory_bytes_per_s": f"{memory_gb_per_s:g} GB/s ({peaks_from}) times {memory_share}: {shares_from}",
+            "host_out_bytes_per_s": link_source,
+            "host_in_bytes_per_s": link_source,
+            "link_latency_s": "order of a copy's launch and completion (Zhang et al. 2019 measured 10 to 47 us)",
+        },
+    )
+
+
+_CPU: Final = Machine(
+    name="cpu",
+    description="a generic CPU: 8 cores with AVX2 at 3 GHz, two channels of DDR4-3200, an NVMe disk",
+    memory_bytes=32 * _GIB,
+    # 8 cores x 3e9 Hz x 2 units x 8 lanes x 2 operations = 768 GFLOP/s.
+    flops_per_s={"float32": 768e9 * 0.7, "float64": 384e9 * 0.7, "bfloat16": 768e9 * 0.35, "float16": 768e9 * 0.35},
+    memory_bytes_per_s=51.2e9 * 0.7,
+    host_out_bytes_per_s=51.2e9 * 0.7 / 2,
+    host_in_bytes_per_s=51.2e9 * 0.7 / 2,
+    both_ways_factor=0.5,
+    link_latency_s=1e-6,
+    disk_write_bytes_per_s=1.5e9,
+    disk_read_bytes_per_s=2.5e9,
+    disk_latency_s=1e-4,
+    sources={
+        "memory_bytes": "a common size",
+        "flops_per_s": "8 cores x 3 GHz x 2 FMA units x 8 lanes x 2 = 768 GFLOP/s float32, times 0.7; our arithmetic",
+        "memory_bytes_per_s": "2 channels x 8 bytes x 3.2 GT/s = 51.2 GB/s, times 0.7; our arithmetic",
+        "host_out_bytes_per_s": "a copy within memory reads and writes: half of its rate",
+        "host_in_bytes_per_s": "a copy within memory reads and writes: half of its rate",
+        "both_ways_factor": "both directions share one memory",
+        "disk_write_bytes_per_s": "a PCI Express 3 NVMe disk under sustained writes, round figure",
+        "disk_read_bytes_per_s": "a PCI Express 3 NVMe disk, round figure",
+    },
+)
+
+_MACHINES: Final = (
+    _gpu(
+        "t4",
+        "NVIDIA T4, 16 GB",
+        memory_gib=14.75,
+        float32_tflops=8.1,
+        tensor_tflops={"float16": 65},
+        memory_gb_per_s=320,
+        memory_share=0.75,
+        pci_express=3,
+        peaks_from="NVIDIA T4 datasheet",
+    ),
+    *(
+        _gpu(
+            f"v100-{size_gb}g",
+            f"NVIDIA V100 SXM2, {size_gb} GB",
+            memory_gib=memory_gib,
+            float32_tflops=15.7,
+            tensor_tflops={"float16": 125},
+            memory_gb_per_s=900,
+            memory_share=0.75,
+            pci_express=3,
+            peaks_from="NVIDIA V100 datasheet",
+            shares_from=_FINDINGS,
+        )
+        for size_gb, memory_gib in ((16, 15.78), (32, 31.75))
+    ),
+    _gpu(
+        "a100-40g",
+        "NVIDIA A100 SXM4, 40 GB",
+        memory_gib=39.49,
+        float32_tflops=19.5,
+        tensor_tflops={"tf32": 156, "bfloat16": 312, "float16": 312},
+        memory_gb_per_s=1555,
+        memory_share=0.8,
+        pci_express=4,
+        peaks_from="NVIDIA A100 datasheet",
+        shares_from=_FINDINGS,
+    ),
+    _gpu(
+        "a100-80g",
+        "NVIDIA A100 SXM4, 80 GB",
+        memory_gib=79.15,
+        float32_tflops=19.5,
+        tensor_tflops={"tf32": 156, "bfloat16": 312, "float16": 312},
+        # 2,039 on the datasheet; the findings were simulated with 2.0 TB/s.
+        memory_gb_per_s=2000,
+        memory_share=0.8,
+        pci_express=4,
+        peaks_from="NVIDIA A100 datasheet, memory rounded from 2039",
+        shares_from=_FINDINGS,
+    ),
+    _gpu(
+        "h100-80g",
+        "NVIDIA H100 SXM5, 80 GB",
+        memory_gib=79.11,
+        float32_tflops=66.9,
+        tensor_tflops={"tf32": 494.7, "bfloat16": 989.4, "float16": 989.4},
+        memory_gb_per_s=3350,
+        memory_share=0.8,
+        pci_express=5,
+        peaks_from="NVIDIA H100 datasheet and architecture whitepaper, dense",
+    ),
+    _gpu(
+        "h200-141g",
+        "NVIDIA H200 SXM5, 141 GB",
+        memory_gib=139.8,
+        float32_tflops=66.9,
+        tensor_tflops={"tf32": 494.7, "bfloat16": 989.4, "float16": 989.4},
+        memory_gb_per_s=4800,
+        memory_share=0.8,
+        pci_express=5,
+        peaks_from="NVIDIA H200 datasheet, dense",
+    ),
+    _gpu(
+        "rtx3090",
+        "NVIDIA GeForce RTX 3090, 24 GB",
+        memory_gib=23.68,
+        float32_tflops=35.6,
+        tensor_tflops={"tf32": 35.6, "bfloat16": 71, "float16": 71},
+        memory_gb_per_s=936,
+        memory_share=0.8,
+        pci_express=4,
+        peaks_from="NVIDIA Ampere GA102 whitepaper, dense, float32 accumulation",
+    ),
+    _gpu(
+        "rtx4090",
+        "NVIDIA GeForce RTX 4090, 24 GB",
+        memory_gib=23.64,
+        float32_tflops=82.6,
+        tensor_tflops={"tf32": 82.6, "bfloat16": 165.2, "float16": 165.2},
+        memory_gb_per_s=1008,
+        memory_share=0.8,
+        pci_express=4,
+        peaks_from="NVIDIA Ada whitepaper, dense, float32 accumulation",
+    ),
+    _gpu(
+        "rtx5090",
+        "NVIDIA GeForce RTX 5090, 32 GB",
+        memory_gib=31.36,
+        float32_tflops=104.8,
+        tensor_tflops={"tf32": 104.8, "bfloat16": 209.5, "float16": 209.5},
+        memory_gb_per_s=1792,
+        memory_share=0.8,
+        pci_express=5,
+        peaks_from="NVIDIA RTX Blackwell whitepaper, dense, float32 accumulation",
+    ),
+    _CPU,
+)
+
+CATALOG: Final = {machine.name: machine for machine in _MACHINES}
+"""All machines by name."""
+
+_ALIASES: Final = {"v100": "v100-32g", "a100": "a100-80g", "h100": "h100-80g", "h200": "h200-141g"}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all machines, smallest accelerators first."""
+    return tuple(CATALOG)
+
+
+def find(name: str) -> Machine:
+    """Return a machine by name: case, blanks, dashes and a final "b" do not matter ("A100 80GB" is a100-80g).
+
+    Raises:
+        MachineError: No such machine; the message names the nearest ones.
+    """
+    key = _key(name)
+    keys = {_key(known): known for known in CATALOG} | {_key(alias): known for alias, known in _ALIASES.items()}
+    if key in keys:
+        return CATALOG[keys[key]]
+    near = list(dict.fromkeys(keys[match] for match in difflib.get_close_matches(key, keys, n=3, cutoff=0.5)))
+    hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it"
+    raise MachineError(f"unknown machine {name!r}: {hint} Known are {', '.join(CATALOG)}")
+
+
+def _key(name: str) -> str:
+    letters = "".join(character for character in name.lower() if character.isalnum())
+    return letters.removeprefix("nvidia").removeprefix("geforce").removesuffix("b")

@@ -1,0 +1,120 @@
+"""The machine: how fast it computes, how much it holds, and what its links to host and disk carry.
+
+A machine comes from the catalog (`catalog.find`) or from measurement (`probe`). All rates are what large ops and large
+transfers reach in practice, not what a vendor prints: the catalog multiplies printed peaks by a share and says so in
+`sources`, `probe` measures.
+
+[Note: both ways at once]
+`both_ways_factor` is the share of its own rate that each direction of the host link keeps while the other one is busy:
+1.0 for two independent engines on a full-duplex link, 0.5 where both share one bus (or one memory, on a CPU).
+"""
+
+import math
+
+import msgspec
+
+from torchdelta.errors import MachineError
+
+__all__ = ["Machine", "matrix_flops_per_s", "validate_machine"]
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a machine costs. `validate_machine` states what must hold of it.
+
+    Attributes:
+        name: Short name, as the command line takes it: `"a100-80g"`.
+        description: Its name in words.
+        memory_bytes: Device memory that a program finds.
+        flops_per_s: Floating-point operations a second of large matrix products, by dtype; `"tf32"` for float32 on
+            tensor cores. A multiply-add counts as two.
+        memory_bytes_per_s: Rate of the device memory under streaming kernels, reads and writes added.
+        op_latency_s: Least time of one op, its launch included; 0.0 leaves that out of the price.
+        host_out_bytes_per_s: Device to pinned host memory, large transfers.
+        host_in_bytes_per_s: Pinned host memory to device, large transfers.
+        both_ways_factor: See [Note: both ways at once].
+        link_latency_s: Fixed time of each transfer.
+        host_memory_bytes: Host memory that swapped tensors may take, None without a limit.
+        disk_write_bytes_per_s: Device to disk, the slowest part of the way; 0.0 without a disk.
+        disk_read_bytes_per_s: Disk to device, the slowest part of the way; 0.0 without a disk.
+        disk_latency_s: Fixed time of each read or write.
+        disk_bytes: Disk space that swapped tensors may take, None without a limit.
+        sources: Where each figure is from, by field name.
+    """
+
+    name: str
+    description: str = ""
+    memory_bytes: int
+    flops_per_s: dict[str, float]
+    memory_bytes_per_s: float
+    op_latency_s: float = 0.0
+    host_out_bytes_per_s: float
+    host_in_bytes_per_s: float
+    both_ways_factor: float = 1.0
+    link_latency_s: float = 0.0
+    host_memory_bytes: int | None = None
+    disk_write_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0
+    disk_latency_s: float = 0.0
+    disk_bytes: int | None = None
+    sources: dict[str, str] = {}
+
+
+def matrix_flops_per_s(machine: Machine, dtype: str, *, tf32: bool = True) -> float:
+    """Return the rate of large matrix products of a dtype.
+
+    A dtype that the machine does not name gets the rate of float32, a double-width one half of it (our rule: on such a
+    machine it runs on the same units).
+
+    Args:
+        machine: A valid machine.
+        dtype: Name without its package, such as `"float32"`.
+        tf32: Whether float32 products run on tensor cores where there are any.
+    """
+    rates = machine.flops_per_s
+    if dtype == "float32" and tf32 and "tf32" in rates:
+        return rates["tf32"]
+    rate = rates.get(dtype)
+    if rate is not None:
+        return rate
+    return rates["float32"] / (2.0 if dtype in {"float64", "complex128"} else 1.0)
+
+
+def validate_machine(machine: Machine) -> None:
+    """Check what every reader of a machine relies on.
+
+    Raises:
+        MachineError: With one line that names the machine, the field and what is wrong with it.
+    """
+    positive = {
+        "memory_bytes": machine.memory_bytes,
+        "memory_bytes_per_s": machine.memory_bytes_per_s,
+        "host_out_bytes_per_s": machine.host_out_bytes_per_s,
+        "host_in_bytes_per_s": machine.host_in_bytes_per_s,
+        **{f"flops_per_s[{dtype!r}]": rate for dtype, rate in machine.flops_per_s.items()},
+    }
+    not_negative = {
+        "op_latency_s": machine.op_latency_s,
+        "link_latency_s": machine.link_latency_s,
+        "disk_latency_s": machine.disk_latency_s,
+        "disk_write_bytes_per_s": machine.disk_write_bytes_per_s,
+        "disk_read_bytes_per_s": machine.disk_read_bytes_per_s,
+        "host_memory_bytes": machine.host_memory_bytes or 0,
+        "disk_bytes": machine.disk_bytes or 0,
+    }
+    if not machine.name:
+        raise MachineError("a machine has no name")
+    if "float32" not in machine.flops_per_s:
+        raise MachineError(
+            f"machine {machine.name}: flops_per_s has no rate for float32, from which others are derived"
+        )
+    for field, value in positive.items():
+        if not (math.isfinite(value) and value > 0):
+            raise MachineError(f"machine {machine.name}: {field} is {value}, not a positive number")
+    for field, value in not_negative.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise MachineError(f"machine {machine.name}: {field} is {value}, not a number from 0")
+    if not 0 < machine.both_ways_factor <= 1:
+        share = machine.both_ways_factor
+        raise MachineError(f"machine {machine.name}: both_ways_factor is {share}, not a share above 0 and up to 1")
+    if (machine.disk_write_bytes_per_s > 0) != (machine.disk_read_bytes_per_s > 0):
+        raise MachineError(f"machine {machine.name}: its disk has a rate in one direction only")

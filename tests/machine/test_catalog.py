@@ -1,0 +1,56 @@
+"""The catalog: machines by name, and figures that can be believed."""
+
+import pytest
+
+from torchdelta.errors import MachineError
+from torchdelta.machine.catalog import CATALOG, find, names
+from torchdelta.machine.model import matrix_flops_per_s, validate_machine
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_machine_is_valid_and_says_where_its_figures_are_from(name):
+    """Each machine passes validation, and each of its rates has a source."""
+    machine = find(name)
+    validate_machine(machine)
+    assert machine.name == name
+    for field in ("memory_bytes", "flops_per_s", "memory_bytes_per_s", "host_out_bytes_per_s", "host_in_bytes_per_s"):
+        assert machine.sources[field], field
+
+
+def test_the_profiles_of_the_findings():
+    """V100-32 and A100-80 are the machines that the planner findings were simulated on."""
+    v100, a100 = find("v100-32g"), find("a100-80g")
+    assert matrix_flops_per_s(v100, "float32") == pytest.approx(15.7e12 * 0.7)
+    assert v100.memory_bytes_per_s == pytest.approx(900e9 * 0.75)
+    assert v100.host_out_bytes_per_s == v100.host_in_bytes_per_s == 12e9
+    assert matrix_flops_per_s(a100, "float32") == pytest.approx(156e12 * 0.5)
+    assert a100.memory_bytes_per_s == pytest.approx(2.0e12 * 0.8)
+    assert a100.host_out_bytes_per_s == a100.host_in_bytes_per_s == 25e9
+    assert v100.both_ways_factor == a100.both_ways_factor == 1.0
+
+
+def test_tf32_is_a_choice():
+    """Without tensor cores float32 products run at the rate of the vector units; other dtypes have their own."""
+    a100 = find("a100-80g")
+    assert matrix_flops_per_s(a100, "float32", tf32=False) == pytest.approx(19.5e12 * 0.7)
+    assert matrix_flops_per_s(a100, "bfloat16") == 2 * matrix_flops_per_s(a100, "float32")
+    assert matrix_flops_per_s(find("v100"), "float64") == matrix_flops_per_s(find("v100"), "float32") / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("A100-80GB", "a100-80g"), ("a100 80g", "a100-80g"), ("V100", "v100-32g"), ("NVIDIA GeForce RTX 4090", "rtx4090")],
+)
+def test_names_as_people_write_them(text, name):
+    """Case, blanks, dashes, the vendor and a final b do not matter."""
+    assert find(text).name == name
+
+
+def test_an_unknown_machine_names_the_nearest():
+    """A typing error gets the machine that was meant, and the whole list."""
+    with pytest.raises(MachineError, match=r"unknown machine 'rtx4091': did you mean rtx4090") as caught:
+        find("rtx4091")
+    assert "\n" not in str(caught.value)
+    assert all(name in str(caught.value) for name in CATALOG)
+    with pytest.raises(MachineError, match="there is none like it"):
+        find("abacus")
