@@ -13,7 +13,7 @@ from typing import Final
 from torchdelta.config import POLICIES, TIERS
 
 # Shares of what the largest batch takes above the models at rest. The U-Net's attention needs much at once.
-SHARES: Final = {"gpt": (0.7, 0.6, 0.5), "unet": (0.85, 0.8, 0.75), "conv": (0.7, 0.6, 0.5)}
+SHARES: Final = {"gpt": (0.7, 0.6, 0.5), "unet": (0.9, 0.85, 0.8), "conv": (0.7, 0.6, 0.5)}
 MODELS: Final = tuple(SHARES)
 FAULT_SHARE: Final = 0.3
 NUM_STEPS: Final = (8, 14)  # of an episode, at least and at most

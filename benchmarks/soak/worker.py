@@ -143,7 +143,8 @@ class Trainer:
                 lost.append(type(error).__name__)
             self._put_back(subject, statistics)
         if observed and not observed["raised"] and "backward" not in step.fault:
-            met |= shapes
+            # What lives on has not been through its backward.
+            met |= shapes - {step.shapes[0]} if step.fault == "graph kept alive" else shapes
         if session is not None:
             steps = budget.summary().steps[num_steps_before:]
             # The peak of a step that was given up counts in the next one.

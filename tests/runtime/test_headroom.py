@@ -27,6 +27,20 @@ def test_a_repeated_small_backward_is_left_alone() -> None:
     assert peaks[3] >= peaks[1] > 0
 
 
+def test_another_shape_is_watched() -> None:
+    """The same nodes on a smaller batch: what their ops take inside themselves has yet to be learned."""
+    model, large, small = mlp(64, 2), torch.randn(64, 64), torch.randn(32, 64)
+    with running() as (_, session):
+        counts = []
+        for x in (large, large, large, small, large, small, small, small):
+            before = session.counters.num_ops
+            train(model, x)
+            counts.append(session.counters.num_ops - before)
+    assert counts[2] < counts[0]
+    assert counts[3] == counts[0]
+    assert counts[-1] == counts[2]
+
+
 def test_another_graph_is_watched() -> None:
     """What was measured of one model says nothing of another: its gradients are counted like any."""
     small, other, x = mlp(64, 2), mlp(64, 2), torch.randn(64, 64)

@@ -84,7 +84,11 @@ class Backward:
         graph = Graph(_roots(outputs)) if can_skip else None
         if graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
-                graph, live_bytes=start_bytes, num_handles=num_handles, budget_bytes=budget_bytes or 0
+                graph,
+                live_bytes=start_bytes,
+                num_handles=num_handles,
+                num_needs=self.recorder.predictor.num_made,
+                budget_bytes=budget_bytes or 0,
             )
             if expected_bytes is not None:
                 return self._run_unwatched(original, graph, expected_bytes, outputs, *args, **kwargs)
@@ -120,7 +124,11 @@ class Backward:
                 self.session.survey.leaves.extend(self._leaves)
             if graph is not None and error is None:
                 self.headroom.measured(
-                    graph, start_bytes=start_bytes, peak_bytes=ledger.peak_bytes, num_handles=num_handles
+                    graph,
+                    start_bytes=start_bytes,
+                    peak_bytes=ledger.peak_bytes,
+                    num_handles=num_handles,
+                    num_needs=self.recorder.predictor.num_made,
                 )
             graph = None
             ledger.peak_bytes = max(ledger.peak_bytes, earlier_peak_bytes)

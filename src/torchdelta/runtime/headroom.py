@@ -4,9 +4,10 @@
 Hooks on every node and a dispatch mode inside each are half of the cost of recording. When an earlier backward of the
 same graph used little of the budget, nothing in this one can need an eviction, so it runs as if torchdelta were not
 there: saved tensors still go through the hooks, `.grad`s are counted when it ends, and the peak is taken to be this
-start plus the growth that was measured. The same graph means the same nodes in the same order over the same leaves, and
-no more saved. Every so often one is watched again; whatever keeps its graph, or steps an optimizer in backward, always
-is.
+start plus the growth that was measured. The same graph means the same nodes in the same order over the same leaves, no
+more saved, and since then no op on shapes that were not met before: what the ops of a backward take inside themselves
+on those has yet to be learned, or a step that is short of room would meet them unprepared. Every so often one is
+watched again; whatever keeps its graph, or steps an optimizer in backward, always is.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class _Measured:
     start_bytes: int
     growth_bytes: int
     num_handles: int
+    num_needs: int
     leaves: list[weakref.ref[torch.Tensor]]
     num_skipped: int = 0
 
@@ -70,24 +72,29 @@ class Headroom:
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
 
-    def measured(self, graph: Graph, *, start_bytes: int, peak_bytes: int, num_handles: int) -> None:
-        """Note what a watched backward took."""
+    def measured(self, graph: Graph, *, start_bytes: int, peak_bytes: int, num_handles: int, num_needs: int) -> None:
+        """Note what a watched backward took, and how many sorts of ops had been met when it ended."""
         if len(self._measured) >= _MAX_GRAPHS:
             self._measured.clear()
         self._measured[graph.signature] = _Measured(
             start_bytes=start_bytes,
             growth_bytes=peak_bytes - start_bytes,
             num_handles=num_handles,
+            num_needs=num_needs,
             leaves=[weakref.ref(leaf) for leaf in graph.leaves],
         )
 
-    def expected_peak_bytes(self, graph: Graph, *, live_bytes: int, num_handles: int, budget_bytes: int) -> int | None:
+    def expected_peak_bytes(
+        self, graph: Graph, *, live_bytes: int, num_handles: int, num_needs: int, budget_bytes: int
+    ) -> int | None:
         """Return the peak of a backward that surely fits and needs no watching, None for any other."""
         earlier = self._measured.get(graph.signature)
         if earlier is None or graph.has_hooks or earlier.num_skipped >= _WATCH_EVERY:
             return None
         if any(now is not then() for now, then in zip(graph.leaves, earlier.leaves, strict=True)):
             return None  # an id that was used again
+        if num_needs != earlier.num_needs:
+            return None
         if live_bytes > earlier.start_bytes * _LARGER_THAN_MEASURED:
             return None
         if num_handles > earlier.num_handles * _LARGER_THAN_MEASURED:

@@ -57,6 +57,7 @@ class Predictor:
 
     def __init__(self) -> None:
         self._needs: dict[Any, Need] = {}
+        self.num_made = 0  # needs so far, those of ops met for the first time
         self.tells_devices_apart = False  # a session on an accelerator meets the CPU's tensors as well
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -94,6 +95,7 @@ class Predictor:
         if need is None:
             if len(self._needs) > _MAX_KEYS:
                 self._needs.clear()
+            self.num_made += 1
             need = self._needs[key] = self._new_need(facts, func, args, kwargs)
         return need
 

@@ -89,7 +89,7 @@ class Residency:
             return None
         try:
             return self.tier
-        except TierError as error:
+        except (TierError, MemoryError) as error:  # it may be opened because memory has run out
             if faults.is_disabled("tier-failure"):
                 raise
             self.outage.begin(self.ledger.clock, error)

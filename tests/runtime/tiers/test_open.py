@@ -1,6 +1,8 @@
 """Tiers by name."""
 
 import contextlib
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from tests.runtime.tiers.simulated import SimulatedEngine
 from torchdelta.config import TIERS
 from torchdelta.errors import TierError, TierFullError
 from torchdelta.host import HostMemory
-from torchdelta.runtime.tiers import ENGINES, open_tier, tier_names
+from torchdelta.runtime.tiers import ENGINES, open_tier, scratch, tier_names
 from torchdelta.runtime.tiers.pinned import PinnedTier
 from torchdelta.runtime.tiers.stacked import StackedTier
 
@@ -76,3 +78,20 @@ def test_an_unknown_tier_is_refused_with_the_known_names() -> None:
     """One line."""
     with pytest.raises(TierError, match=r"there is no tier 'tape'; take one of 'disk', 'memory'"):
         open_tier("tape")
+
+
+def test_a_disk_is_opened_without_memory_for_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier may be opened because memory has run out: then its first estimates are not measured."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.mmap, "mmap", refuse)
+        scratch_file = scratch.open_scratch_file(tmp_path, capacity_bytes=1 << 20)
+    try:
+        assert scratch_file.write_bytes_per_s > 0
+        assert scratch_file.read_bytes_per_s > 0
+        assert os.fstat(scratch_file.descriptor).st_size == 0
+    finally:
+        os.close(scratch_file.descriptor)

@@ -22,6 +22,7 @@ __all__ = ["BLOCK_BYTES", "ScratchFile", "open_scratch_file", "swap_directory"]
 
 # The granule of direct I/O in offset, length and memory address: no disk in use has larger logical blocks.
 BLOCK_BYTES: Final = 4096
+_BLOCK: Final = b"\xa5" * BLOCK_BYTES
 _PROBE_BYTES: Final = 4 << 20
 _FALLBACK_BYTES_PER_S: Final = 500e6  # where there is no room for a probe
 _LEAST_BYTES_PER_S: Final = 20e6
@@ -129,31 +130,32 @@ def _clear_direct(descriptor: int) -> None:
 
 
 def _accepts_direct(descriptor: int) -> bool:
-    with mmap.mmap(-1, BLOCK_BYTES) as buffer:
-        try:
+    try:
+        with mmap.mmap(-1, BLOCK_BYTES) as buffer:
             return os.pwrite(descriptor, buffer, 0) == BLOCK_BYTES and os.preadv(descriptor, [buffer], 0) == BLOCK_BYTES
-        except OSError:
-            return False
+    except OSError:
+        return False
 
 
 def _probe(descriptor: int, probe_bytes: int) -> tuple[float, float]:
     """Write and read once, for the first estimates; the running ones take over from there."""
     estimates = (_FALLBACK_BYTES_PER_S, _FALLBACK_BYTES_PER_S)
-    if probe_bytes > 0:
-        with mmap.mmap(-1, probe_bytes) as buffer:
-            buffer.write(b"\xa5" * probe_bytes)  # an untouched page would be measured as a page fault
-            try:
+    try:
+        if probe_bytes > 0:
+            with mmap.mmap(-1, probe_bytes) as buffer:
+                for _ in range(probe_bytes // BLOCK_BYTES):  # an untouched page would be measured as a page fault
+                    buffer.write(_BLOCK)
                 os.ftruncate(descriptor, probe_bytes)
                 start_s = time.perf_counter()
                 num_written = os.pwrite(descriptor, buffer, 0)
                 middle_s = time.perf_counter()
                 num_read = os.preadv(descriptor, [buffer], 0)
                 end_s = time.perf_counter()
-            except OSError as error:
-                if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}:
-                    raise
-            else:
                 estimates = (_bandwidth(num_written, middle_s - start_s), _bandwidth(num_read, end_s - middle_s))
+    except OSError as error:
+        # Also where memory has run out: that may be why the tier is opened.
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM}:
+            raise
     os.ftruncate(descriptor, 0)
     return estimates
 
