@@ -97,6 +97,9 @@ def traces(draw: st.DrawFn, *, max_ops: int = 12, resize: bool = False) -> Trace
                 recomputable=draw(st.booleans()),
                 workspace_bytes=draw(st.integers(0, 64)),
                 node=draw(texts),
+                flops=draw(st.integers(0, 2**50)),
+                dtype=draw(st.sampled_from(["", "float32", "bfloat16"])),
+                moved_bytes=draw(st.integers(0, 64)),
             )
         )
     saved_ids = {id_ for _, id_ in saved}
@@ -152,6 +155,9 @@ def example() -> Trace:
                 writes=(2,),
                 time_s=3e-06,
                 recomputable=True,
+                flops=48,
+                dtype="float32",
+                moved_bytes=104,
             ),
             Op(
                 index=1,
@@ -201,6 +207,9 @@ def example() -> Trace:
                 recomputable=True,
                 workspace_bytes=64,
                 node="MmBackward0",
+                flops=48,
+                dtype="float32",
+                moved_bytes=104,
             ),
             Op(
                 index=6,

@@ -62,7 +62,8 @@ def test_text_truncated_anywhere(tmp_path: Path) -> None:
 
 
 def test_any_flipped_bit(tmp_path: Path) -> None:
-    """A flipped bit is an error wherever it can change anything: everywhere but in the gzip header's notes."""
+    """A flipped bit is an error unless the text is the same: in the gzip header, or in a distance to a twin."""
+    text = gzip.decompress(GOLDEN)
     for place in range(len(GOLDEN)):
         for bit in range(8):
             damaged = bytearray(GOLDEN)
@@ -70,7 +71,7 @@ def test_any_flipped_bit(tmp_path: Path) -> None:
             message = message_of(tmp_path / "step.trace", bytes(damaged))
             assert message != "another trace"
             if message is None:
-                assert 3 <= place < 10, (place, bit)
+                assert 3 <= place < 10 or gzip.decompress(bytes(damaged)) == text, (place, bit)
 
 
 @shared_folder
@@ -182,16 +183,16 @@ DAMAGED = {
         "line 1: not a trace: its format is 'other', not 'torchdelta-trace'",
     ),
     "incomplete header": (
-        lines_of(b'{"record":"header","format":"torchdelta-trace","version":1}'),
+        lines_of(b'{"record":"header","format":"torchdelta-trace","version":2}'),
         "line 1: not the header of a trace: Object missing required field `torch_version`",
     ),
     "newer version": (
-        lines_of(b'{"record":"header","format":"torchdelta-trace","version":2,"colour":"blue"}'),
-        "line 1: written by a newer torchdelta: format version 2, this one reads 1",
+        lines_of(b'{"record":"header","format":"torchdelta-trace","version":3,"colour":"blue"}'),
+        "line 1: written by a newer torchdelta: format version 3, this one reads 2",
     ),
     "impossible version": (
-        changed(1, b'"version":1', b'"version":0'),
-        "line 1: unknown format version 0, this torchdelta reads 1",
+        changed(1, b'"version":2', b'"version":0'),
+        "line 1: unknown format version 0, this torchdelta reads 1, 2",
     ),
     "negative size": (changed(4, b":48", b":-48"), "line 4: buffer 2: negative size_bytes -48"),
     "negative life": (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.trace.strategies import example, traces
 from torchdelta.errors import TraceFileError
@@ -71,6 +72,13 @@ def test_golden_file_is_read_and_written(tmp_path: Path) -> None:
     # The compressed part depends on the zlib at hand. The header does not: no flags, no time, any system.
     assert written[:10] == GOLDEN.read_bytes()[:10] == b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
     assert gzip.decompress(written) == gzip.decompress(GOLDEN.read_bytes())
+
+
+def test_a_file_of_version_1_is_read() -> None:
+    """An older file gives the same trace, without what its version did not know."""
+    trace = example()
+    ops = tuple(replace(op, flops=0, dtype="", moved_bytes=0) for op in trace.ops)
+    assert read_trace(GOLDEN.with_name("example-1.trace")) == replace(trace, ops=ops)
 
 
 def test_documented_load() -> None:

@@ -27,7 +27,7 @@ BROKEN = {
     ),
     "other version": (
         replace(example(), header=replace(example().header, version=FORMAT_VERSION + 1)),
-        "header: format version is 2; this torchdelta knows version 1",
+        "header: format version is 3; this torchdelta knows version 2",
     ),
     "negative batch": (
         replace(example(), header=replace(example().header, batch_size=-1)),
@@ -73,6 +73,11 @@ BROKEN = {
     "no time": (
         changed("ops", 2, time_s=float("nan")),
         "op 2 'aten.sum.default': time_s nan is not a finite number of seconds from 0",
+    ),
+    "negative flops": (changed("ops", 2, flops=-1), "op 2 'aten.sum.default': negative flops -1"),
+    "negative moved bytes": (
+        changed("ops", 2, moved_bytes=-1),
+        "op 2 'aten.sum.default': negative moved_bytes -1",
     ),
     "negative workspace": (
         changed("ops", 2, workspace_bytes=-1),

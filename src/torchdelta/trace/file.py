@@ -26,7 +26,16 @@ from typing import Self
 import msgspec
 
 from torchdelta.errors import TraceFileError
-from torchdelta.trace.model import FORMAT_NAME, FORMAT_VERSION, Buffer, Header, Op, SavedTensor, Trace
+from torchdelta.trace.model import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    READABLE_VERSIONS,
+    Buffer,
+    Header,
+    Op,
+    SavedTensor,
+    Trace,
+)
 from torchdelta.trace.validate import find_fault
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -290,9 +299,11 @@ def _header(path: str | os.PathLike[str], line: bytes) -> Header:
         if version.version > FORMAT_VERSION:
             wrong = f"written by a newer torchdelta: format version {version.version}, this one reads {FORMAT_VERSION}"
             raise _damaged(path, 1, wrong)
-        if version.version != FORMAT_VERSION:
-            raise _damaged(path, 1, f"unknown format version {version.version}, this torchdelta reads {FORMAT_VERSION}")
-        return _decode_header(line)
+        if version.version not in READABLE_VERSIONS:
+            known = ", ".join(map(str, READABLE_VERSIONS))
+            raise _damaged(path, 1, f"unknown format version {version.version}, this torchdelta reads {known}")
+        # Fields of later versions have defaults, so that in memory every trace is of the newest version.
+        return msgspec.structs.replace(_decode_header(line), version=FORMAT_VERSION)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(path, 1, f"not the header of a trace: {_one_line(error)}") from error
 

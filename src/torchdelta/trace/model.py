@@ -30,7 +30,10 @@ from typing import Literal
 import msgspec
 
 FORMAT_NAME = "torchdelta-trace"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written. Version 1 had no `flops`, `dtype` and `moved_bytes`, and is read as if they were unknown."""
+
+READABLE_VERSIONS = (1, 2)
 
 BEFORE_STEP = -1
 """The `birth_op` of a buffer that is alive before the first op."""
@@ -52,7 +55,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag=
 
     Attributes:
         format: Always `FORMAT_NAME`.
-        version: Version of the format; a reader refuses a newer one than its own.
+        version: Version of the format; a reader refuses a newer one than its own. In memory always the newest.
         torch_version: `torch.__version__` of the process that ran the step, such as `"2.13.0+cpu"`.
         device: Type of the device whose memory is traced: `"cpu"`, `"cuda"`.
         device_name: Its model in words, `""` if unknown.
@@ -117,6 +120,11 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag="op"
         workspace_bytes: The most that it allocated inside itself beside its outputs and freed again; also the extra
             bytes of a storage that it grew and had to hold twice. 0 if none or unknown.
         node: Name of the autograd node that called it, such as `"MmBackward0"`; `""` outside of backward.
+        flops: Floating-point operations of its matrix products and convolutions, a multiply-add counted as two; 0 for
+            other ops, whose time is that of their bytes, and if unknown.
+        dtype: What it multiplies, such as `"float32"`; `""` if unknown or without `flops`.
+        moved_bytes: Bytes that it reads and writes: of the views that it is given, not of their whole buffers. 0 if
+            unknown; then the buffers' sizes stand for them.
     """
 
     index: int
@@ -130,6 +138,9 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag="op"
     recomputable: bool = False
     workspace_bytes: int = 0
     node: str = ""
+    flops: int = 0
+    dtype: str = ""
+    moved_bytes: int = 0
 
 
 class SavedTensor(

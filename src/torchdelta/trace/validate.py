@@ -136,6 +136,10 @@ def _op_fault(trace: Trace) -> Fault | None:
             wrong = f"time_s {op.time_s} is not a finite number of seconds from 0"
         elif op.workspace_bytes < 0:
             wrong = f"negative workspace_bytes {op.workspace_bytes}"
+        elif op.flops < 0:
+            wrong = f"negative flops {op.flops}"
+        elif op.moved_bytes < 0:
+            wrong = f"negative moved_bytes {op.moved_bytes}"
         elif unknown := [id_ for id_ in (*op.reads, *op.writes) if not 0 <= id_ < num_buffers]:
             wrong = f"unknown buffer {unknown[0]}, the trace has {num_buffers}"
         elif len(set(op.reads)) < len(op.reads) or len(set(op.writes)) < len(op.writes):
