@@ -19,10 +19,10 @@ from benchmarks import models
 from benchmarks.intervals import median_interval
 from benchmarks.outcome import Outcome, format_table
 from torchdelta import Config, MemoryBudget
+from torchdelta.aten.facts import facts_of
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import Counter, new_counter
-from torchdelta.runtime.opfacts import facts_of
 from torchdelta.runtime.session import current_session
 
 if TYPE_CHECKING:

@@ -19,7 +19,9 @@ MAY_IMPORT = {
     "config": {"errors", "units"},
     "host": BASE,
     "summary": BASE,
-    "trace": BASE,
+    "aten": BASE,
+    "modules": {*BASE, "_torch"},
+    "trace": {*BASE, "_torch", "aten", "modules"},  # for its symbolic part
     "machine": {*BASE, "trace"},
     "plan": {*BASE, "trace", "machine"},
     "simulate": {*BASE, "trace", "machine", "plan"},
@@ -28,7 +30,7 @@ MAY_IMPORT = {
     "_torch": BASE,
     "_torch_device": BASE,
     "native": BASE,
-    "runtime": {*BASE, "host", "summary", "_torch", "_torch_device", "native", "trace", "plan"},
+    "runtime": {*BASE, "host", "summary", "_torch", "_torch_device", "native", "aten", "modules", "trace", "plan"},
     "budget": {*BASE, "host", "summary", "runtime", "trace"},
     "__init__": {*BASE, "summary", "runtime", "budget"},
     # Leaves: nothing above imports them.

@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.same_bits.judge import DECISIONS, DEVICE, Scope, assert_same_bits, state_of
 from torchdelta import Config, MemoryBudget
+from torchdelta.aten.facts import facts_of
 from torchdelta.runtime import rematerialize, tape
 from torchdelta.runtime.device import session_device
-from torchdelta.runtime.opfacts import facts_of
 from torchdelta.runtime.session import current_session
 from torchdelta.runtime.tape import generator_of
 

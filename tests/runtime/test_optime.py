@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchdelta.aten.facts import facts_of
 from torchdelta.runtime import optime
-from torchdelta.runtime.opfacts import facts_of
 from torchdelta.runtime.optime import NUM_SAMPLES, EventClock, HostClock
 from torchdelta.runtime.predict import Need
 from torchdelta.runtime.tape import OpEntry

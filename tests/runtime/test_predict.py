@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchdelta.runtime.opfacts import Kind, facts_of
+from torchdelta.aten.facts import Kind, facts_of
 from torchdelta.runtime.predict import Predictor, new_bytes
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
+from torchdelta.aten.facts import Kind, facts_of
 from torchdelta.runtime import faults
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.opfacts import Kind, facts_of
 from torchdelta.runtime.recorder import execute
 from torchdelta.runtime.retry import is_out_of_memory, may_retry
 

@@ -26,16 +26,16 @@ import torch
 
 from torchdelta._torch import graph_task_id
 from torchdelta._torch_device import capture_reader
+from torchdelta.aten.order import is_fixed_here
 from torchdelta.runtime.device_counter import DeviceCounter
 from torchdelta.runtime.optime import NUM_SAMPLES, EventClock
-from torchdelta.runtime.order import is_fixed_here
 from torchdelta.runtime.recorder import Recorder
 from torchdelta.runtime.streams import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchdelta.runtime.opfacts import OpFacts
+    from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.predict import Need
     from torchdelta.runtime.session import Session
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta._torch import Quietly, is_mkldnn_enabled, storage_address
-from torchdelta.runtime.opfacts import Kind, OpFacts, facts_of
+from torchdelta.aten.facts import Kind, OpFacts, facts_of
 
 if TYPE_CHECKING:
     from torchdelta.runtime.optime import Timing

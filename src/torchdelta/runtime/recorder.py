@@ -13,10 +13,10 @@ import torch
 
 from torchdelta import _torch
 from torchdelta._torch import TorchDispatchMode, graph_task_id, num_modes, storage_address
+from torchdelta.aten.collectives import may_be_under_way
+from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
-from torchdelta.runtime.collectives import may_be_under_way
-from torchdelta.runtime.opfacts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.optime import HostClock, OpClock
 from torchdelta.runtime.predict import Predictor
 from torchdelta.runtime.retry import may_retry

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchdelta.aten.facts import Kind
 from torchdelta.errors import ReplayError, SavedTensorError
 from torchdelta.runtime.buffer import Buffer, View
-from torchdelta.runtime.opfacts import Kind
 from torchdelta.runtime.residency import digest_of
 from torchdelta.runtime.retry import may_replay_again
 from torchdelta.runtime.tape import Fresh, OpEntry, Scratch, run_again, sources, written_sources

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchdelta.aten.facts import TRAINING_POSITION, Kind
 from torchdelta.runtime import faults
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.opfacts import TRAINING_POSITION, Kind
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.opfacts import OpFacts
+    from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.residency import Residency
     from torchdelta.runtime.tape import OpEntry
 

@@ -31,6 +31,7 @@ from torchdelta._torch import (
     without_saved_hooks,
 )
 from torchdelta.errors import NativeError, ScopeError
+from torchdelta.modules import ModulePaths
 from torchdelta.native.counting import new_counter
 from torchdelta.runtime import faults
 from torchdelta.runtime.backward import Backward
@@ -42,7 +43,6 @@ from torchdelta.runtime.device_recorder import DeviceRecorder
 from torchdelta.runtime.device_residency import DeviceResidency
 from torchdelta.runtime.device_saved import DeviceSavedTensors
 from torchdelta.runtime.ledger import Ledger
-from torchdelta.runtime.modules import ModulePaths
 from torchdelta.runtime.optimizers import first_step_bytes, is_trial
 from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.recorder import Recorder, execute

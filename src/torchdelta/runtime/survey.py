@@ -19,14 +19,14 @@ import torch
 
 from torchdelta import _torch
 from torchdelta._torch import fake_mode_for_once, fake_view, without_mode
+from torchdelta.aten.facts import Kind, written_tensors
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.opfacts import Kind, written_tensors
 from torchdelta.runtime.optimizers import first_step_bytes, stateless_optimizers
 from torchdelta.runtime.recorder import execute
 
 if TYPE_CHECKING:
+    from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.buffer import StorageRecord
-    from torchdelta.runtime.opfacts import OpFacts
     from torchdelta.runtime.session import Session
 
 NUM_LARGEST_SHOWN: Final = 5

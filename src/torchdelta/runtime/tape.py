@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Iterator
 
-    from torchdelta.runtime.opfacts import OpFacts
+    from torchdelta.aten.facts import OpFacts
 
 
 class Scratch:

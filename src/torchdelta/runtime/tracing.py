@@ -33,17 +33,17 @@ import torch
 from msgspec import structs
 
 from torchdelta._torch import storage_address, storage_num_holders
+from torchdelta.modules import ModulePaths
 from torchdelta.runtime.drafting import Draft, Saved
-from torchdelta.runtime.modules import ModulePaths
 from torchdelta.trace.model import BEFORE_STEP, Op
 from torchdelta.trace.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime import buffer as live
     from torchdelta.runtime.drafting import PlainStorage, Version
-    from torchdelta.runtime.opfacts import OpFacts
     from torchdelta.runtime.optime import Timing
     from torchdelta.runtime.session import Session
     from torchdelta.runtime.tape import OpEntry

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.programs import mlp, running, same_bits, train
+from torchdelta.aten.facts import facts_of
 from torchdelta.config import POLICIES
 from torchdelta.runtime.action import Action
 from torchdelta.runtime.buffer import Buffer, TierCopy, View
-from torchdelta.runtime.opfacts import facts_of
 from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.tape import OpEntry
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchdelta.runtime.opfacts import facts_of
-from torchdelta.runtime.order import is_fixed_here, order_varies
-from torchdelta.runtime.recomputable import RECOMPUTABLE
+from torchdelta.aten.facts import facts_of
+from torchdelta.aten.order import is_fixed_here, order_varies
+from torchdelta.aten.recomputable import RECOMPUTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchdelta.runtime.opfacts import Kind, OpFacts, facts_of
-from torchdelta.runtime.recomputable import RECOMPUTABLE
+from torchdelta.aten.facts import Kind, OpFacts, facts_of
+from torchdelta.aten.recomputable import RECOMPUTABLE
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchdelta.runtime.collectives import may_be_under_way
-from torchdelta.runtime.opfacts import Kind, facts_of
+from torchdelta.aten.collectives import may_be_under_way
+from torchdelta.aten.facts import Kind, facts_of
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)

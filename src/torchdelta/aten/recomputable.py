@@ -8,7 +8,7 @@ database that is named here was replayed and compared bit for bit (tests/same_bi
 `empty` and its kin are not here: `at::tensor`, from C++, fills what it got from `empty` where no dispatch mode sees it
 (the target lengths inside `F.ctc_loss`), and a replay would bring back garbage. An op that overwrites the whole of an
 empty tensor needs no replay of it. `_trilinear` is not here either: what it gives depends on autocast, which is off in
-a replay ([Note: autocast inside an op] in opfacts.py).
+a replay ([Note: autocast inside an op] in facts.py).
 """
 
 from __future__ import annotations

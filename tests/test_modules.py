@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchdelta.runtime.modules import ModulePaths
+from torchdelta.modules import ModulePaths
 
 
 class Spy(nn.Module):

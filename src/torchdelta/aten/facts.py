@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import torch
 
-from torchdelta.runtime.collectives import is_collective, is_written, passes_on
-from torchdelta.runtime.order import order_varies
-from torchdelta.runtime.recomputable import RECOMPUTABLE
+from torchdelta.aten.collectives import is_collective, is_written, passes_on
+from torchdelta.aten.order import order_varies
+from torchdelta.aten.recomputable import RECOMPUTABLE
 
 aten = torch.ops.aten
 
