@@ -1,4 +1,4 @@
-"""A plain ResNet-50, the shape of torchvision's: in-place ReLU, batch norm, stride on the 3x3 convolution.
+"""Plain ResNets, the shape of torchvision's: in-place ReLU, batch norm, stride on the 3x3 convolution.
 
 The benchmarks need convolutions that allocate inside themselves and activations that are overwritten in place; both
 are what makes the memory of a vision model hard to hold. Written here so that no further package is needed.
@@ -46,6 +46,15 @@ class Bottleneck(nn.Module):
 
 def resnet50(num_classes: int = 1000) -> nn.Module:
     """Return a ResNet-50 with random weights."""
+    return _resnet((3, 4, 6, 3), num_classes)
+
+
+def resnet101(num_classes: int = 1000) -> nn.Module:
+    """Return a ResNet-101 with random weights."""
+    return _resnet((3, 4, 23, 3), num_classes)
+
+
+def _resnet(num_blocks_by_stage: tuple[int, int, int, int], num_classes: int) -> nn.Module:
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
         nn.BatchNorm2d(64),
@@ -53,7 +62,7 @@ def resnet50(num_classes: int = 1000) -> nn.Module:
         nn.MaxPool2d(3, stride=2, padding=1),
     ]
     in_channels = 64
-    for width, num_blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+    for width, num_blocks, stride in zip((64, 128, 256, 512), num_blocks_by_stage, (1, 2, 2, 2), strict=True):
         for index in range(num_blocks):
             layers.append(Bottleneck(in_channels, width, stride if index == 0 else 1))
             in_channels = width * EXPANSION

@@ -639,3 +639,44 @@ def test_fake_mode_for_once() -> None:
     with _torch.FakeTensorMode():
         torch.ones(17, 19) @ torch.ones(19, 23)
     assert len(_torch.FakeTensorMode.cache) > before
+
+
+def test_current_node() -> None:
+    """Within a backward it is the node that runs; outside of any there is none, or the last one."""
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda _: seen.append(_torch.current_node()))
+    y.sum().backward()
+    assert seen == ["SinBackward0"]
+    assert isinstance(_torch.current_node(), str)
+
+
+def test_tensor_num_holders() -> None:
+    """A second holder in C++ counts, a second Python name does not."""
+    x = torch.zeros(2)
+    alone = _torch.tensor_num_holders(x)
+    same = x
+    assert _torch.tensor_num_holders(same) == alone
+    y = torch.ones(2, requires_grad=True) * x  # autograd keeps x itself
+    assert _torch.tensor_num_holders(x) == alone + 1
+    del y
+
+
+def test_foreach_on_cpu() -> None:
+    """Within it optimizers take the `_foreach_` ops on CPU; afterwards as before."""
+
+    def names_of_a_step() -> list[str]:
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        with Names() as names:
+            torch.optim.SGD([weight], lr=0.1).step()
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        return [name for name in names.seen if "_foreach_" in name]
+
+    assert not names_of_a_step()
+    with _torch.foreach_on_cpu():
+        found = names_of_a_step()
+        assert "aten._foreach_add_.List" in found
+        assert "aten._foreach_norm.Scalar" in found
+    assert not names_of_a_step()

@@ -62,6 +62,15 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+tensor_num_holders: Callable[[torch.Tensor], int] = torch.Tensor._use_count
+
+
+def current_node() -> str:
+    """Return the name of the autograd node that this thread's backward runs, or ran last; "" before the first."""
+    node: Any = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # The C functions below `_python_dispatch._push_mode` and `_pop_mode`, which ask about infra modes first: twice a node,
 # that shows.
@@ -430,6 +439,23 @@ def _fake() -> tuple[Any, Any]:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     return FakeTensor, FakeTensorMode
+
+
+@contextlib.contextmanager
+def foreach_on_cpu() -> Generator[None]:
+    """Make optimizers and gradient clipping choose on CPU tensors what they choose on CUDA: the `_foreach_` ops."""
+    from torch.optim import optimizer as optimizers
+    from torch.utils import _foreach_utils
+
+    original = _foreach_utils._get_foreach_kernels_supported_devices
+    places = [place for place in (_foreach_utils, optimizers) if hasattr(place, original.__name__)]
+    for place in places:
+        setattr(place, original.__name__, lambda: [*original(), "cpu"])
+    try:
+        yield
+    finally:
+        for place in places:
+            setattr(place, original.__name__, original)
 
 
 def __getattr__(name: str) -> Any:

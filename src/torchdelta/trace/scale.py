@@ -1,0 +1,109 @@
+"""A step at any batch size, from its traces at two.
+
+Whatever a step allocates, moves and multiplies grows linearly with its batch, so two traces fix every number at any
+other batch. Batch 1 is none of the two: there some libraries take other ways (GPT-2's op list changes).
+"""
+
+from itertools import zip_longest
+from typing import Final
+
+from msgspec.structs import replace
+
+from torchdelta.errors import TraceError
+from torchdelta.trace.model import Buffer, Op, SavedTensor, Trace
+
+__all__ = ["scale"]
+
+_SAME_OP: Final = ("name", "phase", "module", "reads", "writes", "random", "recomputable", "node", "dtype")
+_SAME_BUFFER: Final = ("storage_id", "kind", "birth_op", "death_op", "saved")
+
+
+def scale(first: Trace, second: Trace, batch_size: int) -> Trace:
+    """Return the trace of the same step at another batch size.
+
+    Args:
+        first: The step at one batch size.
+        second: The same step at another one.
+        batch_size: Samples, at least 1.
+
+    Raises:
+        TraceError: The traces have no batch size, or the same, or they are not of one step: the first op or buffer
+            that differs is named.
+    """
+    sizes = (first.header.batch_size, second.header.batch_size)
+    if None in sizes or sizes[0] == sizes[1]:
+        raise TraceError(
+            f"two traces of different batch sizes are needed to price others, not {sizes[0]} and {sizes[1]}"
+        )
+    if batch_size < 1:
+        raise TraceError(f"batch size {batch_size} is no batch: use 1 or more")
+    _check(first, second)
+    line = _Line(int(sizes[0] or 0), int(sizes[1] or 0), batch_size)
+    return Trace(
+        header=replace(first.header, batch_size=batch_size),
+        buffers=tuple(line.buffer(a, b) for a, b in zip(first.buffers, second.buffers, strict=True)),
+        ops=tuple(line.op(a, b) for a, b in zip(first.ops, second.ops, strict=True)),
+        saved_tensors=tuple(line.saved(a, b) for a, b in zip(first.saved_tensors, second.saved_tensors, strict=True)),
+    )
+
+
+class _Line:
+    """The straight line through two batch sizes, read off at a third."""
+
+    def __init__(self, first: int, second: int, wanted: int) -> None:
+        # Both are signed alike whichever of the two is the smaller batch.
+        self._span = abs(second - first)
+        self._way = (wanted - first) * (1 if second > first else -1)
+
+    def int_at(self, first: int, second: int) -> int:
+        # Integers, so that what is linear comes out exact; rounded where it is not (a padded size), never below 0.
+        return max(first + ((second - first) * self._way + self._span // 2) // self._span, 0)
+
+    def float_at(self, first: float, second: float) -> float:
+        return max(first + (second - first) * self._way / self._span, 0.0)
+
+    def ints_at(self, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.int_at(a, b) for a, b in zip(first, second, strict=True))
+
+    def buffer(self, first: Buffer, second: Buffer) -> Buffer:
+        return replace(first, size_bytes=self.int_at(first.size_bytes, second.size_bytes))
+
+    def op(self, first: Op, second: Op) -> Op:
+        return replace(
+            first,
+            time_s=self.float_at(first.time_s, second.time_s),
+            workspace_bytes=self.int_at(first.workspace_bytes, second.workspace_bytes),
+            flops=self.int_at(first.flops, second.flops),
+            moved_bytes=self.int_at(first.moved_bytes, second.moved_bytes),
+        )
+
+    def saved(self, first: SavedTensor, second: SavedTensor) -> SavedTensor:
+        return replace(
+            first,
+            shape=self.ints_at(first.shape, second.shape),
+            stride=self.ints_at(first.stride, second.stride),
+            offset=self.int_at(first.offset, second.offset),
+        )
+
+
+def _check(first: Trace, second: Trace) -> None:
+    sizes = f"batch sizes {first.header.batch_size} and {second.header.batch_size}"
+    for kind, fields, ones, others in (
+        ("op", _SAME_OP, first.ops, second.ops),
+        ("buffer", _SAME_BUFFER, first.buffers, second.buffers),
+        ("saved tensor", ("op", "buffer_id", "dtype"), first.saved_tensors, second.saved_tensors),
+    ):
+        for place, (one, other) in enumerate(zip_longest(ones, others)):
+            if one is None or other is None:
+                raise TraceError(f"the steps at {sizes} differ: {len(ones)} and {len(others)} {kind}s")
+            for field in fields:
+                values = getattr(one, field), getattr(other, field)
+                if values[0] != values[1]:
+                    raise TraceError(
+                        f"the steps at {sizes} differ: {kind} {place} has {field} {values[0]!r} and {values[1]!r}"
+                    )
+    for place, (one, other) in enumerate(zip(first.saved_tensors, second.saved_tensors, strict=True)):
+        if len(one.shape) != len(other.shape):
+            raise TraceError(
+                f"the steps at {sizes} differ: saved tensor {place} has shape {one.shape} and {other.shape}"
+            )

@@ -1,0 +1,114 @@
+"""What an op costs, read off its arguments: FLOPs, bytes that it moves, memory that it takes inside itself.
+
+FLOPs are those of matrix products, convolutions and attention, by torch's own table (`torch.utils.flop_counter`), which
+counts a multiply-add as two, and by the same formula for the attention kernel of the CPU, which the table lacks.
+
+[Note: workspaces]
+What a kernel allocates inside itself cannot be seen on fake tensors. The rule, which is ours and an estimate:
+on CUDA a matrix product takes cuBLAS' workspace of torch's default configuration (8,519,680 bytes), a convolution a
+copy of what it reads and makes, at most 128 MiB; on CPU a convolution in a plain layout takes copies of all that it
+reads and makes, in oneDNN's blocked layouts (docs/design/0003), in channels-last nothing. Everything else takes none.
+It stands in `workspace_bytes` and not in the buffers, so that who wants the tensors alone has them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm"})
+_CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
+_CUBLAS_BYTES: Final = 8_519_680
+_CONVOLUTION_BYTES: Final = 128 * 2**20
+
+# They read of their first argument only what they give, not all of it.
+_GATHERS: Final = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"})
+# They allocate and write nothing.
+_ALLOCATIONS: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+
+_CPU_ATTENTION: Final = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> tuple[int, str]:
+    """Return the FLOPs of an op and the dtype that it multiplies: 0 and "" for all but products of matrices."""
+    packet = func.overloadpacket
+    count = flop_registry.get(packet)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=output)), _dtype_name(args)
+    name = func._schema.name.removeprefix("aten::")
+    if name == _CPU_ATTENTION:
+        return _attention_flops(*args[:3], num_products=2), _dtype_name(args)
+    if name == f"{_CPU_ATTENTION}_backward":
+        return _attention_flops(*args[1:4], num_products=5), _dtype_name(args)
+    if name in {"mv", "dot"}:
+        return 2 * args[0].numel(), _dtype_name(args)
+    if name == "addmv":
+        return 2 * args[1].numel(), _dtype_name(args)
+    return 0, ""
+
+
+def moved_bytes(
+    base_name: str,
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+    unread: torch.Tensor | None,
+) -> int:
+    """Return the bytes that an op reads and writes: each view in full, what is expanded once.
+
+    Args:
+        base_name: The op's name without namespace and overload.
+        tensors: Its arguments.
+        outputs: What it returned.
+        written: Those of the arguments that it writes.
+        unread: An argument that it overwrites without reading it.
+    """
+    if base_name in _ALLOCATIONS:
+        return 0
+    made_bytes = sum(_view_bytes(tensor) for tensor in outputs if not any(tensor is one for one in written))
+    read_bytes = [_view_bytes(tensor) for tensor in tensors if tensor is not unread]
+    if base_name in _GATHERS and read_bytes:
+        read_bytes[0] = min(read_bytes[0], made_bytes)
+    return made_bytes + sum(read_bytes) + sum(_view_bytes(tensor) for tensor in written)
+
+
+def workspace_bytes(base_name: str, args: Sequence[Any], outputs: Sequence[torch.Tensor], *, device: str) -> int:
+    """Return what an op takes inside itself, by rule: see [Note: workspaces]."""
+    if base_name in _CONVOLUTIONS:
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+        around_bytes = sum(_view_bytes(tensor) for tensor in (*tensors, *outputs))
+        if device != "cpu":
+            return min(around_bytes, _CONVOLUTION_BYTES)
+        is_blocked = any(tensor.dim() == 4 and _is_channels_last(tensor) for tensor in tensors)
+        return 0 if is_blocked else around_bytes
+    return _CUBLAS_BYTES if device == "cuda" and base_name in _PRODUCTS else 0
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _view_bytes(tensor: torch.Tensor) -> int:
+    count = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= length if stride else min(length, 1)
+    return count * tensor.dtype.itemsize
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, num_products: int) -> int:
+    *outer, num_queries, width = query.shape
+    return num_products * 2 * math.prod(outer) * num_queries * key.shape[-2] * ((width + value.shape[-1]) // 2)
+
+
+def _dtype_name(args: Sequence[Any]) -> str:
+    # addmm and baddbmm start with what they add, which has the same dtype.
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            return str(argument.dtype).removeprefix("torch.")
+    return ""

@@ -1,0 +1,54 @@
+"""Two batch sizes give every other one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.trace.strategies import example, traces
+from torchdelta.errors import TraceError
+from torchdelta.trace.model import Trace
+from torchdelta.trace.scale import scale
+from torchdelta.trace.validate import validate
+
+
+def at(trace: Trace, batch_size: int) -> Trace:
+    """The trace with everything that a batch stretches stretched: sizes and costs have a fixed and a growing part."""
+    grow = lambda fixed: fixed + 3 * fixed * batch_size  # noqa: E731
+    return Trace(
+        header=replace(trace.header, batch_size=batch_size),
+        buffers=tuple(replace(b, size_bytes=grow(b.size_bytes)) for b in trace.buffers),
+        ops=tuple(
+            replace(
+                op, flops=grow(op.flops), moved_bytes=grow(op.moved_bytes), workspace_bytes=grow(op.workspace_bytes)
+            )
+            for op in trace.ops
+        ),
+        saved_tensors=trace.saved_tensors,
+    )
+
+
+@given(traces(), st.integers(2, 9), st.integers(2, 9), st.integers(1, 4096))
+def test_what_is_linear_comes_out_exact(trace: Trace, first: int, second: int, wanted: int):
+    """From any two sizes, in either order, every integer of a third is exact; one of the two gives itself."""
+    if first == second:
+        second += 1
+    scaled = scale(at(trace, first), at(trace, second), wanted)
+    assert scaled == at(trace, wanted)
+    validate(scaled)
+    assert scale(at(trace, first), at(trace, second), second) == at(trace, second)
+
+
+def test_different_steps_are_refused():
+    """The first difference is named, and so are batch sizes that are missing, equal or none."""
+    two, four = at(example(), 2), at(example(), 4)
+    with pytest.raises(TraceError, match=r"differ: op 2 has name 'aten.sum\.default' and 'aten.mean\.default'"):
+        scale(two, replace(four, ops=(*four.ops[:2], replace(four.ops[2], name="aten.mean.default"), *four.ops[3:])), 8)
+    with pytest.raises(TraceError, match="at batch sizes 2 and 4 differ: 7 and 6 ops"):
+        scale(two, replace(four, ops=four.ops[:-1]), 8)
+    with pytest.raises(TraceError, match="different batch sizes are needed to price others, not 2 and 2"):
+        scale(two, two, 8)
+    with pytest.raises(TraceError, match="not None and 4"):
+        scale(replace(two, header=replace(two.header, batch_size=None)), four, 8)
+    with pytest.raises(TraceError, match="batch size 0 is no batch"):
+        scale(two, four, 0)
