@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from torchdelta.config import Config
 from torchdelta.errors import ScopeError
+from torchdelta.runtime import interrupts
 from torchdelta.runtime.device import device_memory_bytes
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.session import Session
@@ -58,6 +59,7 @@ class MemoryBudget:
         """Return the call that makes it."""
         return f"MemoryBudget({self.budget_bytes}, {self.config!r})"
 
+    @interrupts.shielded
     def start(self) -> None:
         """Begin to hold the budget on this thread."""
         if self._session is not None:
@@ -67,6 +69,7 @@ class MemoryBudget:
         session.start()
         self._session = session
 
+    @interrupts.shielded
     def stop(self) -> None:
         """Stop holding the budget. Graphs made inside stay usable."""
         session = self._session
@@ -83,7 +86,17 @@ class MemoryBudget:
 
     def __enter__(self) -> Self:
         """Start."""
-        self.start()
+        outer = interrupts.enter()
+        try:
+            self.start()
+        except BaseException:
+            interrupts.leave(outer)
+            raise
+        try:
+            interrupts.leave(outer)
+        except BaseException:  # a Ctrl-C that came meanwhile: nobody will call `__exit__`
+            self.stop()
+            raise
         return self
 
     def __exit__(

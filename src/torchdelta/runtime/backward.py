@@ -27,6 +27,7 @@ from torchdelta._torch import (
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.gaps import Gaps
 from torchdelta.runtime.headroom import Graph, Headroom
+from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.mode_sensitive import is_mode_sensitive
 from torchdelta.runtime.subclasses import count, runs_own_ops
 
@@ -58,6 +59,7 @@ class Backward:
         self._gaps = Gaps(session)
         self._leaves: list[Any] = []  # of the running backward; a survey leaves no fake gradient on them
 
+    @shielded
     def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
         if self.session.ledger.trace is not None:
@@ -104,7 +106,7 @@ class Backward:
                 if self._depth == 1:
                     self._gaps.restart(len(handles))
                 try:
-                    result = original(outputs, *args, **kwargs)
+                    result = call_outside(original, outputs, *args, **kwargs)
                 except BaseException as raised:
                     error = raised
                     raise
@@ -146,7 +148,7 @@ class Backward:
         ledger = self.session.ledger
         try:
             with without_mode(self.recorder):
-                return original(outputs, *args, **kwargs)
+                return call_outside(original, outputs, *args, **kwargs)
         finally:
             self._pending.extend(graph.leaves)
             self._settle()
@@ -191,6 +193,7 @@ class Backward:
                 handles.append(node.register_hook(functools.partial(self._after, leaves)))
             stack.extend(following)
 
+    @shielded
     def _before(self, gradients: Any, *, name: str = "") -> None:
         self._meet(gradients)
         if self.session.ledger.trace is not None:
@@ -198,6 +201,7 @@ class Backward:
         self.session.node_name = name
         push_mode(self.recorder)
 
+    @shielded
     def _after(self, leaves: Any, _inputs: Any, _outputs: Any) -> None:
         # Modes of others that the node left behind are theirs to pop; ours is the one that we pushed.
         if top_mode() is self.recorder:
@@ -206,6 +210,7 @@ class Backward:
         self._pending.extend(leaves)
         self._gaps.begin(node_name, leaves)
 
+    @shielded
     def _before_blind(self, name: str, following: list[Any], gradients: Any) -> None:
         self._meet(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
@@ -215,6 +220,7 @@ class Backward:
             self.session.ledger.trace.on_gradients(gradients)
             self.session.ledger.trace.on_opaque_start(gradients, temporary_bytes)
 
+    @shielded
     def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
         self._gaps.end_unseen()
         trace = self.session.ledger.trace

@@ -21,6 +21,7 @@ import torch
 from torchdelta import _torch
 from torchdelta._torch import storage_at, storage_num_holders
 from torchdelta.errors import TierError
+from torchdelta.runtime.interrupts import destructor, enter, leave_unraising
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,10 +113,15 @@ class TierCopy:
         self.transfer = self.source = None
         return stall_s
 
+    @destructor
     def __del__(self) -> None:
         # Never wait here: a collection may run this under the tier's own lock. The tier keeps the storage alive until
         # its copy has ended.
-        self.tier.release(self.slot)
+        outer = enter()
+        try:
+            self.tier.release(self.slot)
+        finally:
+            leave_unraising(outer)
 
 
 class SurveyedCopy(TierCopy):
@@ -224,13 +230,27 @@ class _TensorReference(weakref.ref[torch.Tensor]):
         super().__init__(tensor, _tensor_died)  # pyright: ignore[reportCallIssue]
 
 
+@destructor
 def _storage_died(reference: Any) -> None:
-    record: StorageRecord = reference.record
-    if record.reference is reference:
-        record.on_death(record)
+    outer = enter()
+    try:
+        record: StorageRecord = reference.record
+        if record.reference is reference:
+            record.on_death(record)
+    finally:
+        leave_unraising(outer)
 
 
+@destructor
 def _tensor_died(reference: Any) -> None:
+    outer = enter()
+    try:
+        _one_holder_less(reference)
+    finally:
+        leave_unraising(outer)
+
+
+def _one_holder_less(reference: Any) -> None:
     record: StorageRecord = reference.record
     holders = record.holders
     if holders is None or holders.pop(id(reference), None) is None or holders:
@@ -260,11 +280,17 @@ class View:
         is_neg = tensor.is_neg()
         self.flags = (tensor.is_conj(), is_neg) if dtype.is_complex or is_neg else None
 
+    @destructor
     def __del__(self) -> None:
-        buffer = self.buffer
-        buffer.num_views -= 1
-        if buffer.num_views == 0 and buffer.op is None and buffer.num_saved == 0 and buffer.keeper is not None:
-            buffer.keeper.let_go(buffer)  # it was held only because nothing could make it again: now nothing wants it
+        outer = enter()
+        try:
+            buffer = self.buffer
+            buffer.num_views -= 1
+            if buffer.num_views == 0 and buffer.op is None and buffer.num_saved == 0 and buffer.keeper is not None:
+                # It was held only because nothing could make it again: now nothing wants it.
+                buffer.keeper.let_go(buffer)
+        finally:
+            leave_unraising(outer)
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Build the tensor on `storage`. Call it inside `Quietly`."""

@@ -14,6 +14,7 @@ import torch
 from torchdelta._torch import graph_task_id, without_mode
 from torchdelta._torch_device import has_graph_trees
 from torchdelta.runtime.device import PeakMeter
+from torchdelta.runtime.interrupts import call_outside, shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,7 @@ class CompiledRegions:
         self._working_set_bytes: dict[Any, int] = {}
         self._num_calls: dict[Any, int] = {}
 
+    @shielded
     def call(self, original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
         """Stand in for the call of a compiled region.
 
@@ -52,7 +54,7 @@ class CompiledRegions:
         resets = num_calls <= _NUM_MEASURED_CALLS
         with without_mode(session.recorder), PeakMeter(session.ledger, resets=resets) as meter:
             before = session.recorder.before_unseen_writes(tensors)
-            out = original(*given, **kwargs)
+            out = call_outside(original, *given, **kwargs)
             session.recorder.after_unseen_writes(before)
         before_bytes = session.ledger.live_bytes
         self._know(out)

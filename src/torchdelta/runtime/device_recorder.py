@@ -28,6 +28,7 @@ from torchdelta._torch import graph_task_id
 from torchdelta._torch_device import capture_reader
 from torchdelta.aten.order import is_fixed_here
 from torchdelta.runtime.device_counter import DeviceCounter
+from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.optime import NUM_SAMPLES, EventClock
 from torchdelta.runtime.recorder import Recorder
 from torchdelta.runtime.streams import Streams
@@ -85,6 +86,7 @@ class DeviceRecorder(Recorder):
         """Say whether ops pass through unseen: in a forked child, and while a graph is captured."""
         return _is_child or self._is_capturing()
 
+    @shielded
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         streams = self.streams
         if streams.current_id() == streams.home_id:

@@ -17,6 +17,7 @@ NAMES: Final = (
     "fork",
     "oom-retry",
     "release",
+    "interrupts",
 )
 _disabled: set[str] = set()
 

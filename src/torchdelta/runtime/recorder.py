@@ -17,6 +17,7 @@ from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime import faults
 from torchdelta.runtime.buffer import Buffer, StorageRecord
+from torchdelta.runtime.interrupts import enter, leave
 from torchdelta.runtime.optime import HostClock, OpClock
 from torchdelta.runtime.predict import Predictor
 from torchdelta.runtime.retry import may_retry
@@ -61,41 +62,45 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one op. The signature is torch's."""
-        facts: OpFacts
+        outer = enter()
         try:
-            facts = func._torchdelta_facts
-        except AttributeError:
-            facts = facts_of(func)
-        if types or num_modes():
-            way = self.subclasses.way_of(func, types)
-            if way is Way.DECLINE:
-                return NotImplemented
-            if way is Way.RUN:
-                return func(*args, **(kwargs or {}))
-            if way is Way.INSIDE:
-                return self._run_subclass(func, facts, args, kwargs)
-        kind = facts.kind
-        grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        counts_only = not grad_enabled and graph_task_id() != -1
-        if kind is VIEW:
-            out = self.execute(func, facts, args, kwargs)
-            if counts_only:
-                self._note_backward_output(out)
-            return out
-        if kind is Kind.NO_OUTPUT:
-            return self.execute(func, facts, args, kwargs)
-        self.counters.num_ops += 1
-        self.ledger.clock += 1
-        records = (
-            not counts_only
-            and (grad_enabled or (self.session.num_handles > 0 and not torch.is_inference_mode_enabled()))
-            and not _torch.is_in_compiled_region()
-        )
-        if kind is Kind.COMPUTE or facts.keeps_statistics:
-            if counts_only:
-                return self._count(func, facts, args, kwargs)
-            return self._compute(func, facts, args, kwargs, records=records)
-        return self._write(func, facts, args, kwargs, records=records)
+            facts: OpFacts
+            try:
+                facts = func._torchdelta_facts
+            except AttributeError:
+                facts = facts_of(func)
+            if types or num_modes():
+                way = self.subclasses.way_of(func, types)
+                if way is Way.DECLINE:
+                    return NotImplemented
+                if way is Way.RUN:
+                    return func(*args, **(kwargs or {}))
+                if way is Way.INSIDE:
+                    return self._run_subclass(func, facts, args, kwargs)
+            kind = facts.kind
+            grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            counts_only = not grad_enabled and graph_task_id() != -1
+            if kind is VIEW:
+                out = self.execute(func, facts, args, kwargs)
+                if counts_only:
+                    self._note_backward_output(out)
+                return out
+            if kind is Kind.NO_OUTPUT:
+                return self.execute(func, facts, args, kwargs)
+            self.counters.num_ops += 1
+            self.ledger.clock += 1
+            records = (
+                not counts_only
+                and (grad_enabled or (self.session.num_handles > 0 and not torch.is_inference_mode_enabled()))
+                and not _torch.is_in_compiled_region()
+            )
+            if kind is Kind.COMPUTE or facts.keeps_statistics:
+                if counts_only:
+                    return self._count(func, facts, args, kwargs)
+                return self._compute(func, facts, args, kwargs, records=records)
+            return self._write(func, facts, args, kwargs, records=records)
+        finally:
+            leave(outer)
 
     def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Let a subclass run its op, and see which plain arguments that wrote: it may do so where no mode looks."""

@@ -19,6 +19,7 @@ from torchdelta.errors import ConfigError
 from torchdelta.runtime import faults
 from torchdelta.runtime.action import Action
 from torchdelta.runtime.buffer import Buffer, View
+from torchdelta.runtime.interrupts import destructor, enter, leave_unraising, shielded
 from torchdelta.runtime.subclasses import detached
 
 if TYPE_CHECKING:
@@ -54,10 +55,15 @@ class Handle:
             probe.data = empty
         self.probe = probe
 
+    @destructor
     def __del__(self) -> None:
-        session = getattr(self, "session", None)
-        if session is not None and hasattr(self, "probe"):
-            session.saved.dropped(self.view.buffer)
+        outer = enter()
+        try:
+            session = getattr(self, "session", None)
+            if session is not None and hasattr(self, "probe"):
+                session.saved.dropped(self.view.buffer)
+        finally:
+            leave_unraising(outer)
 
 
 class Pinned:
@@ -89,6 +95,7 @@ class SavedTensors:
         self.plain_types = frozenset(_PLAIN_TYPES)
         self.least_bytes = 0 if decisions is not None else self.residency.least_eviction_bytes
 
+    @shielded
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take a tensor that autograd saves."""
         if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided or tensor.is_nested:
@@ -165,6 +172,7 @@ class SavedTensors:
         if isinstance(self.decisions, str):
             self._carry_out(buffer, _ACTIONS[self.decisions])
 
+    @shielded
     def unpack(self, packed: Any) -> torch.Tensor:
         """Give back a saved tensor, bringing its content back when it is away."""
         if packed.__class__ is Handle:

@@ -33,7 +33,7 @@ from torchdelta._torch import (
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
 from torchdelta.native.counting import new_counter
-from torchdelta.runtime import faults
+from torchdelta.runtime import faults, interrupts
 from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
@@ -42,6 +42,7 @@ from torchdelta.runtime.device_counter import DeviceCounter
 from torchdelta.runtime.device_recorder import DeviceRecorder
 from torchdelta.runtime.device_residency import DeviceResidency
 from torchdelta.runtime.device_saved import DeviceSavedTensors
+from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.optimizers import first_step_bytes, is_trial
 from torchdelta.runtime.react import REGISTRY
@@ -143,11 +144,13 @@ class Session:
 
     # -- on and off
 
+    @shielded
     def start(self) -> None:
         """Count what exists, then watch everything on this thread."""
         if current_session() is not None:
             msg = "a MemoryBudget is already running on this thread: budgets do not nest"
             raise ScopeError(msg)
+        interrupts.start()
         self._count()
         self.ledger.trace = TraceBuilder(self)
         scan_storages(self.ledger)
@@ -176,6 +179,7 @@ class Session:
         else:
             self.ledger.count_with(counter)
 
+    @shielded
     def stop(self) -> None:
         """Take everything off again. What saved tensors still need stays until the last of them is gone."""
         if self._process_id != os.getpid():
@@ -183,6 +187,7 @@ class Session:
         if current_session() is not self:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
+        interrupts.stop()
         self._is_stopped = True
         if self.ledger.counter is not None:
             self.ledger.counter.stop()
@@ -266,6 +271,7 @@ class Session:
         if self.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all that was saved was kept: no last handle will say that it is over
 
+    @shielded
     def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
@@ -278,6 +284,7 @@ class Session:
                 if state_bytes:
                     self.residency.room(state_bytes + temporary_bytes, f"the first step of {type(optimizer).__name__}")
 
+    @shielded
     def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             self.steps.on_optimizer_end()
@@ -450,6 +457,7 @@ def _make_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
 def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """FSDP gathers and reduces between the nodes of a backward, where the recorder is off: it is on for that."""
 
+    @shielded
     @functools.wraps(original)
     def step_of_backward(*args: Any, **kwargs: Any) -> Any:
         session = current_session()
@@ -457,7 +465,7 @@ def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         push_mode(session.recorder)
         try:
-            return original(*args, **kwargs)
+            return call_outside(original, *args, **kwargs)
         finally:
             if top_mode() is session.recorder:
                 pop_mode()

@@ -1,0 +1,199 @@
+"""Ctrl-C at any line of the runtime: it is never lost, the books are whole, and training goes on with the same bits."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchdelta.runtime
+from tests.runtime.programs import running
+from torchdelta import MemoryBudget
+from torchdelta.runtime import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RUNTIME = str(Path(torchdelta.runtime.__file__).parent)
+NUM_PLACES = 40
+CASES = [("torchdelta", "memory"), ("recompute-only", "memory"), ("swap-only", "disk")]
+
+
+@pytest.fixture(autouse=True)
+def _handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Place:
+    """A trace function that counts the lines of the runtime, and sends a signal at one of them."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.num_lines = 0
+
+    def __call__(self, frame: Any, event: str, _argument: Any) -> Any:
+        """Follow the runtime's frames."""
+        if not frame.f_code.co_filename.startswith(RUNTIME):
+            return None
+        if event in {"call", "line"}:
+            self.num_lines += 1
+            if self.num_lines == self.position:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+    def run(self, function: Callable[[], Any]) -> bool:
+        """Run a function. Returns whether KeyboardInterrupt came out of it, or soon after."""
+        try:
+            sys.settrace(self)
+            try:
+                function()
+            finally:
+                sys.settrace(None)
+            give_up_s = time.monotonic() + (5.0 if self.num_lines >= self.position else 0.0)
+            while time.monotonic() < give_up_s:
+                time.sleep(0.001)  # one that a destructor put off
+        except KeyboardInterrupt:
+            return True
+        return False
+
+
+def make_step() -> Callable[[], list[torch.Tensor]]:
+    """Return a step that gives the same each time."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(64, 32)
+
+    def step() -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        torch.manual_seed(5)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    return step
+
+
+def broken_places(policy: str, tier: str, num_places: int) -> list[str]:
+    """Interrupt a step at places spread over all lines that it runs. Returns what went wrong where."""
+    step = make_step()
+    with MemoryBudget("1GiB") as unlimited:
+        step()
+        expected = step()
+    swallowed: list[Any] = []
+    wrong: list[str] = []
+    hook, sys.unraisablehook = sys.unraisablehook, swallowed.append
+    try:
+        with running(unlimited.summary().peak_bytes * 3 // 4, policy=policy, tier=tier) as (_, session):
+
+            def books() -> tuple[int, ...]:
+                gc.collect()
+                ledger = session.ledger
+                return session.num_handles, len(ledger.held), len(ledger.records), ledger.live_bytes
+
+            for _ in range(3):
+                step()
+            counter = Place(-1)
+            counter.run(step)
+            whole = books()
+            stride = max(1, counter.num_lines // num_places)
+            for position in range(stride // 2, counter.num_lines, stride):
+                place = Place(position)
+                was_raised = place.run(step)
+                observed = step()
+                if place.num_lines >= position and not was_raised:
+                    wrong.append(f"{position}: the interrupt was lost")
+                if not all(torch.equal(a, b) for a, b in zip(observed, expected, strict=True)):
+                    wrong.append(f"{position}: other bits")
+                del observed
+                if books() != whole:
+                    wrong.append(f"{position}: {books()} is left where {whole} was")
+                    return wrong
+            assert session.counters.num_evictions > 0
+    finally:
+        sys.unraisablehook = hook
+    return wrong + [f"swallowed: {report.exc_value!r}" for report in swallowed]
+
+
+@pytest.mark.parametrize(("policy", "tier"), CASES)
+def test_an_interrupt_anywhere_in_the_runtime(policy: str, tier: str) -> None:
+    """After a Ctrl-C at any line nothing is left, and the next step has the bits of a plain one."""
+    assert broken_places(policy, tier, NUM_PLACES) == []
+
+
+def test_without_sections_an_interrupt_divides_the_books() -> None:
+    """The control: the same places, with interrupts handled at once wherever they come."""
+    with faults.disabled("interrupts"):
+        try:
+            wrong = broken_places("torchdelta", "memory", NUM_PLACES)
+        except Exception as error:  # noqa: BLE001 - whatever a divided book leads to
+            wrong = [repr(error)]
+    assert wrong
+
+
+def test_handlers_are_put_back() -> None:
+    """A scope wraps the handlers that it finds while it is open, and no longer; a user's new one stays."""
+
+    def mine(_number: int, _frame: Any) -> None:
+        """Do nothing."""
+
+    with MemoryBudget("1GiB"):
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with MemoryBudget("1GiB"):
+        signal.signal(signal.SIGINT, mine)
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_a_second_interrupt_gets_through() -> None:
+    """Whoever presses Ctrl-C twice while something hangs gets out."""
+    from torchdelta.runtime import interrupts
+
+    interrupts.start()
+    try:
+        outer = interrupts.enter()
+        try:
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            interrupts.leave(outer)
+    finally:
+        interrupts.stop()
+
+
+def test_sections_of_other_threads_defer_nothing() -> None:
+    """A thread that is inside the runtime does not keep the main one from being interrupted."""
+    from torchdelta.runtime import interrupts
+
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        outer = interrupts.enter()
+        is_inside.set()
+        may_leave.wait(10)
+        interrupts.leave(outer)
+
+    thread = threading.Thread(target=work)
+    interrupts.start()
+    thread.start()
+    try:
+        is_inside.wait(10)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        may_leave.set()
+        thread.join()
+        interrupts.stop()
