@@ -6,6 +6,8 @@
     |-- TraceFileError                     a trace file that is damaged, foreign or of another version
     |-- TraceError                         a step that cannot be traced: a module, a function, what it returns
     |-- MachineError (ValueError)          a machine that is not known, or whose figures make no sense
+    |-- PlanError                          a planner that is not known, or a plan or bound that cannot be made
+    |   `-- InfeasibleError                no plan within the budget
     |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, used twice, or stopped before it was started
     |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or has gone
     |-- NativeError (RuntimeError)         a native piece that cannot be built or used here
@@ -20,8 +22,10 @@ Each message is one line that says what failed, with the numbers and their units
 
 __all__ = [
     "ConfigError",
+    "InfeasibleError",
     "MachineError",
     "NativeError",
+    "PlanError",
     "ReplayError",
     "SavedTensorError",
     "ScopeError",
@@ -57,6 +61,22 @@ class TraceError(TorchdeltaError):
 
 class MachineError(TorchdeltaError, ValueError):
     """A machine is not known, or its figures make no sense."""
+
+
+class PlanError(TorchdeltaError):
+    """A planner is not known, or a plan or a bound cannot be made."""
+
+
+class InfeasibleError(PlanError):
+    """No plan within the budget was found.
+
+    Attributes:
+        least_budget_bytes: The least budget at which one was found on the way, None if none was.
+    """
+
+    def __init__(self, message: str, *, least_budget_bytes: int | None) -> None:
+        super().__init__(message)
+        self.least_budget_bytes = least_budget_bytes
 
 
 class ScopeError(TorchdeltaError, RuntimeError):
