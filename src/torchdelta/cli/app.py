@@ -10,6 +10,7 @@ import torchdelta
 from torchdelta.cli.demo import demo
 from torchdelta.cli.env import env
 from torchdelta.cli.run import run
+from torchdelta.cli.trace import trace
 
 __all__ = ["make_app"]
 
@@ -26,6 +27,7 @@ def make_app() -> typer.Typer:
     # From the first word that is no option (the script) on, everything is the script's.
     app.command(context_settings={"allow_interspersed_args": False})(run)
     app.command()(demo)
+    app.command()(trace)
     app.command()(env)
     return app
 

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 aten = torch.ops.aten
-_attention = torch.nn.functional.scaled_dot_product_attention
-_dropout = torch.dropout
+functional = torch.nn.functional
+_attention = functional.scaled_dot_product_attention
+_dropout = functional.dropout
+_dropout_op = torch.dropout
 _MAX_FLASH_WIDTH = 256
 
 
@@ -40,28 +42,49 @@ def acting_as(device: str) -> Generator[None]:
     if device == "cpu":
         yield
         return
-    with foreach_on_cpu(), _OnCuda():
-        yield
+    # Two doors: the names in torch's module, through which its own layers call, and a mode for whoever has imported the
+    # functions themselves. A mode alone is off inside of the torch functions that it sees.
+    replaced = {_attention.__name__: _cuda_attention, _dropout.__name__: _cuda_dropout}
+    originals = {name: getattr(functional, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(functional, name, function)
+    try:
+        with foreach_on_cpu(), _OnCuda():
+            yield
+    finally:
+        for name, function in originals.items():
+            setattr(functional, name, function)
 
 
 class _OnCuda(TorchFunctionMode):
-    """Replaces the two functions whose choice of op depends on the device."""
+    """Replaces the functions whose choice of op depends on the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if func is _dropout:
             return _cuda_dropout(*args, **kwargs)
+        if func is _dropout_op:
+            return _dropped(*args, **kwargs)
         if func is _attention:
             return _cuda_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _cuda_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002 - torch's own name
+def _cuda_dropout(
+    input: torch.Tensor,  # noqa: A002 - torch's own name
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    return _dropout(input, p, training, inplace=True) if inplace else _dropped(input, p, training)
+
+
+def _dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002 - torch's own name
     # `is_fused_kernel_acceptable` in Dropout.cpp.
     if train and 0 < p < 1 and input.numel() > 0:
         return torch.native_dropout(input, p, True)[0]
-    return _dropout(input, p, train)
+    return _dropout_op(input, p, train)
 
 
 def _cuda_attention(

@@ -1,0 +1,112 @@
+"""`torchdelta trace`: what a training step does, written down without running it."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from torchdelta.errors import TorchdeltaError
+from torchdelta.machine.catalog import find
+from torchdelta.machine.roofline import price
+from torchdelta.trace.file import write_trace
+from torchdelta.trace.model import BEFORE_STEP, Trace, counts
+from torchdelta.units import format_bytes
+
+__all__ = ["trace"]
+
+
+def trace(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Returns (model, inputs) or (model, inputs, step); takes the batch size, if any.",
+            show_default=False,
+        ),
+    ],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The trace file to write.", show_default=False)],
+    batch_size: Annotated[
+        int | None, typer.Option(help="What the function is called with.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="What the step would run on: cuda or cpu.")] = "cuda",
+    optimizer: Annotated[
+        str, typer.Option(help="If the function returns no step: none, sgd, sgd-momentum or adamw.")
+    ] = "adamw",
+    machine: Annotated[
+        str | None, typer.Option(help="Price the ops on this machine, such as a100-80g.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Trace one training step symbolically: no memory is taken, no GPU is needed.
+
+    The function builds model and inputs on CPU. Steps that look at the value of a tensor cannot be traced.
+    """
+    start_s = time.monotonic()
+    try:
+        priced_on = find(machine) if machine is not None else None
+        if not output.parent.is_dir():
+            _fail(f"no directory {str(output.parent)!r} for the trace")
+        if sys.stderr.isatty():
+            typer.echo(f"tracing {function} ...", err=True)
+        # Only now: --help and wrong usage answer without waiting for torch.
+        from torchdelta.trace.symbolic import trace_step
+        from torchdelta.trace.symbolic.load import load_function
+
+        options: dict[str, Any] = {"optimizer": optimizer}  # its names are checked there
+        step = trace_step(load_function(function), batch_size=batch_size, device=device, comment=function, **options)
+        if priced_on is not None:
+            step = price(step, priced_on)
+        write_trace(step, output)
+    except TorchdeltaError as error:
+        _fail(str(error))
+    facts = {"path": str(output), "function": function, **_facts(step), "machine": priced_on and priced_on.name}
+    facts["tracing_s"] = round(time.monotonic() - start_s, 3)
+    typer.echo(json.dumps(facts) if as_json else _text(facts))
+
+
+def _facts(step: Trace) -> dict[str, Any]:
+    """The trace in a few numbers."""
+    number = counts(step)
+    peak = step.ops[number.peak.op]
+    parameters = (b for b in step.buffers if b.kind == "parameter" and b.birth_op == BEFORE_STEP)
+    return {
+        "batch_size": step.header.batch_size,
+        "device": step.header.device,
+        "num_ops": number.num_ops,
+        "num_buffers": number.num_buffers,
+        "parameter_bytes": sum(buffer.size_bytes for buffer in parameters),
+        "before_step_bytes": number.before_step_bytes,
+        "saved_bytes": number.saved_bytes,
+        "peak_bytes": number.peak.size_bytes,
+        "peak_op": number.peak.op,
+        "peak_op_name": peak.name,
+        "peak_phase": peak.phase,
+        "peak_module": peak.module,
+        "flops": sum(op.flops for op in step.ops),
+        "time_s": number.time_s,
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    where = f"in {facts['peak_module']}" if facts["peak_module"] else f"in the {facts['peak_phase']}"
+    batch = "" if facts["batch_size"] is None else f" at batch size {facts['batch_size']}"
+    lines = [
+        f"{facts['path']}: {facts['function']}{batch}, on {facts['device']}",
+        f"  {facts['num_ops']} ops, {facts['num_buffers']} buffers, {facts['flops'] / 1e9:.1f} GFLOP",
+        f"  {format_bytes(facts['parameter_bytes'])} of parameters",
+        f"  {format_bytes(facts['before_step_bytes'])} before the step, parameters and optimizer states included",
+        f"  {format_bytes(facts['saved_bytes'])} saved for backward",
+        f"  {format_bytes(facts['peak_bytes'])} at the peak, op {facts['peak_op']} ({facts['peak_op_name']}) {where}",
+    ]
+    if facts["machine"] is not None:
+        lines.append(f"  {facts['time_s'] * 1e3:.2f} ms on {facts['machine']} by roofline")
+    return "\n".join(lines)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"torchdelta: {message}", err=True)
+    raise typer.Exit(1)

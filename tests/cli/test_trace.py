@@ -1,0 +1,113 @@
+"""`torchdelta trace` writes the trace of any function's step, or says in one line why not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.command import torchdelta
+from torchdelta.cli.app import make_app
+from torchdelta.trace.file import read_trace
+from torchdelta.trace.model import counts
+
+ROOT = Path(__file__).parents[2]
+MODELS = """
+import torch
+
+def linear(batch_size=2):
+    return torch.nn.Linear(8, 4), torch.randn(batch_size, 8)
+
+def nothing():
+    return None
+
+width = 8
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A directory with modules in it, good and bad, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "needy.py").write_text("import a_package_that_is_not_there\n")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(3)\n")
+    return tmp_path
+
+
+def test_a_trace_is_written_and_described(folder):
+    """The file holds the step, and --json its numbers, priced on the machine asked for."""
+    done = torchdelta(
+        "trace", "models:linear", "-o", "step.trace", "--batch-size", 16, "--machine", "A100", "--json", cwd=folder
+    )
+    facts = json.loads(done.stdout)
+    step = read_trace(folder / "step.trace")
+    assert facts["batch_size"] == step.header.batch_size == 16
+    assert facts["peak_bytes"] == counts(step).peak.size_bytes
+    assert facts["parameter_bytes"] == 4 * (8 * 4 + 4)
+    assert facts["time_s"] == counts(step).time_s > 0
+    assert facts["machine"] == "a100-80g"
+    assert done.stderr == ""
+    text = CliRunner().invoke(make_app(), ["trace", "models.py:linear", "-o", str(folder / "step.trace")]).stdout
+    assert "at batch size 2, on cuda" in text
+    assert "at the peak, op" in text
+
+
+REFUSED = {
+    "no colon": (["models"], "'models' names no function: write MODULE:FUNCTION"),
+    "no module": (["modles:linear"], "no module 'modles'"),
+    "no file": (["modles.py:linear"], "no file 'modles.py'"),
+    "no function": (["models:liner"], "models has no function 'liner': did you mean linear?"),
+    "no callable": (["models:width"], "models:width is of type int and cannot be called"),
+    "no syntax": (["broken:f"], "broken cannot be imported: SyntaxError"),
+    "needs a package": (["needy:f"], "needy cannot be imported: it needs 'a_package_that_is_not_there'"),
+    "leaves": (["leaving:f"], "leaving cannot be imported: SystemExit: 3"),
+    "wrong thing": (["models:nothing"], "models:nothing returned NoneType: it must return (model, inputs)"),
+    "no machine": (["models:linear", "--machine", "a101"], "unknown machine 'a101': did you mean a100-80g"),
+    "no device": (["models:linear", "--device", "tpu"], "device 'tpu' cannot be traced"),
+    "no optimizer": (["models:linear", "--optimizer", "lion"], "unknown optimizer 'lion'"),
+    "no directory": (["models:linear", "-o", "there/step.trace"], "no directory 'there' for the trace"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line(folder, case):
+    """Each failure is one line on stderr that says what to change; nothing is written."""
+    arguments, message = REFUSED[case]
+    # In this process: a process of its own for each would import torch as often.
+    done = CliRunner().invoke(make_app(), ["trace", "-o", "step.trace", *arguments])
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("torchdelta: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (folder / "step.trace").exists()
+
+
+def test_bad_input_from_a_shell(folder):
+    """The same in a process of its own, without a traceback."""
+    done = torchdelta("trace", "modles:linear", "-o", "step.trace", cwd=folder, code=1)
+    assert done.stderr.startswith("torchdelta: no module 'modles'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_gpt2_xl_takes_little_memory(tmp_path):
+    """1.5 billion parameters are traced in less than 2 GiB of memory."""
+    code = (
+        "import resource, subprocess, sys;"
+        "subprocess.run([sys.executable, '-m', 'torchdelta', *sys.argv[1:]], check=True);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    arguments = ["trace", "benchmarks.zoo:gpt2_xl", "-o", str(tmp_path / "xl.trace"), "--batch-size", "2", "--json"]
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    facts, peak_kib = done.stdout.splitlines()
+    assert json.loads(facts)["parameter_bytes"] > 5.8 * 2**30
+    assert int(peak_kib) * 1024 < 2 * 2**30
