@@ -1,12 +1,14 @@
 """The bound: right where the answer is known by hand, ordered as bounds must be, and the same every time."""
 
 import math
+from itertools import product
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planners.by_hand import time_by_hand
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from torchdelta.planners.lp_bound import bound, choose_moments, least_peak_bound
 from torchdelta.planners.saved_class import saved_candidates
@@ -96,3 +98,21 @@ def test_moments_are_spread_over_the_time_above_the_budget():
     assert load.index(max(load)) in moments
     assert all(load[m] > budget_bytes for m in moments)
     assert list(moments) == sorted(moments)
+
+
+@settings(max_examples=25)
+@given(blocks().filter(lambda steps: len(steps) <= 3), st.integers(0, 100), st.sampled_from([1e9, 1e10, 1e11]))
+def test_no_combination_carried_out_by_hand_beats_the_bound(steps, percent, link_bytes_per_s):
+    """Every combination of actions on a small step takes at least as long as the bound says, or does not fit."""
+    trace = chain(steps, weight_bytes=4)
+    machine = msgspec.structs.replace(
+        MACHINE, host_out_bytes_per_s=link_bytes_per_s, host_in_bytes_per_s=link_bytes_per_s
+    )
+    least_bytes, most_bytes = least_peak_bound(trace), peak(trace).size_bytes
+    budget_bytes = least_bytes + (most_bytes - least_bytes) * percent // 100
+    every = len(trace.ops)
+    proved = bound(trace, machine, budget_bytes, num_moments=every, integral=True, min_candidate_bytes=1)
+    ids = [candidate.buffer_id for candidate in saved_candidates(trace)]
+    for actions in product((None, "swap", "recompute"), repeat=len(ids)):
+        chosen = {id_: action for id_, action in zip(ids, actions, strict=True) if action is not None}
+        assert time_by_hand(trace, machine, chosen, budget_bytes) >= proved.time_s - 1e-6 * proved.plain_time_s
