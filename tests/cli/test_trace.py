@@ -2,14 +2,18 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from tests.cli.command import torchdelta
+from tests.trace.imports.logs import played
+from tests.trace.strategies import example
 from torchdelta.cli.app import make_app
 from torchdelta.trace.file import read_trace
 from torchdelta.trace.model import counts
@@ -37,7 +41,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "needy.py").write_text("import a_package_that_is_not_there\n")
     (tmp_path / "leaving.py").write_text("raise SystemExit(3)\n")
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("models", None)
 
 
 def test_a_trace_is_written_and_described(folder):
@@ -58,7 +63,26 @@ def test_a_trace_is_written_and_described(folder):
     assert "at the peak, op" in text
 
 
+def test_logs_and_snapshots_of_others(folder):
+    """An event log and a memory snapshot become traces by their suffix; the iteration is found."""
+    events = played(example(), 4)
+    (folder / "log.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    done = CliRunner().invoke(make_app(), ["trace", "log.jsonl", "-o", "step.trace", "--json"])
+    assert json.loads(done.stdout)["peak_bytes"] == counts(example()).peak.size_bytes
+    assert "iteration of" in read_trace(folder / "step.trace").header.comment
+    entries = [
+        {"action": "alloc" if e.op == "alloc" else "free_completed", "addr": e.id, "size": e.size_bytes, "time_us": 0}
+        for e in events
+        if e.op in {"alloc", "free"}
+    ]
+    (folder / "snap.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [entries]}))
+    done = CliRunner().invoke(make_app(), ["trace", "snap.pickle", "-o", "step.trace", "--json", "--whole"])
+    assert json.loads(done.stdout)["peak_bytes"] == counts(example()).peak.size_bytes
+
+
 REFUSED = {
+    "no log": (["missing.jsonl"], "missing.jsonl: cannot read the event log: No such file"),
+    "no snapshot": (["models.pickle"], "models.pickle: cannot read the snapshot: No such file"),
     "no colon": (["models"], "'models' names no function: write MODULE:FUNCTION"),
     "no module": (["modles:linear"], "no module 'modles'"),
     "no file": (["modles.py:linear"], "no file 'modles.py'"),

@@ -1,4 +1,4 @@
-"""`torchdelta trace`: what a training step does, written down without running it."""
+"""`torchdelta trace`: what a training step does, written down without running it, or read from others' records."""
 
 import json
 import sys
@@ -12,6 +12,8 @@ from torchdelta.errors import TorchdeltaError
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.trace.file import write_trace
+from torchdelta.trace.imports.events import read_event_log
+from torchdelta.trace.imports.snapshot import read_snapshot
 from torchdelta.trace.model import BEFORE_STEP, Trace, counts
 from torchdelta.units import format_bytes
 
@@ -22,8 +24,9 @@ def trace(
     function: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:FUNCTION",
-            help="Returns (model, inputs) or (model, inputs, step); takes the batch size, if any.",
+            metavar="MODULE:FUNCTION|FILE",
+            help="Returns (model, inputs) or (model, inputs, step); takes the batch size, if any. Or an event log "
+            "(.jsonl) or a CUDA memory snapshot (.pickle).",
             show_default=False,
         ),
     ],
@@ -39,11 +42,13 @@ def trace(
     machine: Annotated[
         str | None, typer.Option(help="Price the ops on this machine, such as a100-80g.", show_default=False)
     ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Take all of a FILE as one step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Trace one training step symbolically: no memory is taken, no GPU is needed.
 
-    The function builds model and inputs on CPU. Steps that look at the value of a tensor cannot be traced.
+    The function builds model and inputs on CPU. Steps that look at the value of a tensor cannot be traced. In an event
+    log or a memory snapshot, plain or gzip-compressed, the iteration is found by its repetition.
     """
     start_s = time.monotonic()
     try:
@@ -52,12 +57,14 @@ def trace(
             _fail(f"no directory {str(output.parent)!r} for the trace")
         if sys.stderr.isatty():
             typer.echo(f"tracing {function} ...", err=True)
-        # Only now: --help and wrong usage answer without waiting for torch.
-        from torchdelta.trace.symbolic import trace_step
-        from torchdelta.trace.symbolic.load import load_function
+        step = _imported(function, whole=whole)
+        if step is None:
+            # Only now: --help and wrong usage answer without waiting for torch.
+            from torchdelta.trace.symbolic import trace_step
+            from torchdelta.trace.symbolic.load import load_function
 
-        options: dict[str, Any] = {"optimizer": optimizer}  # its names are checked there
-        step = trace_step(load_function(function), batch_size=batch_size, device=device, comment=function, **options)
+            options: dict[str, Any] = {"optimizer": optimizer, "comment": function}  # its names are checked there
+            step = trace_step(load_function(function), batch_size=batch_size, device=device, **options)
         if priced_on is not None:
             step = price(step, priced_on)
         write_trace(step, output)
@@ -66,6 +73,14 @@ def trace(
     facts = {"path": str(output), "function": function, **_facts(step), "machine": priced_on and priced_on.name}
     facts["tracing_s"] = round(time.monotonic() - start_s, 3)
     typer.echo(json.dumps(facts) if as_json else _text(facts))
+
+
+def _imported(name: str, *, whole: bool) -> Trace | None:
+    """Read the step of a file by its suffix, None for what is no file of others."""
+    kind = name.removesuffix(".gz")
+    if kind.endswith((".jsonl", ".ndjson")):
+        return read_event_log(name, whole=whole)
+    return read_snapshot(name, whole=whole) if kind.endswith((".pickle", ".pkl")) else None
 
 
 def _facts(step: Trace) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""Torch's CUDA memory snapshots: `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(path)`.
+
+A snapshot is a pickle of `{"segments": [...], "device_traces": [[entry, ...], ...]}`: what the caching allocator holds
+at its end, and for each device what it did before, oldest first. Of the entries `alloc` and `free_completed` say which
+blocks lived when (`free_requested` comes earlier where another stream still uses the block; the block counts until it
+is given back). Blocks that the segments hold at the end, and that no entry allocated, were there before.
+
+It says nothing about reads and writes. The step that comes out has the right lives and load, which is what placement
+and "why is the memory full" need; a plan that swaps needs to know uses: trace the step, or write an event log.
+"""
+
+import gzip
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from torchdelta.errors import TraceFileError
+from torchdelta.trace.imports.events import Event, trace_of_events
+from torchdelta.trace.imports.unpickle import load_plain
+from torchdelta.trace.model import Trace
+
+__all__ = ["read_snapshot"]
+
+MAX_FILE_BYTES: Final = 2**32
+"""A larger file is refused: the recorder's own ring buffer holds far less."""
+
+_FREED: Final = frozenset({"free_completed", "free"})
+_LIVING: Final = frozenset({"active_allocated", "active_pending_free", "active_awaiting_free"})
+
+
+def read_snapshot(path: str | os.PathLike[str], *, device: int | None = None, whole: bool = False) -> Trace:
+    """Return the step that a memory snapshot shows.
+
+    Args:
+        path: The pickle, gzip-compressed or not.
+        device: Index of the device; None takes the one with most events.
+        whole: Take all of it as one step, and do not look for an iteration.
+
+    Raises:
+        TraceFileError: The file cannot be read, is no snapshot or no harmless one, has no events of the device, or
+            there is no iteration in it.
+    """
+    try:
+        snapshot = load_plain(_read(path))
+    except TraceFileError as error:
+        raise TraceFileError(f"{path}: {error}") from error
+    traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
+    if not isinstance(traces, list) or not all(isinstance(one, list) for one in traces):
+        raise TraceFileError(f"{path}: not a memory snapshot: a dict with device_traces is wanted")
+    if device is None:
+        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
+    if not 0 <= device < len(traces) or not traces[device]:
+        others = [index for index, one in enumerate(traces) if one]
+        raise TraceFileError(
+            f"{path}: no events of device {device}: there are some of {others or 'none'}; call "
+            f"torch.cuda.memory._record_memory_history() before the steps"
+        )
+    try:
+        recorded = list(_events(traces[device]))
+        before = list(_there_before(snapshot, traces[device], device))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = " ".join(str(error).split())
+        raise TraceFileError(f"{path}: a damaged memory snapshot: {type(error).__name__}: {text}") from error
+    return trace_of_events([*before, *recorded], source=str(path), whole=whole, num_before=len(before))
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    try:
+        with Path(path).open("rb") as raw:
+            is_gzip = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            stream = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except (OSError, EOFError) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise TraceFileError(f"cannot read the snapshot: {text}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise TraceFileError(f"larger than {MAX_FILE_BYTES} bytes, which no snapshot is")
+    return data
+
+
+def _events(entries: list[Any]) -> Iterator[Event]:
+    """Yield allocations and releases, with a time that never goes back."""
+    alive: set[int] = set()
+    time_s = 0.0
+    for entry in entries:
+        time_s = max(time_s, float(entry.get("time_us", 0)) * 1e-6)
+        action, address, size_bytes = entry["action"], entry.get("addr"), int(entry.get("size", 0))
+        if action == "alloc":
+            if address in alive:  # its release was not recorded
+                yield Event(op="free", id=address, time_s=time_s)
+            alive.add(address)
+            yield Event(op="alloc", id=address, size_bytes=size_bytes, time_s=time_s)
+        elif action in _FREED:
+            alive.discard(address)
+            yield Event(op="free", id=address, size_bytes=size_bytes, time_s=time_s)
+
+
+def _there_before(snapshot: Any, entries: list[Any], device: int) -> Iterator[Event]:
+    """Yield an allocation for each block that the entries free, or the segments hold, without one.
+
+    They are at time 0, before all entries: no step contains them.
+    """
+    born: set[int] = set()
+    before: dict[int, int] = {}
+    for entry in entries:
+        address = entry.get("addr")
+        if entry["action"] == "alloc":
+            born.add(address)
+        elif entry["action"] in _FREED and address not in born and address not in before:
+            before[address] = int(entry.get("size", 0))
+    for segment in snapshot.get("segments") or ():
+        if segment.get("device", device) != device:
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            address = block.get("address", address)
+            if block["state"] in _LIVING and address not in born and address not in before:
+                before[address] = int(block["size"])
+            address += block["size"]
+    for address, size_bytes in before.items():
+        if size_bytes:
+            yield Event(op="alloc", id=address, size_bytes=size_bytes)

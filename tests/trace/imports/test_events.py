@@ -1,0 +1,149 @@
+"""Event logs become traces: the iteration in the middle, with lives, load and times of the step that was logged."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.trace.imports.logs import played
+from tests.trace.strategies import example, traces
+from torchdelta.errors import TraceFileError
+from torchdelta.trace.imports.events import Event, read_event_log, trace_of_events
+from torchdelta.trace.model import BEFORE_STEP, counts, load_curve, peak
+from torchdelta.trace.validate import validate
+
+
+def write(path: Path, events: list[Event]) -> Path:
+    """Write a log."""
+    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    return path
+
+
+def test_the_iteration_of_a_log(tmp_path):
+    """Four steps of the documented example: the step found has its peak, its storages and its duration."""
+    events = played(example(), 4)
+    trace = read_event_log(write(tmp_path / "log.jsonl", events))
+    validate(trace)
+    per_step = (len(events) - 2) // 4
+    assert f"iteration of {per_step} events" in trace.header.comment
+    assert peak(trace).size_bytes == peak(example()).size_bytes
+    assert counts(trace).num_storages == counts(example()).num_storages
+    assert counts(trace).time_s == pytest.approx(per_step * 1e-3)
+    assert {op.name for op in trace.ops} == {"torchdelta.alloc", "torchdelta.read", "torchdelta.write"}
+    (tmp_path / "log.gz").write_bytes(gzip.compress((tmp_path / "log.jsonl").read_bytes()))
+    assert read_event_log(tmp_path / "log.gz").ops == trace.ops
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(traces(max_ops=6), st.integers(3, 5))
+def test_any_log_gives_a_valid_step_or_none(trace, num_steps):
+    """Whatever is played, the outcome is valid, and as a whole its highest load is that of the play."""
+    sized = [msgspec.structs.replace(b, size_bytes=max(b.size_bytes, 1)) for b in trace.buffers]
+    sizes = {}
+    for buffer in sized:  # a log knows one size of a block
+        sizes.setdefault(buffer.storage_id, buffer.size_bytes)
+    sized = [msgspec.structs.replace(b, size_bytes=sizes[b.storage_id]) for b in sized]
+    events = played(msgspec.structs.replace(trace, buffers=tuple(sized)), num_steps)
+    if not any(event.op != "free" for event in events):
+        return
+    whole = trace_of_events(events, source="log", whole=True)
+    validate(whole)
+    live, highest = 0, 0
+    now: dict[int | str, int] = {}
+    for event in events:
+        if event.op == "alloc":
+            now[event.id] = event.size_bytes
+            live += event.size_bytes
+        elif event.op == "free":
+            live -= now.pop(event.id)
+        highest = max(highest, live)
+    assert max(load_curve(whole)) == highest
+    try:
+        step = trace_of_events(events, source="log")
+    except TraceFileError as error:
+        assert "no iteration" in str(error)  # noqa: PT017 - a step of one event repeats nothing
+        return
+    validate(step)
+    assert max(load_curve(step)) <= highest
+
+
+def test_blocks_that_cross_the_end_of_a_step():
+    """What is made in one step and freed in the next is alive at both ends, and counted once."""
+    events = []
+    for step in range(5):
+        clock = 10.0 * step
+        events.append(Event(op="alloc", id=f"loss{step}", size_bytes=8, time_s=clock))
+        events.append(Event(op="alloc", id="work", size_bytes=100, time_s=clock + 1))
+        events.append(Event(op="free", id="work", time_s=clock + 2))
+        if step:
+            events.append(Event(op="free", id=f"loss{step - 1}", time_s=clock + 3))
+    trace = trace_of_events(events, source="log")
+    assert sorted(load_curve(trace)) == [16, 116]
+    assert sum(buffer.birth_op == BEFORE_STEP for buffer in trace.buffers) == 1
+
+
+def test_what_is_read_after_the_peak_is_saved():
+    """Up to the highest load is forward, the rest backward; what is born before and read after counts as saved."""
+    events = []
+    for step in range(4):
+        script = ("alloc a", "write a", "alloc b", "write b", "read a", "alloc c", "read b", "free c", "read a")
+        for place, text in enumerate((*script, "free a", "free b")):
+            op, id_ = text.split()
+            events.append(Event(op=op, id=id_, size_bytes=8, time_s=step + place / 100))  # type: ignore[arg-type]
+    trace = trace_of_events(events, source="log")
+    assert [op.phase for op in trace.ops] == ["forward"] * 6 + ["backward"] * 2
+    saved = [buffer for buffer in trace.buffers if buffer.saved]
+    assert [(buffer.birth_op, buffer.death_op) for buffer in saved] == [(1, 8), (3, 8)]
+    assert len(trace.saved_tensors) == 2
+    assert [op.time_s for op in trace.ops][:2] == pytest.approx([0.01, 0.01])
+
+
+BAD = {
+    "no json": (b"alloc 7\n", "line 1: no event: JSON is malformed"),
+    "unknown op": (b'{"op":"move","id":1}\n', "line 1: no event: Invalid enum value 'move'"),
+    "no id": (b'{"op":"free"}\n', "line 1: no event: Object missing required field `id`"),
+    "no size": (b'{"op":"alloc","id":1}\n', "line 1: block 1 is allocated without size_bytes"),
+    "negative size": (b'{"op":"alloc","id":1,"size_bytes":-4}\n', "line 1: negative size_bytes -4"),
+    "never allocated": (b'\n{"op":"read","id":"x"}\n', "line 2: read of block 'x', which was never allocated"),
+    "allocated twice": (
+        b'{"op":"alloc","id":1,"size_bytes":4}\n' * 2,
+        "line 2: block 1 is allocated, but it was not freed",
+    ),
+    "freed twice": (
+        b'{"op":"alloc","id":1,"size_bytes":4}\n' + b'{"op":"free","id":1}\n' * 2,
+        "line 3: free of block 1, which is freed",
+    ),
+    "other size": (
+        b'{"op":"alloc","id":1,"size_bytes":4}\n{"op":"read","id":1,"size_bytes":8}\n',
+        "line 2: block 1 has 4 bytes and not 8",
+    ),
+    "time goes back": (
+        b'{"op":"alloc","id":1,"size_bytes":4,"time_s":2}\n{"op":"free","id":1,"time_s":1}\n',
+        "line 2: time_s 1.0 is before 2.0",
+    ),
+    "nothing": (b"", "the log has no allocation, read or write"),
+    "no iteration": (b'{"op":"alloc","id":1,"size_bytes":4}\n', "no iteration in 1 events"),
+    "half a gzip": (gzip.compress(b"{}" * 999)[:20], "cannot read the event log"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_logs_are_one_line(tmp_path, case):
+    """The file, the line and what is wrong with it."""
+    content, message = BAD[case]
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceFileError) as caught:
+        read_event_log(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_log(tmp_path):
+    """As any file that is not there."""
+    with pytest.raises(TraceFileError, match="cannot read the event log: No such file"):
+        read_event_log(tmp_path / "missing.jsonl")
