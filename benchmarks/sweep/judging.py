@@ -1,4 +1,8 @@
-"""Judge one subject: the plain step twice, then once a mode, everything compared bit for bit."""
+"""Judge one subject: the plain step twice, then once a mode, everything compared bit for bit.
+
+A step that does not always give the same may by chance do so twice. So where a mode differs, the plain step is run some
+more times before that is called the mode's fault; how often is in the record.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,7 @@ RAISED = "raised"
 BROKEN = (UNEQUAL, RAISED, CRASHED, TIMEOUT)
 
 NUM_DIFFERENCES_KEPT = 6
+NUM_MORE_PLAIN_RUNS = 20
 
 
 def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str, Any]:
@@ -102,6 +107,10 @@ def judge_mode(step: judge.Step, decisions: judge.Decisions, expected: judge.Out
         verdict, differing = RAISED, [actual.message[:600]]
     elif differing:
         verdict = UNEQUAL
+        differing_run = differing_plain_run(step, expected)
+        if differing_run:
+            verdict = NOT_REPRODUCIBLE
+            differing.insert(0, f"plain itself differs, in run {2 + differing_run}")
     result: dict[str, Any] = {"verdict": verdict, "time_s": round(time_s, 4)}
     if differing:
         result |= {"detail": differing[:NUM_DIFFERENCES_KEPT], "num": len(differing)}
@@ -113,6 +122,14 @@ def judge_mode(step: judge.Step, decisions: judge.Decisions, expected: judge.Out
         result["recomputed_bytes"] = summary.recomputed_bytes
         result["swapped_out_bytes"] = summary.swapped_out_bytes
     return result
+
+
+def differing_plain_run(step: judge.Step, expected: judge.Outcome) -> int:
+    """Run a step plainly until it gives something else than before; return in which run it did, 0 if in none."""
+    for number in range(1, NUM_MORE_PLAIN_RUNS + 1):
+        if contents(judge.differences(expected, judge.run(step))):
+            return number
+    return 0
 
 
 def holds_handles(budget: MemoryBudget) -> bool:

@@ -65,6 +65,12 @@ def drifting_step(_scope: Scope) -> dict[str, Any]:
     return {"loss": len(kept)}
 
 
+def seldom_drifting_step(_scope: Scope) -> dict[str, Any]:
+    """Do the same twice, and something else every third time."""
+    kept.append(torch.zeros(1))
+    return {"loss": len(kept) % 3 == 0}
+
+
 def impossible_step(_scope: Scope) -> dict[str, Any]:
     """Fail always."""
     raise RuntimeError("not even plainly")
@@ -104,6 +110,16 @@ def test_wrong_bits_are_unequal_and_fail_the_sweep(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("step", "words"), [(leaking_step, "leaks"), (raising_step, "raised")])
+def test_a_plain_step_that_seldom_differs_is_listed_apart() -> None:
+    """Twice the same by chance: the difference is plain's own, and the record says in which run it showed."""
+    kept.clear()
+    record = judge(seldom_drifting_step)
+    found = record["modes"]["recompute"]
+    assert found["verdict"] == "not reproducible"
+    assert "plain itself differs" in found["detail"][0]
+    assert not report.is_failed(record)
+
+
 def test_leaks_and_errors_fail_the_sweep(step: Any, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Right bits are not enough: nothing may stay, and nothing may raise that plain does not."""
     record = judge(step)
