@@ -109,7 +109,6 @@ def test_wrong_bits_are_unequal_and_fail_the_sweep(capsys: pytest.CaptureFixture
     assert "recompute, unequal: A" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("step", "words"), [(leaking_step, "leaks"), (raising_step, "raised")])
 def test_a_plain_step_that_seldom_differs_is_listed_apart() -> None:
     """Twice the same by chance: the difference is plain's own, and the record says in which run it showed."""
     kept.clear()
@@ -120,6 +119,7 @@ def test_a_plain_step_that_seldom_differs_is_listed_apart() -> None:
     assert not report.is_failed(record)
 
 
+@pytest.mark.parametrize(("step", "words"), [(leaking_step, "leaks"), (raising_step, "raised")])
 def test_leaks_and_errors_fail_the_sweep(step: Any, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Right bits are not enough: nothing may stay, and nothing may raise that plain does not."""
     record = judge(step)
