@@ -1,0 +1,21 @@
+"""`keep`: nothing leaves. What a step costs without any of this, and the answer where the step fits."""
+
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import Plan
+from torchdelta.planners.outcome import finished
+from torchdelta.planners.registry import Effort, register
+from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import Trace
+
+__all__ = ["plan"]
+
+
+@register("keep")
+def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
+    """Keep every buffer where it is.
+
+    Raises:
+        InfeasibleError: The step needs more than the budget.
+    """
+    problem = Problem.of(trace, machine)
+    return finished(problem, problem.keep_all(), budget_bytes, planner="keep")

@@ -1,0 +1,54 @@
+"""From the codes that a planner chose to its plan, or to the error that says why there is none."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchdelta.errors import InfeasibleError
+from torchdelta.plan.model import Plan
+from torchdelta.simulate.problem import Problem
+from torchdelta.units import format_bytes
+
+__all__ = ["finished"]
+
+
+def finished(
+    problem: Problem,
+    codes: NDArray[np.int8],
+    budget_bytes: int,
+    *,
+    planner: str,
+    effort: str = "",
+    least_bytes: int | None = None,
+) -> Plan:
+    """Return the plan of these codes.
+
+    Args:
+        problem: What the codes belong to.
+        codes: One `Code` a gap.
+        budget_bytes: The budget.
+        planner: The planner's name.
+        effort: Its effort.
+        least_bytes: The least budget that the planner found, for the error; by default the peak of these codes.
+
+    Raises:
+        InfeasibleError: They do not hold the budget.
+    """
+    simulation = problem.simulation(codes, budget_bytes, planner=planner, effort=effort)
+    score = simulation.score
+    if score.is_feasible:
+        return simulation.plan
+    if score.excess_bytes == 0:
+        what = "host" if score.host_excess_bytes else "disk"
+        excess_bytes = score.host_excess_bytes or score.disk_excess_bytes
+        raise InfeasibleError(
+            f"{planner}: the plan passes the {what}'s budget by {format_bytes(excess_bytes)}; allow the {what} "
+            "that much more, or the device",
+            least_budget_bytes=None,
+        )
+    least_bytes = score.peak_bytes if least_bytes is None else least_bytes
+    op = problem.trace.ops[score.peak_op]
+    raise InfeasibleError(
+        f"{planner}: no plan within {format_bytes(budget_bytes)} was found; the least budget found is "
+        f"{format_bytes(least_bytes)} ({least_bytes} bytes), set by op {op.index} {op.name!r}",
+        least_budget_bytes=least_bytes,
+    )

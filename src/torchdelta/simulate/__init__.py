@@ -1,0 +1,10 @@
+"""What a plan would cost: a deterministic simulation of one step on one machine.
+
+Needs numpy and numba (`pip install torchdelta[plan]`).
+"""
+
+from torchdelta.simulate.model import Decision, Options, Score, Simulation
+from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.run import simulate
+
+__all__ = ["Decision", "Options", "Problem", "Score", "Simulation", "simulate"]

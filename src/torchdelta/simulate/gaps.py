@@ -1,0 +1,103 @@
+"""Gaps: the times between two uses of a buffer, over which it may leave the device.
+
+A buffer is used by the op that writes it and by each op that reads it. A gap is open when at least one op runs in
+between. What a decision class allows is a list of gaps ([Note: absences] in `plan/model.py`), and a decision is one
+code for each.
+"""
+
+from itertools import pairwise
+
+import msgspec
+
+from torchdelta.plan.model import DecisionClass
+from torchdelta.trace.model import BEFORE_STEP, Trace
+
+__all__ = ["MIN_SIZE_BYTES", "Gap", "find_gaps", "uses_of"]
+
+MIN_SIZE_BYTES = 2**18
+"""Smaller buffers stay: they cost more to handle than they free."""
+
+_SWAPPED_KINDS = frozenset({"parameter", "gradient", "optimizer_state"})
+
+
+class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A time in which a buffer could be away.
+
+    Attributes:
+        buffer_id: The buffer.
+        size_bytes: Its size.
+        last_use_op: The use before.
+        next_use_op: The use after; `num_ops` or more for a use in the following step.
+        can_recompute: Whether what made it can run again, as far as the trace alone tells.
+    """
+
+    buffer_id: int
+    size_bytes: int
+    last_use_op: int
+    next_use_op: int
+    can_recompute: bool
+
+
+def uses_of(trace: Trace) -> list[list[int]]:
+    """Return the ops that use each buffer, in order: its birth, if an op of the step wrote it, then its reads."""
+    uses: list[list[int]] = [[] if b.birth_op == BEFORE_STEP else [b.birth_op] for b in trace.buffers]
+    for op in trace.ops:
+        for buffer_id in op.reads:
+            uses[buffer_id].append(op.index)
+    return uses
+
+
+def find_gaps(
+    trace: Trace, *, decision_class: DecisionClass = "saved", min_size_bytes: int = MIN_SIZE_BYTES
+) -> tuple[Gap, ...]:
+    """Return the gaps that a decision class may use, by `last_use_op`, then by buffer.
+
+    Args:
+        trace: A valid trace.
+        decision_class: See `plan.model.DecisionClass`.
+        min_size_bytes: The least size of a buffer that may leave.
+    """
+    replayable = _replayable(trace)
+    gaps: list[Gap] = []
+    for buffer, uses in zip(trace.buffers, uses_of(trace), strict=True):
+        if buffer.size_bytes < min_size_bytes or not buffer.size_bytes:
+            continue
+        born = buffer.birth_op != BEFORE_STEP
+        if decision_class == "saved":
+            in_forward = born and trace.ops[buffer.birth_op].phase == "forward"
+            pairs = _forward_to_backward(trace, uses) if in_forward and buffer.saved else []
+        elif born or (decision_class == "all" and buffer.kind in _SWAPPED_KINDS):
+            pairs = list(pairwise(uses))
+        else:
+            pairs = []
+        gaps += [
+            Gap(
+                buffer_id=buffer.id,
+                size_bytes=buffer.size_bytes,
+                last_use_op=last,
+                next_use_op=following,
+                can_recompute=replayable[buffer.id] and buffer.kind not in _SWAPPED_KINDS,
+            )
+            for last, following in pairs
+            if following > last + 1
+        ]
+    return tuple(sorted(gaps, key=lambda gap: (gap.last_use_op, gap.buffer_id)))
+
+
+def _forward_to_backward(trace: Trace, uses: list[int]) -> list[tuple[int, int]]:
+    forward = [op for op in uses if trace.ops[op].phase == "forward"]
+    after = [op for op in uses if trace.ops[op].phase != "forward"]
+    return [(forward[-1], after[0])] if forward and after else []
+
+
+def _replayable(trace: Trace) -> list[bool]:
+    """Tell for each buffer whether a chain of recomputable ops leads to it from what was there before the step.
+
+    A necessary condition: at the moment of the replay what the chain starts from may be gone.
+    """
+    replayable = [buffer.birth_op == BEFORE_STEP for buffer in trace.buffers]
+    for op in trace.ops:
+        if op.recomputable:
+            for buffer_id in op.writes:
+                replayable[buffer_id] = True
+    return replayable
