@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "aten": BASE,
     "modules": {*BASE, "_torch"},
     "trace": {*BASE, "_torch", "aten", "modules"},  # for its symbolic part
-    "machine": {*BASE, "trace"},
+    "machine": {*BASE, "host", "trace"},
     "plan": {*BASE, "trace", "machine"},
     "simulate": {*BASE, "trace", "machine", "plan"},
     "planners": {*BASE, "trace", "machine", "plan", "simulate"},

@@ -9,6 +9,7 @@ import typer
 import torchdelta
 from torchdelta.cli.demo import demo
 from torchdelta.cli.env import env
+from torchdelta.cli.probe import probe
 from torchdelta.cli.run import run
 from torchdelta.cli.trace import trace
 
@@ -28,6 +29,7 @@ def make_app() -> typer.Typer:
     app.command(context_settings={"allow_interspersed_args": False})(run)
     app.command()(demo)
     app.command()(trace)
+    app.command()(probe)
     app.command()(env)
     return app
 

@@ -14,6 +14,7 @@ import difflib
 from typing import Final
 
 from torchdelta.errors import MachineError
+from torchdelta.machine.cache import read_cached
 from torchdelta.machine.model import Machine
 
 __all__ = ["CATALOG", "find", "names"]
@@ -207,6 +208,7 @@ _MACHINES: Final = (
 CATALOG: Final = {machine.name: machine for machine in _MACHINES}
 """All machines by name."""
 
+_LOCAL: Final = {"local": ("cuda", "cpu"), "localcuda": ("cuda",), "localcpu": ("cpu",)}
 _ALIASES: Final = {"v100": "v100-32g", "a100": "a100-80g", "h100": "h100-80g", "h200": "h200-141g"}
 
 
@@ -218,16 +220,25 @@ def names() -> tuple[str, ...]:
 def find(name: str) -> Machine:
     """Return a machine by name: case, blanks, dashes and a final "b" do not matter ("A100 80GB" is a100-80g).
 
+    "local" is the machine that `torchdelta probe` measured, its CUDA device before its CPU; "local-cuda" and
+    "local-cpu" name one of the two.
+
     Raises:
-        MachineError: No such machine; the message names the nearest ones.
+        MachineError: No such machine (the message names the nearest ones), or "local" was not measured.
     """
     key = _key(name)
+    if key in _LOCAL:
+        for device in _LOCAL[key]:
+            cached = read_cached(device)
+            if cached is not None:
+                return cached.machine
+        raise MachineError(f"machine {name!r} was not measured yet: run `torchdelta probe`")
     keys = {_key(known): known for known in CATALOG} | {_key(alias): known for alias, known in _ALIASES.items()}
     if key in keys:
         return CATALOG[keys[key]]
     near = list(dict.fromkeys(keys[match] for match in difflib.get_close_matches(key, keys, n=3, cutoff=0.5)))
     hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it"
-    raise MachineError(f"unknown machine {name!r}: {hint} Known are {', '.join(CATALOG)}")
+    raise MachineError(f"unknown machine {name!r}: {hint} Known are local, {', '.join(CATALOG)}")
 
 
 def _key(name: str) -> str:

@@ -1,0 +1,87 @@
+"""`torchdelta probe`: what this machine can do, measured and kept."""
+
+import datetime as dt
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from torchdelta.errors import MachineError
+from torchdelta.machine.cache import CachedMachine, read_cached, write_cached
+from torchdelta.machine.model import Machine
+from torchdelta.units import format_bytes
+
+__all__ = ["probe"]
+
+
+def probe(
+    *,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; cuda where there is one.", show_default=False)
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(envvar="TORCHDELTA_SWAP_DIR", help="Directory whose disk is measured.", show_default=False),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure, also if it was done before.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, and keep nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure this machine: arithmetic, memory, links to host and disk. Other commands know it as 'local'."""
+    try:
+        import torch
+
+        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        cached = None if again or quick else read_cached(chosen)
+        if cached is None or cached.torch_version != torch.__version__:
+            if sys.stderr.isatty():
+                typer.echo("measuring, a few seconds ...", err=True)
+            from torchdelta.machine.probe import probe as measure
+
+            machine = measure(chosen, directory=disk or Path(tempfile.gettempdir()), quick=quick)
+            now = dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds")
+            cached = CachedMachine(torch_version=str(torch.__version__), measured_at=now, machine=machine)
+            path = None if quick else write_cached(chosen, cached)
+            if path is not None and sys.stderr.isatty():
+                typer.echo(f"kept in {path}", err=True)
+    except MachineError as error:
+        typer.echo(f"torchdelta: {error}", err=True)
+        raise typer.Exit(1) from error
+    facts = msgspec.to_builtins(cached)
+    typer.echo(json.dumps(facts["machine"] | {"measured_at": cached.measured_at}) if as_json else _text(cached))
+
+
+def _text(cached: CachedMachine) -> str:
+    machine = cached.machine
+    rows: list[tuple[str, str]] = [
+        ("memory", format_bytes(machine.memory_bytes)),
+        *((f"products in {dtype}", f"{rate / 1e12:.3g} TFLOP/s") for dtype, rate in machine.flops_per_s.items()),
+        ("memory rate", _rate(machine.memory_bytes_per_s)),
+        ("smallest op", f"{machine.op_latency_s * 1e6:.1f} us"),
+        ("to the host", _rate(machine.host_out_bytes_per_s)),
+        ("from the host", _rate(machine.host_in_bytes_per_s)),
+        ("both at once", f"{machine.both_ways_factor:.0%} of each"),
+        ("smallest transfer", f"{machine.link_latency_s * 1e6:.1f} us"),
+        *_disk_rows(machine),
+    ]
+    width = max(len(name) for name, _ in rows)
+    head = f"{machine.description}, measured {cached.measured_at}"
+    return "\n".join([head, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _disk_rows(machine: Machine) -> list[tuple[str, str]]:
+    if not machine.disk_read_bytes_per_s:
+        return []
+    how = machine.sources.get("disk_read_bytes_per_s", "")
+    return [
+        ("to the disk", f"{_rate(machine.disk_write_bytes_per_s)} ({how})"),
+        ("from the disk", f"{_rate(machine.disk_read_bytes_per_s)} ({how})"),
+    ]
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

@@ -1,0 +1,83 @@
+"""The measured machine, kept between runs: one JSON file a device under the user's cache directory.
+
+`$TORCHDELTA_CACHE_DIR`, else `$XDG_CACHE_HOME/torchdelta`, else `~/.cache/torchdelta` (XDG base directories).
+"""
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from torchdelta.errors import MachineError
+from torchdelta.machine.model import Machine, validate_machine
+
+__all__ = ["CachedMachine", "cache_directory", "read_cached", "write_cached"]
+
+_VERSION: Final = 1
+
+
+class CachedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A measured machine, and what it was measured with.
+
+    Attributes:
+        version: Of this file's form.
+        torch_version: Of the torch that measured.
+        measured_at: When, in ISO 8601 with its offset.
+        machine: The result.
+    """
+
+    version: int = _VERSION
+    torch_version: str
+    measured_at: str
+    machine: Machine
+
+
+def cache_directory() -> Path:
+    """Return where files are kept; it need not exist."""
+    own = os.environ.get("TORCHDELTA_CACHE_DIR")
+    if own:
+        return Path(own)
+    common = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification: a relative path is invalid and to be ignored.
+    return (Path(common) if Path(common).is_absolute() else Path.home() / ".cache") / "torchdelta"
+
+
+def read_cached(device: str) -> CachedMachine | None:
+    """Return what was measured of a device, "cpu" or "cuda"; None if nothing was, or nothing that can be used."""
+    try:
+        text = _path(device).read_bytes()
+        cached = msgspec.json.decode(text, type=CachedMachine)
+        validate_machine(cached.machine)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, MachineError):
+        return None  # a cache: what cannot be used is measured again
+    return cached if cached.version == _VERSION else None
+
+
+def write_cached(device: str, cached: CachedMachine) -> Path:
+    """Keep what was measured of a device, in place of what was kept before; returns the file.
+
+    Raises:
+        MachineError: The file cannot be written.
+    """
+    path = _path(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(cached), indent=2) + b"\n")
+            Path(temporary).replace(path)
+        except BaseException:
+            with suppress(OSError):
+                Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise MachineError(f"{path}: cannot keep the measured machine: {error.strerror or error}") from error
+    return path
+
+
+def _path(device: str) -> Path:
+    return cache_directory() / f"machine-{device}.json"

@@ -1,0 +1,249 @@
+"""Measures the machine it runs on: arithmetic, memory, links to host and disk.
+
+[Note: what is measured]
+Each rate is the median of `NUM_ROUNDS` rounds, each long enough that the clock and the launch do not matter, after one
+run that nobody counts. On CUDA: square products of up to 8192 (float32 with and without TF32, and halves), copies in
+the memory, copies to and from pinned host memory, alone and both at once on two streams. On CPU the "host" is
+the same memory: its links are copies within it, one and two at once, which is what a swap to host memory costs there.
+Disk: a file without a name in the swap directory, past the page cache where the file system allows it; otherwise its
+rate is that of the cache, and `sources` says so. The op latency is a launch of the smallest op, without a wait.
+
+All of it takes a few seconds. Other work on the machine makes it slower than it is: probe an idle one.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from torchdelta.errors import MachineError
+from torchdelta.host import read_host_memory
+from torchdelta.machine.disk import DiskRates, disk_rates
+from torchdelta.machine.model import Machine, validate_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["NUM_ROUNDS", "probe"]
+
+NUM_ROUNDS: Final = 5
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MIB: Final = 2**20
+
+
+def probe(device: str | None = None, *, directory: Path | None = None, quick: bool = False) -> Machine:
+    """Measure this machine.
+
+    Args:
+        device: "cpu" or "cuda"; None takes CUDA where there is one.
+        directory: Where swapped tensors would go; None leaves the disk out.
+        quick: Smaller sizes and shorter rounds: a tenth of the time, and not to be believed to better than a half.
+
+    Raises:
+        MachineError: There is no such device here, or the directory cannot be written.
+    """
+    has_cuda = torch.cuda.is_available()
+    device = device or ("cuda" if has_cuda else "cpu")
+    if device not in {"cpu", "cuda"}:
+        raise MachineError(f"device {device!r} cannot be probed: use cpu or cuda")
+    if device == "cuda" and not has_cuda:
+        raise MachineError("there is no CUDA device here: probe cpu, or take a machine of the catalog")
+    disk = None if directory is None else disk_rates(directory, size_bytes=(16 if quick else 256) * _MIB)
+    measured = _Cuda(quick=quick) if device == "cuda" else _Cpu(quick=quick)
+    machine = measured.machine(disk)
+    validate_machine(machine)
+    return machine
+
+
+class _Cpu:
+    """Measures on CPU; what differs on CUDA is overridden."""
+
+    device = "cpu"
+    matrix_width = 2048
+    copy_bytes = 256 * _MIB
+    float32_names = ("float32",)
+
+    def __init__(self, *, quick: bool) -> None:
+        self._round_s = 0.01 if quick else 0.1
+        if quick:
+            self.matrix_width //= 4
+            self.copy_bytes //= 16
+
+    def synchronize(self) -> None:
+        """Wait for what was issued."""
+
+    def name(self) -> tuple[str, str, int]:
+        """Return short name, name in words, and memory."""
+        threads = torch.get_num_threads()
+        return "local-cpu", f"this machine's CPU, {threads} threads", read_host_memory().usable_bytes
+
+    def machine(self, disk: DiskRates | None) -> Machine:
+        """Measure everything."""
+        name, description, memory_bytes = self.name()
+        out, into, together = self._links()
+        how = f"measured, median of {NUM_ROUNDS}"
+        disk_fields: dict[str, Any] = {}
+        sources = dict.fromkeys(("flops_per_s", "memory_bytes_per_s", "op_latency_s", "link_latency_s"), how)
+        sources |= dict.fromkeys(("host_out_bytes_per_s", "host_in_bytes_per_s", "both_ways_factor"), how)
+        if disk is not None:
+            disk_fields = {
+                # A device's way to the disk leads through the host: the slower part counts.
+                "disk_write_bytes_per_s": min(disk.write_bytes_per_s, out),
+                "disk_read_bytes_per_s": min(disk.read_bytes_per_s, into),
+                "disk_latency_s": disk.latency_s,
+                "disk_bytes": disk.free_bytes,
+            }
+            cache = "direct" if disk.is_direct else "through the page cache, which flatters"
+            sources |= dict.fromkeys(("disk_write_bytes_per_s", "disk_read_bytes_per_s"), f"measured, {cache}")
+        return Machine(
+            name=name,
+            description=description,
+            memory_bytes=memory_bytes,
+            flops_per_s=self._matrix_rates(),
+            memory_bytes_per_s=self._memory_rate(),
+            op_latency_s=self._op_latency_s(),
+            host_out_bytes_per_s=out,
+            host_in_bytes_per_s=into,
+            both_ways_factor=together,
+            link_latency_s=self._link_latency_s(),
+            host_memory_bytes=read_host_memory().usable_bytes,
+            sources=sources | {"memory_bytes": "as the system reports it"},
+            **disk_fields,
+        )
+
+    # -- rates
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        """Return the seconds of one run."""
+        run()
+        self.synchronize()
+        num_runs = 1
+        while True:
+            elapsed_s = self._round(run, num_runs)
+            if elapsed_s >= self._round_s:
+                break
+            num_runs = max(2 * num_runs, int(num_runs * self._round_s / max(elapsed_s, 1e-9)))
+        return statistics.median(self._round(run, num_runs) for _ in range(NUM_ROUNDS)) / num_runs
+
+    def _round(self, run: Callable[[], object], num_runs: int) -> float:
+        start_s = time.perf_counter()
+        for _ in range(num_runs):
+            run()
+        self.synchronize()
+        return time.perf_counter() - start_s
+
+    def _matrix_rates(self) -> dict[str, float]:
+        return {name: self._matrix_rate(dtype) for name, dtype in _DTYPES.items()}
+
+    def _matrix_rate(self, dtype: torch.dtype) -> float:
+        # From small to large: a CPU without such units may take a thousand times as long for a product of halves.
+        width = min(128, self.matrix_width)
+        while True:
+            a, b, c = (torch.ones(width, width, dtype=dtype, device=self.device) for _ in range(3))
+            run = functools.partial(torch.mm, a, b, out=c)
+            run()
+            fastest_s = min(self._round(run, 1) for _ in range(NUM_ROUNDS))
+            if 2 * width > self.matrix_width or 8 * fastest_s > 2 * self._round_s:
+                return 2 * width**3 / self._seconds(run)
+            width *= 2
+
+    def _memory_rate(self) -> float:
+        source, target = (torch.ones(self.copy_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
+        # A copy reads and writes.
+        return 2 * self.copy_bytes / self._seconds(lambda: target.copy_(source))
+
+    def _op_latency_s(self) -> float:
+        x = torch.ones((), device=self.device)
+        return self._seconds(lambda: x.add_(1))
+
+    def _links(self) -> tuple[float, float, float]:
+        """Return bytes a second out, in, and the share of each that is left when both are under way."""
+        places = [(torch.ones(self.copy_bytes, dtype=torch.uint8), torch.ones(self.copy_bytes, dtype=torch.uint8))] * 2
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(1)  # a swap is one thread's copy
+        try:
+            alone_s = self._seconds(lambda: places[0][0].copy_(places[0][1]))
+
+            def both() -> None:
+                threads = [threading.Thread(target=lambda p=place: p[0].copy_(p[1])) for place in places]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+
+            together_s = self._seconds(both)
+        finally:
+            torch.set_num_threads(threads_before)
+        rate = self.copy_bytes / alone_s
+        return rate, rate, _share(alone_s, together_s)
+
+    def _link_latency_s(self) -> float:
+        source, target = (torch.ones(1024, dtype=torch.uint8) for _ in range(2))
+        return self._seconds(lambda: target.copy_(source))
+
+
+class _Cuda(_Cpu):
+    """Measures on the current CUDA device."""
+
+    device = "cuda"
+    matrix_width = 8192
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def name(self) -> tuple[str, str, int]:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return "local-cuda", f"this machine's {properties.name}", properties.total_memory
+
+    def _matrix_rates(self) -> dict[str, float]:
+        before = torch.backends.cuda.matmul.allow_tf32
+        try:
+            torch.backends.cuda.matmul.allow_tf32 = False
+            rates = super()._matrix_rates()
+            torch.backends.cuda.matmul.allow_tf32 = True
+            tf32 = self._matrix_rate(torch.float32)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+        # Where there are no such units the setting changes nothing.
+        return rates | ({"tf32": tf32} if tf32 > 1.2 * rates["float32"] else {})
+
+    def _links(self) -> tuple[float, float, float]:
+        on_device = [torch.ones(self.copy_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        on_host = [torch.ones(self.copy_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+        streams = (torch.cuda.Stream(), torch.cuda.Stream())
+
+        def out() -> None:
+            with torch.cuda.stream(streams[0]):
+                on_host[0].copy_(on_device[0], non_blocking=True)
+
+        def into() -> None:
+            with torch.cuda.stream(streams[1]):
+                on_device[1].copy_(on_host[1], non_blocking=True)
+
+        def both() -> None:
+            out()
+            into()
+
+        out_s, into_s, both_s = self._seconds(out), self._seconds(into), self._seconds(both)
+        return self.copy_bytes / out_s, self.copy_bytes / into_s, _share(max(out_s, into_s), both_s)
+
+    def _link_latency_s(self) -> float:
+        source = torch.ones(1024, dtype=torch.uint8, device=self.device)
+        target = torch.ones(1024, dtype=torch.uint8).pin_memory()
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+
+        return self._seconds(copy)
+
+
+def _share(alone_s: float, together_s: float) -> float:
+    """Return the share of its rate that a copy keeps beside another one."""
+    return min(1.0, max(0.05, alone_s / together_s))

@@ -1,0 +1,105 @@
+"""The probe measures something that can be, keeps it, and finds it again."""
+
+import json
+import os
+
+import msgspec
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from torchdelta.cli.app import make_app
+from torchdelta.errors import MachineError
+from torchdelta.machine.cache import CachedMachine, cache_directory, read_cached, write_cached
+from torchdelta.machine.catalog import find
+from torchdelta.machine.disk import disk_rates
+from torchdelta.machine.model import validate_machine
+from torchdelta.machine.probe import probe
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """A cache of the test's own."""
+    monkeypatch.setenv("TORCHDELTA_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_this_machine(tmp_path):
+    """A quick probe of the CPU gives a valid machine, leaves no file and torch's threads as they were."""
+    threads = torch.get_num_threads()
+    machine = probe("cpu", directory=tmp_path, quick=True)
+    validate_machine(machine)
+    assert set(machine.flops_per_s) == {"float32", "bfloat16", "float16"}
+    assert machine.flops_per_s["float32"] > 1e8
+    assert machine.memory_bytes_per_s > 1e8
+    assert machine.disk_write_bytes_per_s > 0
+    assert "measured" in machine.sources["disk_read_bytes_per_s"]
+    assert torch.get_num_threads() == threads
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_probed(tmp_path):
+    """A device or a directory that is not there is one line."""
+    with pytest.raises(MachineError, match="device 'tpu' cannot be probed"):
+        probe("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(MachineError, match="there is no CUDA device here"):
+            probe("cuda")
+    with pytest.raises(MachineError, match="cannot be measured: No such file"):
+        disk_rates(tmp_path / "missing", size_bytes=2**22)
+
+
+def test_the_command_measures_once(tmp_path):
+    """The second call prints what the first one kept; 'local' then is that machine; --quick keeps nothing."""
+    app, runner = make_app(), CliRunner()
+    with pytest.raises(MachineError, match="machine 'local' was not measured yet: run `torchdelta probe`"):
+        find("local")
+    quick = runner.invoke(app, ["probe", "--device", "cpu", "--disk", str(tmp_path), "--quick", "--json"])
+    machine = json.loads(quick.stdout)
+    assert machine["name"] == "local-cpu"
+    assert read_cached("cpu") is None
+    machine.pop("measured_at")
+    kept = CachedMachine(
+        torch_version=str(torch.__version__),
+        measured_at="2026-01-01T00:00:00+00:00",
+        machine=msgspec.convert(machine | {"description": "kept"}, type=type(find("cpu"))),
+    )
+    assert write_cached("cpu", kept).parent == cache_directory()
+    assert find("local") == find("Local-CPU") == kept.machine
+    again = runner.invoke(app, ["probe", "--device", "cpu", "--json"])
+    assert json.loads(again.stdout)["description"] == "kept"
+    text = runner.invoke(app, ["probe", "--device", "cpu"]).stdout
+    assert "kept, measured 2026-01-01" in text
+    assert "GB/s" in text
+    failed = runner.invoke(app, ["probe", "--device", "tpu"])
+    assert failed.exit_code == 1
+    assert failed.stderr == "torchdelta: device 'tpu' cannot be probed: use cpu or cuda\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"version":2}'])
+def test_a_damaged_cache_is_no_cache(content):
+    """It is measured again, never an error."""
+    cache_directory().mkdir(parents=True)
+    (cache_directory() / "machine-cpu.json").write_bytes(content)
+    assert read_cached("cpu") is None
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    """The project's variable first, then XDG's if absolute, then ~/.cache."""
+    monkeypatch.delenv("TORCHDELTA_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_directory() == tmp_path / ".cache" / "torchdelta"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "torchdelta"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    """One line names the file; no half-written one is left."""
+    if os.geteuid() == 0:
+        (tmp_path / "cache").write_bytes(b"a file where the directory should be")
+    else:
+        (tmp_path / "cache").mkdir(mode=0o500)
+    kept = CachedMachine(torch_version="2", measured_at="", machine=find("cpu"))
+    with pytest.raises(MachineError, match="cannot keep the measured machine"):
+        write_cached("cpu", kept)
+    monkeypatch.undo()
