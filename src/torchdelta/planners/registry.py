@@ -19,7 +19,19 @@ __all__ = ["Effort", "Planner", "get", "names", "register"]
 Effort = Literal["fast", "best"]
 """How long a planner may think; one that knows a single effort ignores it."""
 
-_MODULES = ("keep",)
+_MODULES = (
+    "autoswap",
+    "capuchin",
+    "checkpoint",
+    "delta_2022",
+    "delta_2022_released",
+    "delta_2024",
+    "dtr",
+    "exact",
+    "keep",
+    "mu_two",
+    "swap_all",
+)
 """The modules of this package that hold planners."""
 
 

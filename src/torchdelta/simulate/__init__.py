@@ -4,7 +4,8 @@ Needs numpy and numba (`pip install torchdelta[plan]`).
 """
 
 from torchdelta.simulate.model import Decision, Options, Score, Simulation
+from torchdelta.simulate.plans import decisions_of, simulate_plan
 from torchdelta.simulate.problem import Problem
 from torchdelta.simulate.run import simulate
 
-__all__ = ["Decision", "Options", "Problem", "Score", "Simulation", "simulate"]
+__all__ = ["Decision", "Options", "Problem", "Score", "Simulation", "decisions_of", "simulate", "simulate_plan"]

@@ -1,0 +1,62 @@
+"""`delta-2022-released`: what the published code of DELTA 2022 does, its defects included.
+
+Source: branch `delta` of TonyTangYu/pytorch (head of 2023-07), `CheckpointTensorImpl.cpp`. Kept apart from
+`delta-2022`, since the two differ by an order of magnitude. As found there:
+
+- The director compares microseconds of copying (at 12,025.9 bytes a microsecond, whatever the machine) with nanoseconds
+  of computing. So it recomputes only what is made in less than 1/500 of the time of one copy: in the published log,
+  365 of 365 decisions were swaps.
+- A tensor that was swapped once is judged by a field that is never written. Our reading of it: zero, so it is swapped
+  again.
+- Memory is made free after each op and not before it, so the budget is passed by what an op allocates. A plan has to
+  hold its budget, so this planner gives the code the largest limit at which the step's true peak is within the budget.
+- Copies are synchronous and nothing is prefetched (the calls are commented out). A plan cannot say that: simulate it
+  with `OPTIONS`. Without them it looks better than it was.
+- Op times are taken by the host around an asynchronous launch. That is not modelled: here they are the trace's.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import Plan
+from torchdelta.planners.delta_2022 import FilterAndDirector
+from torchdelta.planners.online import frugal, play
+from torchdelta.planners.outcome import finished
+from torchdelta.planners.registry import Effort, register
+from torchdelta.planners.tighten import tighten
+from torchdelta.simulate.model import Options
+from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import Trace
+
+__all__ = ["OPTIONS", "plan", "recomputes"]
+
+OPTIONS = Options(prefetch=False, synchronous=True)
+"""How the published code moves tensors."""
+
+_BYTES_PER_US = 0.35 * 32 * 2**30 / 1e6
+
+
+def recomputes(size_bytes: int, op_s: float) -> bool:
+    """Compare as the published code does: microseconds of two copies against nanoseconds of the op."""
+    swap_us = size_bytes / _BYTES_PER_US
+    op_ns = op_s * 1e9
+    return 2 * swap_us > op_ns
+
+
+@register("delta-2022-released")
+def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
+    """Let the largest and stalest leave as the published code would.
+
+    Raises:
+        InfeasibleError: No limit was found at which the peak stays within the budget.
+    """
+    problem = Problem.of(trace, machine, decision_class="extended", options=OPTIONS)
+
+    def choose(limit_bytes: int) -> NDArray[np.int8]:
+        policy = FilterAndDirector(trace, recomputes, swaps_again=True)
+        return frugal(problem, play(trace, problem.gaps, limit_bytes, policy, soft=True), budget_bytes)
+
+    outcome = tighten(problem, budget_bytes, choose)
+    name = "delta-2022-released"
+    return finished(problem, outcome.codes, budget_bytes, planner=name, least_bytes=outcome.least_bytes)

@@ -1,0 +1,93 @@
+"""`delta-2024`: which tensors leave as a 0/1 knapsack with a polynomial heuristic, after DELTA 2024.
+
+Source: "DELTA: Memory-Efficient Training via Dynamic Fine-Grained Recomputation and Swapping" (ACM TACO 2024,
+10.1145/3689338), of which the abstract alone is public. From it: memory and throughput are optimised together, cast as
+a 0/1 knapsack, solved by a heuristic of polynomial complexity, with prefetching in both directions. The statement of
+the knapsack, the heuristic and the meaning of "bidirectional" are not public. What follows is **our reading**:
+
+- Items are the tensors that are saved across the peak (class *saved*); the weight of an item is its bytes, its cost the
+  lesser of the stall of a swap and the time of a recomputation. Of all sets with at least `peak - budget` bytes, the
+  cheapest is wanted: the complement of the knapsack of what to keep.
+- The heuristic takes the item with the least cost a byte until the need is met, then drops picks that turned out to be
+  redundant, the most expensive first. Where the load is above the budget elsewhere too, the same again there.
+- The stall of a swap is what the link has no time for, given the swaps already picked: copies out run early in forward
+  and copies back early in backward (our meaning of "bidirectional"). A knapsack that prices each swap as if it had the
+  link for itself is worse by an order of magnitude. The time of a recomputation is that of its own op and of what died
+  before it; that it grows when parents leave as well is not seen (the default planner sees it).
+
+At most n picks, each from a heap of n items: O(n log n) prices, each linear in the ops in an array operation.
+"""
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import Plan
+from torchdelta.planners.ideal import IdealLoad, LinkSlack
+from torchdelta.planners.lineage import Lineage, lineage
+from torchdelta.planners.outcome import finished
+from torchdelta.planners.registry import Effort, register
+from torchdelta.planners.tighten import NoChoiceError, tighten
+from torchdelta.simulate.model import Code
+from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import Trace
+
+__all__ = ["plan"]
+
+
+@register("delta-2024")
+def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
+    """Let the set of saved tensors leave that the knapsack's heuristic finds cheapest.
+
+    Raises:
+        InfeasibleError: No plan within the budget was found.
+    """
+    problem = Problem.of(trace, machine)
+    relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
+    outcome = tighten(problem, budget_bytes, lambda limit_bytes: _choose(problem, machine, relations, limit_bytes))
+    return finished(problem, outcome.codes, budget_bytes, planner="delta-2024", least_bytes=outcome.least_bytes)
+
+
+def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
+    load = IdealLoad(problem.trace)
+    slack = LinkSlack(problem.trace, machine, load.peak_op)
+    codes = problem.keep_all()
+    picks: list[tuple[float, int]] = []  # cost a byte, item
+    while load.peak_bytes > limit_bytes:
+        moment = load.peak_op
+        heap: list[tuple[float, int, int]] = []
+        for index, gap in enumerate(problem.gaps):
+            if codes[index] == Code.KEEP and gap.last_use_op < moment < gap.next_use_op:
+                heap.append((_price(problem, relations, slack, index)[0], -gap.size_bytes, index))
+        heapq.heapify(heap)
+        while int(load.load_bytes[moment]) > limit_bytes:
+            if not heap:
+                raise NoChoiceError
+            _, minus_bytes, index = heapq.heappop(heap)
+            # Prices only rise as the link fills: whoever is still the cheapest at today's price is the one.
+            price, code = _price(problem, relations, slack, index)
+            if heap and price > heap[0][0]:
+                heapq.heappush(heap, (price, minus_bytes, index))
+                continue
+            codes[index] = code
+            picks.append((price, index))
+            load.leave(problem.gaps[index])
+            if code == Code.SWAP:
+                slack.book(problem.gaps[index])
+    for _, index in sorted(picks, reverse=True):
+        if load.can_stay(problem.gaps[index], limit_bytes):
+            load.stay(problem.gaps[index])
+            codes[index] = Code.KEEP
+    return codes
+
+
+def _price(problem: Problem, relations: Lineage, slack: LinkSlack, index: int) -> tuple[float, int]:
+    """Return the cost a byte of an item, and the action that has it."""
+    gap = problem.gaps[index]
+    swap_s = slack.stall_s(gap)
+    recompute_s = float(relations.cost_s[gap.buffer_id]) if gap.can_recompute else float("inf")
+    if recompute_s < swap_s:
+        return recompute_s / gap.size_bytes, int(Code.RECOMPUTE)
+    return swap_s / gap.size_bytes, int(Code.SWAP)

@@ -1,0 +1,113 @@
+"""What fits: the least budget at which a planner finds a plan, and the largest batch at a budget and a slowdown.
+
+Both ask a planner again and again and take its word: better planners fit more. Both search by halves, as if what fits
+at some budget (or batch) fitted at every larger budget (smaller batch); a planner that is erratic costs some of what it
+could have had, never a wrong answer. Deterministic.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from torchdelta.errors import InfeasibleError
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import Plan
+from torchdelta.planners.lp_bound import least_peak_bound
+from torchdelta.planners.registry import Effort, Planner
+from torchdelta.trace.model import Trace, peak
+
+__all__ = ["Batch", "BatchSearch", "LeastBudget", "least_budget"]
+
+_PRECISION = 500
+"""A least budget is found to 1/500 of itself."""
+
+_MAX_BATCH = 2**20
+
+
+class LeastBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of the search for a least budget.
+
+    Attributes:
+        budget_bytes: The least budget at which the planner found a plan.
+        plan: That plan.
+        lower_bound_bytes: No plan of the class *saved* holds less, whoever makes it.
+    """
+
+    budget_bytes: int
+    plan: Plan
+    lower_bound_bytes: int
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that was tried.
+
+    Attributes:
+        size: Samples.
+        sample_time_s: Seconds a sample under the plan; infinite if no plan was found.
+    """
+
+    size: int
+    sample_time_s: float
+
+
+def least_budget(trace: Trace, machine: Machine, planner: Planner, effort: Effort = "fast") -> LeastBudget:
+    """Return the least budget at which a planner finds a plan, to within 0.2 %.
+
+    Args:
+        trace: A priced trace.
+        machine: What it was priced for.
+        planner: Who plans.
+        effort: How long it may think, each time.
+    """
+    bound_bytes = least_peak_bound(trace)
+    high_bytes = max(peak(trace, with_workspace=True).size_bytes, 1)
+    best = planner(trace, machine, high_bytes, effort)
+    low_bytes = bound_bytes - 1
+    guess_bytes: int | None = bound_bytes
+    while high_bytes - low_bytes > max(high_bytes // _PRECISION, 1):
+        middle_bytes = (low_bytes + high_bytes) // 2 if guess_bytes is None else guess_bytes
+        try:
+            best, high_bytes, guess_bytes = planner(trace, machine, middle_bytes, effort), middle_bytes, None
+        except InfeasibleError as error:
+            low_bytes, named_bytes = middle_bytes, error.least_budget_bytes
+            # What the planner names as its least is worth a try, once, where it narrows the search.
+            is_new = named_bytes is not None and low_bytes < named_bytes < high_bytes and guess_bytes is not None
+            guess_bytes = named_bytes if is_new else None
+    return LeastBudget(budget_bytes=high_bytes, plan=best, lower_bound_bytes=bound_bytes)
+
+
+class BatchSearch:
+    """Finds largest batches, and remembers every batch that was tried. Mutable."""
+
+    def __init__(self, sample_time_s: Callable[[int], float]) -> None:
+        """Search with a function from a batch to its seconds a sample, infinite where nothing fits."""
+        self._sample_time_s = sample_time_s
+        self._known: dict[int, float] = {}
+
+    def try_batch(self, size: int) -> Batch:
+        """Return what a batch costs, from memory if it was tried before."""
+        if size not in self._known:
+            self._known[size] = self._sample_time_s(size)
+        return Batch(size=size, sample_time_s=self._known[size])
+
+    def largest(self, limit_s: float, *, first: int = 1) -> Batch | None:
+        """Return the largest batch at no more than so many seconds a sample; None if not even `first` is.
+
+        Args:
+            limit_s: Seconds a sample; infinite for "at all".
+            first: Where to begin, and the least that is asked for.
+        """
+
+        def fits(size: int) -> bool:
+            return self.try_batch(size).sample_time_s <= limit_s and self.try_batch(size).sample_time_s < float("inf")
+
+        if not fits(first):
+            return None
+        good, bad = first, 2 * first
+        while bad <= _MAX_BATCH and fits(bad):
+            good, bad = bad, 2 * bad
+        # One in 200 is enough of an answer for a large batch.
+        while bad - good > max(1, good // 200):
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if fits(middle) else (good, middle)
+        return self.try_batch(good)

@@ -1,0 +1,29 @@
+"""`swap-all`: every tensor that autograd saved goes to the host, as vDNN and `save_on_cpu` do.
+
+The plainest way to a small peak, and what a better plan is measured against: it does not ask whether the link carries
+it.
+"""
+
+import numpy as np
+
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import Plan
+from torchdelta.planners.outcome import finished
+from torchdelta.planners.registry import Effort, register
+from torchdelta.simulate.model import Code
+from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import Trace
+
+__all__ = ["plan"]
+
+
+@register("swap-all")
+def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
+    """Swap every candidate of the class *saved*, whether the budget asks for it or not.
+
+    Raises:
+        InfeasibleError: That is not enough, or the host cannot hold it.
+    """
+    problem = Problem.of(trace, machine)
+    codes = np.full(len(problem.gaps), int(Code.SWAP), dtype=np.int8)
+    return finished(problem, codes, budget_bytes, planner="swap-all")

@@ -1,0 +1,41 @@
+"""Least budgets and largest batches: found to the precision that is promised, and no batch is planned twice."""
+
+import math
+
+from tests.planners.chains import MACHINE, MIB, chain
+from torchdelta.planners import get
+from torchdelta.planners.fitting import BatchSearch, least_budget
+from torchdelta.planners.lp_bound import least_peak_bound
+from torchdelta.trace.model import peak
+
+
+def test_the_least_budget_is_between_the_bound_and_the_plain_peak():
+    """swap-all needs no less than the proved bound; at what is found it has a plan."""
+    trace = chain([(8 * MIB, 2e-3, 2e-4)] * 8)
+    found = least_budget(trace, MACHINE, get("swap-all"))
+    assert least_peak_bound(trace) == found.lower_bound_bytes <= found.budget_bytes <= peak(trace).size_bytes
+    assert found.plan.header.budget_bytes == found.budget_bytes
+    assert get("swap-all")(trace, MACHINE, found.budget_bytes, "fast") == found.plan
+
+
+def test_keep_needs_the_plain_peak():
+    """Who does nothing has no smaller budget."""
+    trace = chain([(8 * MIB, 2e-3, 2e-4)] * 8)
+    plain_bytes = peak(trace, with_workspace=True).size_bytes
+    assert plain_bytes * 0.997 <= least_budget(trace, MACHINE, get("keep")).budget_bytes <= plain_bytes
+
+
+def test_the_largest_batch_is_found_for_each_limit():
+    """A price a sample that grows with the batch until nothing fits: each limit has its own largest batch."""
+    asked = []
+
+    def sample_time_s(size):
+        asked.append(size)
+        return math.inf if size > 100 else 1 + size / 100
+
+    search = BatchSearch(sample_time_s)
+    assert search.largest(1.5).size == 50
+    assert search.largest(1.25, first=3).size == 25
+    assert search.largest(math.inf).size == 100
+    assert search.largest(1.0) is None
+    assert len(asked) == len(set(asked))
