@@ -9,8 +9,11 @@ import typer
 import torchdelta
 from torchdelta.cli.demo import demo
 from torchdelta.cli.env import env
+from torchdelta.cli.fit import fit
+from torchdelta.cli.plan import plan
 from torchdelta.cli.probe import probe
 from torchdelta.cli.run import run
+from torchdelta.cli.simulate import simulate
 from torchdelta.cli.trace import trace
 
 __all__ = ["make_app"]
@@ -30,6 +33,9 @@ def make_app() -> typer.Typer:
     app.command()(demo)
     app.command()(trace)
     app.command()(probe)
+    app.command()(plan)
+    app.command()(simulate)
+    app.command()(fit)
     app.command()(env)
     return app
 

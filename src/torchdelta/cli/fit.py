@@ -1,0 +1,204 @@
+"""`torchdelta fit`: does a model fit a machine, with which budget at least, and up to which batch."""
+
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any
+
+import typer
+
+from torchdelta.cli.prediction import tensors_at_peak
+from torchdelta.cli.step import one_line_errors, progress
+from torchdelta.errors import InfeasibleError
+from torchdelta.units import format_bytes, parse_size
+
+__all__ = ["fit"]
+
+_SLOWDOWNS = (1.05, 1.10, 1.25)
+_TRACED = (2, 4)
+
+
+def fit(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Takes a batch size; returns (model, inputs) or (model, inputs, step).",
+            show_default=False,
+        ),
+    ],
+    *,
+    machine: Annotated[str, typer.Option(help="Name in the catalog, such as rtx4090.", show_default=False)],
+    batch_size: Annotated[int, typer.Option(min=1, help="The batch that you want to train with.")] = 8,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="By default all of the machine's memory.", show_default=False)
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="If the function returns no step: none, sgd, sgd-momentum or adamw.")
+    ] = "adamw",
+    planner: Annotated[str, typer.Option(help="Who plans; a wrong name lists them all.")] = "torchdelta",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell whether a model fits a machine, the least budget, the largest batch, and what to do.
+
+    Nothing runs on a GPU: the step is traced on fake tensors at two batch sizes, which price every other one. Exits
+    with 78 if the batch does not fit by any plan that was found.
+    """
+    with one_line_errors(), progress() as say:
+        answer = _Answer(function, machine, memory_budget, optimizer=optimizer, planner=planner, say=say)
+        facts = answer.facts(batch_size)
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        typer.echo("\n".join(_lines(facts)))
+    if not facts["fits"]:
+        raise typer.Exit(78)
+
+
+class _Answer:
+    """The model, the machine, and what was found out about them."""
+
+    def __init__(
+        self,
+        function: str,
+        machine: str,
+        memory_budget: str | None,
+        *,
+        optimizer: str,
+        planner: str,
+        say: Callable[[str], None],
+    ) -> None:
+        from torchdelta.machine.catalog import find
+        from torchdelta.planners import get
+
+        self.machine, self.planner, self.planner_name, self.say = find(machine), get(planner), planner, say
+        total_bytes = self.machine.memory_bytes
+        if memory_budget is None:
+            self.budget_bytes = total_bytes
+        else:
+            size = int(memory_budget) if memory_budget.isdecimal() else memory_budget
+            self.budget_bytes = parse_size(size, total_bytes=total_bytes, name="memory budget")
+        say("tracing")
+        # Only now: --help and wrong usage answer without waiting for torch.
+        from torchdelta.trace.symbolic import trace_step
+        from torchdelta.trace.symbolic.load import load_function
+
+        built = load_function(function)
+        options: dict[str, Any] = {"optimizer": optimizer}  # its names are checked there
+        self._first, self._second = (
+            trace_step(built, batch_size=size, comment=function, **options) for size in _TRACED
+        )
+        self.step = cache(self._step)
+
+    def _step(self, batch_size: int) -> Any:
+        from torchdelta.machine.roofline import price
+        from torchdelta.trace.scale import scale
+
+        return price(scale(self._first, self._second, batch_size), self.machine)
+
+    def facts(self, batch_size: int) -> dict[str, Any]:
+        """Return everything that `fit` answers, by name."""
+        from torchdelta.planners.fitting import BatchSearch, least_budget
+        from torchdelta.simulate import simulate_plan
+        from torchdelta.trace.model import peak
+
+        step = self.step(batch_size)
+        plain_peak_bytes = peak(step, with_workspace=True).size_bytes
+        self.say("looking for the least budget")
+        least = least_budget(step, self.machine, self.planner)
+        at_least = simulate_plan(step, self.machine, least.plan)
+        facts: dict[str, Any] = {
+            "machine": self.machine.name,
+            "planner": self.planner_name,
+            "batch_size": batch_size,
+            "budget_bytes": self.budget_bytes,
+            "plain_peak_bytes": plain_peak_bytes,
+            "plain_time_s": at_least.plain_time_s,
+            "fits_plain": plain_peak_bytes <= self.budget_bytes,
+            "fits": least.budget_bytes <= self.budget_bytes,
+            "least_budget_bytes": least.budget_bytes,
+            "lower_bound_bytes": least.lower_bound_bytes,
+            "least_budget_op": at_least.peak.op,
+            "least_budget_op_name": step.ops[at_least.peak.op].name if at_least.peak.op < len(step.ops) else "",
+            "least_budget_tensors": tensors_at_peak(at_least, step),
+            "overhead": None,
+        }
+        if facts["fits"]:
+            sample_s = self._sample_time_s(batch_size)
+            facts["overhead"] = None if math.isinf(sample_s) else sample_s * batch_size / at_least.plain_time_s - 1
+        self.say("looking for the largest batch")
+        search = BatchSearch(self._sample_time_s)
+        plain_batch = self._largest_plain()
+        facts["largest_plain_batch"] = plain_batch
+        plain_sample_s = sum(op.time_s for op in self.step(max(plain_batch, 1)).ops) / max(plain_batch, 1)
+        facts["largest_batch"] = {}
+        for slowdown in (*_SLOWDOWNS, math.inf):
+            found = search.largest(slowdown * plain_sample_s, first=max(plain_batch, 1))
+            name = "any" if math.isinf(slowdown) else f"{slowdown:.2f}"
+            facts["largest_batch"][name] = None if found is None else found.size
+            if found is not None:
+                facts["largest_batch"][f"{name}_slowdown"] = found.sample_time_s / plain_sample_s
+        facts["recommendation"] = _recommendation(facts)
+        return facts
+
+    def _sample_time_s(self, batch_size: int) -> float:
+        from torchdelta.simulate import simulate_plan
+
+        step = self.step(batch_size)
+        self.say(f"planning batch {batch_size}")
+        try:
+            made = self.planner(step, self.machine, self.budget_bytes, "fast")
+        except InfeasibleError:
+            return math.inf
+        return simulate_plan(step, self.machine, made).time_s / batch_size
+
+    def _largest_plain(self) -> int:
+        from torchdelta.planners.fitting import BatchSearch
+        from torchdelta.trace.model import peak
+
+        def sample_time_s(batch_size: int) -> float:
+            fits = peak(self.step(batch_size), with_workspace=True).size_bytes <= self.budget_bytes
+            return 1.0 if fits else math.inf
+
+        found = BatchSearch(sample_time_s).largest(math.inf)
+        return 0 if found is None else found.size
+
+
+def _recommendation(facts: dict[str, Any]) -> str:
+    batch_size, budget = facts["batch_size"], format_bytes(facts["budget_bytes"])
+    if facts["fits_plain"]:
+        return f"batch {batch_size} fits {budget} as it is: no budget is needed"
+    if facts["fits"]:
+        cost = "" if facts["overhead"] is None else f", for {100 * facts['overhead']:.1f} % more time a step"
+        return f"train batch {batch_size} with MemoryBudget({budget!r}){cost}"
+    most = facts["largest_batch"].get("any")
+    if most:
+        return f"batch {batch_size} does not fit: use at most {most}, and accumulate gradients for the rest"
+    least = format_bytes(facts["least_budget_bytes"])
+    return f"no batch fits {budget}: the least budget found is {least} for batch {batch_size}"
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    verdict = "fits as it is" if facts["fits_plain"] else "fits inside a budget" if facts["fits"] else "does not fit"
+    lines = [
+        f"{facts['machine']}, {format_bytes(facts['budget_bytes'])}: batch {facts['batch_size']} {verdict}",
+        f"plain peak     {format_bytes(facts['plain_peak_bytes'])}, {facts['plain_time_s'] * 1e3:.2f} ms a step",
+        (
+            f"least budget   {format_bytes(facts['least_budget_bytes'])} (no plan of class 'saved' is below "
+            f"{format_bytes(facts['lower_bound_bytes'])}), set by op {facts['least_budget_op']} "
+            f"{facts['least_budget_op_name']} and"
+        ),
+    ]
+    for tensor in facts["least_budget_tensors"]:
+        made_by = f", made by {tensor['made_by']}" if tensor["made_by"] else ""
+        lines.append(f"  {format_bytes(tensor['size_bytes']):>11}  {tensor['kind']}{made_by}")
+    lines.append(f"largest batch  {facts['largest_plain_batch']} plain")
+    for name, size in facts["largest_batch"].items():
+        if name.endswith("_slowdown"):
+            continue
+        limit = "at any speed" if name == "any" else f"at most x{name} the time a sample"
+        reached = "" if size is None else f" (x{facts['largest_batch'][name + '_slowdown']:.3f})"
+        lines.append(f"  {'none' if size is None else size:>11}  {limit}{reached}")
+    lines.append(facts["recommendation"])
+    return lines

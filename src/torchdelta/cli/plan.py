@@ -1,0 +1,64 @@
+"""`torchdelta plan`: decide who leaves the device, and when."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from torchdelta.cli.prediction import facts_of, show
+from torchdelta.cli.step import EXIT_USAGE, fail, one_line_errors, priced, progress, read_step
+from torchdelta.units import parse_size
+
+__all__ = ["plan"]
+
+
+def plan(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A step, from `torchdelta trace`.", show_default=False)
+    ],
+    *,
+    memory_budget: Annotated[
+        str, typer.Option(help="'8GiB', '500MB', '80%' of the machine's memory, or bytes.", show_default=False)
+    ],
+    machine: Annotated[str, typer.Option(help="Name in the catalog, such as a100-80g.", show_default=False)],
+    planner: Annotated[str, typer.Option(help="Who plans; a wrong name lists them all.")] = "torchdelta",
+    effort: Annotated[str, typer.Option(help="fast or best.")] = "best",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan into this file.", show_default=False)
+    ] = None,
+    with_bound: Annotated[
+        bool, typer.Option("--bound", help="Prove how much another plan of the class 'saved' could gain.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Decide for every tensor of a step whether it stays, is swapped or is recomputed.
+
+    An impossible budget exits with 78 and names the least budget found.
+    """
+    wanted: Literal["fast", "best"] = "fast" if effort == "fast" else "best"
+    if effort not in {"fast", "best"}:
+        fail(f"unknown effort {effort!r}: use fast or best", EXIT_USAGE)
+    with one_line_errors(), progress() as say:
+        from torchdelta.machine.catalog import find
+        from torchdelta.plan.file import write_plan
+        from torchdelta.planners import get
+        from torchdelta.planners.lp_bound import bound
+        from torchdelta.simulate import simulate_plan
+
+        hardware, choose = find(machine), get(planner)
+        size = int(memory_budget) if memory_budget.isdecimal() else memory_budget
+        budget_bytes = parse_size(size, total_bytes=hardware.memory_bytes, name="memory budget")
+        step = priced(read_step(trace), hardware)
+        say(f"planning ({planner})")
+        made = choose(step, hardware, budget_bytes, wanted)
+        say("simulating")
+        facts = facts_of(simulate_plan(step, hardware, made), step)
+        facts |= {"planner": planner, "machine": hardware.name, "decision_class": made.header.decision_class}
+        if with_bound:
+            say("bounding")
+            proved = bound(step, hardware, budget_bytes)
+            facts |= {"bound_class": proved.decision_class, "bound_time_s": proved.time_s}
+        if output is not None:
+            write_plan(made, output)
+            facts["path"] = str(output)
+    show(facts, as_json=as_json)

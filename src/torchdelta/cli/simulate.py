@@ -1,0 +1,48 @@
+"""`torchdelta simulate`: what a step takes on a machine, plain or under a plan."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchdelta.cli.prediction import facts_of, show
+from torchdelta.cli.step import EXIT_USAGE, fail, one_line_errors, priced, progress, read_step
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A step, from `torchdelta trace`.", show_default=False)
+    ],
+    plan: Annotated[
+        Path | None, typer.Argument(metavar="[PLAN]", help="Its plan, from `torchdelta plan`.", show_default=False)
+    ] = None,
+    *,
+    machine: Annotated[
+        str | None, typer.Option(help="Name in the catalog; by default the plan's.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Predict a step's time, peak and transfers.
+
+    A plan that does not belong to the trace, or breaks its budget, is an error.
+    """
+    if machine is None and plan is None:
+        fail("without a plan a machine is needed: --machine a100-80g", EXIT_USAGE)
+    with one_line_errors(), progress() as say:
+        from torchdelta.machine.catalog import find
+        from torchdelta.plan.file import read_plan
+        from torchdelta.planners import get
+        from torchdelta.simulate import simulate_plan
+        from torchdelta.trace.model import peak
+
+        found = None if plan is None else read_plan(plan)
+        hardware = find(machine if machine is not None else found.header.machine if found is not None else "")
+        step = priced(read_step(trace), hardware)
+        if found is None:
+            found = get("keep")(step, hardware, max(peak(step, with_workspace=True).size_bytes, 1), "fast")
+        say("simulating")
+        facts = facts_of(simulate_plan(step, hardware, found), step)
+    facts |= {"planner": found.header.planner, "machine": hardware.name}
+    show(facts, as_json=as_json)

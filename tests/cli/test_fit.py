@@ -1,0 +1,85 @@
+"""`torchdelta fit`: fits or not, the least budget and what sets it, the largest batches, and what to do."""
+
+import json
+
+import pytest
+
+from tests.cli.inside import inside
+
+MODEL = """
+import torch
+from torch import nn
+
+def model(batch_size):
+    layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]
+    return nn.Sequential(*layers), torch.randn(batch_size, 512)
+
+def nothing(batch_size):
+    return 42
+
+def without_batch():
+    return model(2)
+"""
+OPTIONS = ("--machine", "t4", "--planner", "delta-2024", "--optimizer", "sgd")
+
+
+@pytest.fixture
+def _place(tmp_path, monkeypatch):
+    """A directory on the path with a module that builds a small model."""
+    (tmp_path / "small_for_fit.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("_place")
+def test_every_question_is_answered():
+    """A batch that needs a budget: its cost, the least budget and what sets it, batches that grow with patience."""
+    done = inside("fit", "small_for_fit:model", *OPTIONS, "--memory-budget", "64MiB", "--batch-size", "3000", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["fits"]
+    assert not facts["fits_plain"]
+    assert (
+        facts["lower_bound_bytes"] <= facts["least_budget_bytes"] <= facts["budget_bytes"] < facts["plain_peak_bytes"]
+    )
+    assert facts["least_budget_op_name"].startswith("aten.")
+    sizes = [tensor["size_bytes"] for tensor in facts["least_budget_tensors"]]
+    assert sizes
+    assert sizes == sorted(sizes, reverse=True)
+    batches = [facts["largest_batch"][name] for name in ("1.05", "1.10", "1.25", "any")]
+    assert batches == sorted(batches)
+    assert facts["largest_plain_batch"] <= batches[0]
+    assert batches[-1] >= 3000 * 0.99
+    assert "MemoryBudget" in facts["recommendation"]
+
+
+@pytest.mark.usefixtures("_place")
+def test_a_model_that_fits_needs_no_budget():
+    """Said so, in words."""
+    done = inside("fit", "small_for_fit:model", *OPTIONS, "--batch-size", "16")
+    assert "fits as it is" in done.stdout
+    assert "no budget is needed" in done.stdout
+
+
+@pytest.mark.usefixtures("_place")
+def test_a_batch_that_no_plan_holds_exits_with_78():
+    """With the batch that would."""
+    done = inside("fit", "small_for_fit:model", *OPTIONS, "--memory-budget", "64MiB", "--batch-size", "60000", code=78)
+    assert "does not fit: use at most" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("small_for_fit:nothing", "must return"),
+        ("small_for_fit:nowhere", "nowhere"),
+        ("absent:model", "absent"),
+        ("small_for_fit", "small_for_fit"),
+        ("small_for_fit:without_batch", "takes no batch size"),
+    ],
+)
+@pytest.mark.usefixtures("_place")
+def test_a_function_that_cannot_be_used_is_one_line(function, said):
+    """A module that does not import, a function that is not there, that takes or returns the wrong thing."""
+    done = inside("fit", function, *OPTIONS, code=1)
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert said in done.stderr
+    assert done.stdout == ""

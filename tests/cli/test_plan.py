@@ -1,0 +1,137 @@
+"""`torchdelta plan` and `torchdelta simulate`: what they answer, and one clear line for everything that goes wrong."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.cli.command import torchdelta as in_a_process
+from tests.cli.inside import inside as torchdelta
+from tests.planners.chains import MIB, chain
+from torchdelta.plan.file import read_plan
+from torchdelta.plan.validate import validate
+from torchdelta.trace.file import write_trace
+from torchdelta.trace.model import peak
+
+STEP = chain([(64 * MIB, 8e-3, 2e-3)] * 6)
+ON = ("--machine", "a100-80g")
+KNAPSACK = (*ON, "--planner", "delta-2024")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """A trace file of six blocks."""
+    path = tmp_path_factory.mktemp("step") / "step.trace"
+    write_trace(STEP, path)
+    return path
+
+
+def test_a_plan_is_made_written_and_simulated(trace, tmp_path):
+    """Both commands tell the same of it; the file holds a valid plan; names carry their units."""
+    budget_bytes = peak(STEP).size_bytes * 6 // 10
+    path = tmp_path / "step.plan"
+    made = in_a_process("plan", trace, "--memory-budget", budget_bytes, *KNAPSACK, "-o", path, "--bound", "--json")
+    facts = json.loads(made.stdout)
+    assert facts["peak_bytes"] <= facts["budget_bytes"] == budget_bytes < facts["plain_peak_bytes"]
+    assert facts["bound_time_s"] <= facts["time_s"] * (1 + 1e-9)
+    assert facts["time_s"] == pytest.approx(facts["plain_time_s"] + facts["stall_s"] + facts["recompute_s"])
+    assert facts["num_swapped"] + facts["num_recomputed"] > 0
+    validate(STEP, read_plan(path))
+    again = json.loads(torchdelta("simulate", trace, path, "--json").stdout)
+    for name in ("peak_bytes", "time_s", "stall_s", "recompute_s", "swapped_out_bytes"):
+        assert again[name] == facts[name]
+
+
+def test_text_says_the_same_for_people(trace):
+    """A share of the machine's memory is a budget, too; a step that fits is left alone."""
+    lines = torchdelta("plan", trace, "--memory-budget", "80%", *KNAPSACK).stdout.splitlines()
+    by_name = {line.split()[0]: line for line in lines}
+    assert "64.00 GiB" in by_name["budget"] or "GiB" in by_name["budget"]
+    assert "+0.00 %" in by_name["time"]
+    plain = torchdelta("simulate", trace, *ON).stdout
+    assert "keep on a100-80g" in plain
+
+
+def test_an_impossible_budget_names_the_least(trace):
+    """Exit code 78, one line, and the budget that it names is possible."""
+    done = torchdelta("plan", trace, "--memory-budget", "1MiB", *KNAPSACK, code=78)
+    assert len(done.stderr.strip().splitlines()[-1:]) == 1
+    assert "the least budget found is" in done.stderr
+    assert done.stdout == ""
+    least_bytes = int(done.stderr.split("(")[1].split(" bytes")[0])
+    assert torchdelta("plan", trace, "--memory-budget", least_bytes, *KNAPSACK).stdout
+
+
+def broken(tmp_path, edit):
+    """A trace file whose records were edited by hand."""
+    path = tmp_path / "broken.trace"
+    write_trace(STEP, path)
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    edit(lines)
+    path.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in lines).encode() + b"\n"))
+    return path
+
+
+def negative_life(lines):
+    """A buffer that dies before it is born."""
+    next(line for line in lines if line["record"] == "buffer" and line["birth_op"] > 3)["death_op"] = 1
+
+
+def cyclic_read(lines):
+    """An op that reads what it will write only later."""
+    ops = [line for line in lines if line["record"] == "op"]
+    ops[0]["reads"] = [*ops[0]["reads"], ops[1]["writes"][0]]
+
+
+def without_records(lines):
+    """A header and an end that counts nothing."""
+    end = lines[-1]
+    lines[1:] = [{name: 0 if isinstance(value, int) else value for name, value in end.items()}]
+
+
+@pytest.mark.parametrize("edit", [negative_life, cyclic_read])
+def test_a_trace_that_cannot_be_is_refused(tmp_path, edit):
+    """One line that names the record."""
+    done = torchdelta("simulate", broken(tmp_path, edit), *ON, code=1)
+    assert len(done.stderr.splitlines()) == 1
+    assert "broken.trace" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_empty_trace_is_refused(tmp_path):
+    """There is nothing to plan."""
+    path = broken(tmp_path, without_records)
+    done = torchdelta("plan", path, "--memory-budget", "1GiB", *KNAPSACK, code=1)
+    assert len(done.stderr.splitlines()) == 1
+    assert "no ops" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "code"),
+    [
+        (("--machine", "a100-800g", "--memory-budget", "1GiB"), "unknown machine 'a100-800g'", 1),
+        ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "the nearest is 'delta-202", 1),
+        ((*ON, "--effort", "most", "--memory-budget", "1GiB"), "unknown effort 'most'", 2),
+        ((*KNAPSACK, "--memory-budget", "1.5"), "two readings", 2),
+        ((*KNAPSACK, "--memory-budget", "8 potatoes"), "potatoes", 2),
+    ],
+)
+def test_wrong_words_are_one_line(trace, arguments, said, code):
+    """With the nearest that would work."""
+    done = torchdelta("plan", trace, *arguments, code=code)
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_files_that_are_not_there_or_something_else_are_one_line(trace, tmp_path):
+    """A missing trace, a plan that is a trace, a plan of another step."""
+    torchdelta("simulate", tmp_path / "none.trace", *ON, code=1)
+    assert len(torchdelta("simulate", trace, trace, code=1).stderr.splitlines()) == 1
+    other = tmp_path / "other.trace"
+    write_trace(chain([(64 * MIB, 8e-3, 2e-3)] * 3), other)
+    path = tmp_path / "other.plan"
+    torchdelta("plan", other, "--memory-budget", "1GiB", *KNAPSACK, "-o", path)
+    done = torchdelta("simulate", trace, path, code=1)
+    assert "belongs to another trace" in done.stderr.splitlines()[-1]
+    assert "machine is needed" in torchdelta("simulate", trace, code=2).stderr
