@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 NAMES = ("budget", "counting", "policies", "oom_proof", "growth", "sweep", "checksum", "soak")
-ON_REQUEST = ("gpu",)  # `all` leaves out what needs more than this machine
+ON_REQUEST = ("gpu", "papers")  # `all` leaves out what needs more than this machine, or runs nothing on it
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,92 @@
+"""The models of the papers on their machines: traced without memory, priced at any batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from benchmarks import zoo
+from torchdelta.machine.catalog import find
+from torchdelta.machine.roofline import price
+from torchdelta.trace.model import peak
+from torchdelta.trace.symbolic import scale, trace_step
+
+if TYPE_CHECKING:
+    from torchdelta.machine.model import Machine
+    from torchdelta.trace.model import Trace
+    from torchdelta.trace.symbolic import OptimizerName
+
+_TRACED = (2, 4)
+"""The two batch sizes that are traced; never 1, at which op lists differ."""
+
+_VISION = ("resnet50", "resnet101", "vgg16", "alexnet")
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a machine."""
+
+    model: str
+    machine_name: str
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables and on the command line."""
+        return f"{self.model}@{self.machine_name}"
+
+    @property
+    def machine(self) -> Machine:
+        """The catalog's entry."""
+        return find(self.machine_name)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(model="resnet50", machine_name="v100-32g"),
+        Case(model="resnet50", machine_name="a100-80g"),
+        Case(model="resnet101", machine_name="v100-32g"),
+        Case(model="resnet101", machine_name="a100-80g"),
+        Case(model="bert_large", machine_name="v100-32g"),
+        Case(model="bert_large", machine_name="a100-80g"),
+        Case(model="gpt2_large", machine_name="a100-80g"),
+        Case(model="gpt2_xl", machine_name="a100-80g"),
+    )
+}
+
+
+@cache
+def traced(model: str, batch_size: int, *, with_optimizer: bool) -> Trace:
+    """Return the trace of a model's step at one of the two batch sizes.
+
+    Without the optimizer means plain SGD, which has no states; with it SGD with momentum for vision models, AdamW else.
+    """
+    optimizer: OptimizerName = "sgd"
+    if with_optimizer:
+        optimizer = "sgd-momentum" if model in _VISION else "adamw"
+    return trace_step(getattr(zoo, model), batch_size=batch_size, optimizer=optimizer, comment=model)
+
+
+def step(model: str, machine: Machine, batch_size: int, *, with_optimizer: bool) -> Trace:
+    """Return a model's step at any batch size, priced for a machine."""
+    first, second = (traced(model, size, with_optimizer=with_optimizer) for size in _TRACED)
+    return price(scale(first, second, batch_size), machine)
+
+
+def largest_plain_batch(model: str, machine: Machine, *, with_optimizer: bool) -> int:
+    """Return the largest batch that fits the machine's memory when nothing leaves; 0 if none does."""
+
+    def fits(batch_size: int) -> bool:
+        trace = step(model, machine, batch_size, with_optimizer=with_optimizer)
+        return peak(trace, with_workspace=True).size_bytes <= machine.memory_bytes
+
+    if not fits(1):
+        return 0
+    good, bad = 1, 2
+    while fits(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good

@@ -1,0 +1,192 @@
+"""What stands in each table, cell by cell."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from benchmarks.papers.subjects import Case, largest_plain_batch, step
+from torchdelta.errors import InfeasibleError
+from torchdelta.planners import get
+from torchdelta.planners.autoswap import SCORES, reduction
+from torchdelta.planners.delta_2022_released import OPTIONS as RELEASED_OPTIONS
+from torchdelta.planners.fitting import BatchSearch, least_budget
+from torchdelta.planners.lp_bound import bound, least_peak_bound
+from torchdelta.simulate import simulate_plan
+from torchdelta.trace.model import peak
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torchdelta.machine.model import Machine
+    from torchdelta.planners import Effort
+    from torchdelta.trace.model import Trace
+
+Row = dict[str, Any]
+
+OURS = "torchdelta"
+SLOWDOWNS = (1.05, 1.10, 1.25)
+DELTA_MULTIPLES = {"resnet50": 2.04, "resnet101": 2.25, "gpt2_large": 5.5, "gpt2_xl": 6.0}
+"""Published multiples of the plain batch (DELTA 2022 for ResNets, DELTA 2024 for GPT-2)."""
+
+
+def overheads(case: Case, shares: Sequence[float], planners: Sequence[str], *, with_bound: bool) -> Iterator[Row]:
+    """Yield a row a budget: what each planner's plan costs there, and the bound.
+
+    The batch is the largest that plain fits; activations only (plain SGD).
+    """
+    machine = case.machine
+    batch_size = largest_plain_batch(case.model, machine, with_optimizer=False)
+    trace = step(case.model, machine, max(batch_size, 1), with_optimizer=False)
+    plain_peak_bytes = peak(trace, with_workspace=True).size_bytes
+    for share in shares:
+        budget_bytes = int(share * plain_peak_bytes)
+        row: Row = {
+            "case": case.name,
+            "batch_size": batch_size,
+            "plain_peak_bytes": plain_peak_bytes,
+            "share": share,
+            "budget_bytes": budget_bytes,
+            "lower_bound_bytes": least_peak_bound(trace),
+            "planners": {name: overhead(trace, machine, budget_bytes, name) for name in planners},
+        }
+        if with_bound:
+            start_s = time.process_time()
+            proved = bound(trace, machine, budget_bytes)
+            row["bound"] = {
+                "class": proved.decision_class,
+                "feasible": proved.feasible,
+                "overhead": proved.overhead if proved.feasible else None,
+                "solve_s": time.process_time() - start_s,
+            }
+        yield row
+
+
+def overhead(trace: Trace, machine: Machine, budget_bytes: int, planner: str) -> Row:
+    """Return what a planner's plan costs, or the least budget that it found."""
+    name, _, effort = planner.partition(":")
+    start_s = time.process_time()
+    try:
+        plan = get(name)(trace, machine, budget_bytes, _effort(effort))
+    except InfeasibleError as error:
+        return {"feasible": False, "least_budget_bytes": error.least_budget_bytes}
+    plan_s = time.process_time() - start_s
+    simulation = simulate_plan(trace, machine, plan)
+    row: Row = {
+        "feasible": True,
+        "overhead": simulation.overhead,
+        "stall_s": simulation.stall_s,
+        "recompute_s": simulation.recompute_s,
+        "swapped_out_bytes": simulation.swapped_out_bytes,
+        "class": plan.header.decision_class,
+        "plan_s": plan_s,
+    }
+    if name == "delta-2022-released":
+        # The published code copies synchronously: that is its figure; the other is what a better runtime makes of it.
+        row["overhead_with_prefetch"] = row["overhead"]
+        row["overhead"] = simulate_plan(trace, machine, plan, options=RELEASED_OPTIONS).overhead
+    return row
+
+
+def floor(case: Case, planners: Sequence[str]) -> Row:
+    """Return the least budget at which each planner finds a plan, and the proved lower bound."""
+    machine = case.machine
+    batch_size = largest_plain_batch(case.model, machine, with_optimizer=False)
+    trace = step(case.model, machine, max(batch_size, 1), with_optimizer=False)
+    found: dict[str, int] = {}
+    for planner in planners:
+        name, _, effort = planner.partition(":")
+        found[planner] = least_budget(trace, machine, get(name), _effort(effort)).budget_bytes
+    return {
+        "case": case.name,
+        "plain_peak_bytes": peak(trace, with_workspace=True).size_bytes,
+        "least_budget_bytes": found,
+        "lower_bound_bytes": least_peak_bound(trace),
+    }
+
+
+def batches(case: Case, effort: Effort) -> Row:
+    """Return the largest batches at the machine's memory, optimizer states included, and what DELTA's multiples cost.
+
+    The slowdown is of the time a sample, against plain at the largest batch that plain fits (at batch 1 if none does).
+    """
+    machine = case.machine
+    plain_batch = largest_plain_batch(case.model, machine, with_optimizer=True)
+    plain = step(case.model, machine, max(plain_batch, 1), with_optimizer=True)
+    plain_sample_s = sum(op.time_s for op in plain.ops) / max(plain_batch, 1)
+
+    def sample_time_s(batch_size: int) -> float:
+        trace = step(case.model, machine, batch_size, with_optimizer=True)
+        try:
+            plan = get(OURS)(trace, machine, machine.memory_bytes, effort)
+        except InfeasibleError:
+            return float("inf")
+        return simulate_plan(trace, machine, plan).time_s / batch_size
+
+    search = BatchSearch(sample_time_s)
+    row: Row = {"case": case.name, "plain_batch": plain_batch, "effort": effort, "largest": {}}
+    for slowdown in (*SLOWDOWNS, float("inf")):
+        found = search.largest(slowdown * plain_sample_s, first=max(plain_batch, 1))
+        row["largest"]["at all" if slowdown == float("inf") else f"{slowdown:.2f}"] = found and {
+            "batch_size": found.size,
+            "multiple": found.size / plain_batch if plain_batch else None,
+            "slowdown": found.sample_time_s / plain_sample_s,
+        }
+    multiple = DELTA_MULTIPLES.get(case.model)
+    if multiple is not None and plain_batch:
+        batch_size = int(multiple * plain_batch)
+        row["at_delta"] = {
+            "multiple": multiple,
+            "batch_size": batch_size,
+            "slowdown": _finite(sample_time_s(batch_size) / plain_sample_s),
+        }
+    return row
+
+
+def autoswap(model: str, machine: Machine, batch_size: int) -> Row:
+    """Return what each of AutoSwap's scores saves without any waiting.
+
+    Of the load of variables, as the paper counts it: what ops take inside themselves is left out.
+    """
+    priced = step(model, machine, batch_size, with_optimizer=True)
+    trace = replace(priced, ops=tuple(replace(op, workspace_bytes=0) for op in priced.ops))
+    found = {score: reduction(trace, machine, score) for score in SCORES}
+    return {
+        "model": model,
+        "machine": machine.name,
+        "batch_size": batch_size,
+        "plain_peak_bytes": found[SCORES[0]].plain_peak_bytes,
+        "reduction": {score: result.reduction for score, result in found.items()},
+    }
+
+
+def planning_time(case: Case, effort: Effort, share: float, rounds: int) -> Row:
+    """Return how long the default planner thinks, warm: the least of some rounds, in seconds of this process."""
+    machine = case.machine
+    batch_size = largest_plain_batch(case.model, machine, with_optimizer=False)
+    trace = step(case.model, machine, max(batch_size, 1), with_optimizer=False)
+    budget_bytes = int(share * peak(trace, with_workspace=True).size_bytes)
+    times_s: list[float] = []
+    for _ in range(rounds + 1):
+        start_s = time.process_time()
+        get(OURS)(trace, machine, budget_bytes, effort)
+        times_s.append(time.process_time() - start_s)
+    return {
+        "case": case.name,
+        "effort": effort,
+        "share": share,
+        "num_ops": len(trace.ops),
+        "first_s": times_s[0],
+        "warm_s": min(times_s[1:]),
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _effort(word: str) -> Effort:
+    return "fast" if word == "fast" else "best"

@@ -1,0 +1,46 @@
+"""The benchmark of the papers, tried on its smallest case."""
+
+import argparse
+
+import pytest
+
+from benchmarks.__main__ import build_parser
+from benchmarks.papers import command, subjects, tables
+from torchdelta.machine.catalog import find
+from torchdelta.trace.model import peak
+
+
+@pytest.fixture
+def options():
+    """What the command line gives for one case, two planners, and nothing written."""
+    parser = build_parser({"papers": command})
+    arguments = ["papers", "--no-write", "--cases", "resnet50@v100-32g", "--shares", "0.6", "--tables", "overheads"]
+    return parser.parse_args([*arguments, "--planners", "keep", "delta-2024"])
+
+
+def test_the_largest_plain_batch_fits_and_the_next_does_not():
+    """By the same peak that a plan is held to."""
+    machine = find("t4")
+    size = subjects.largest_plain_batch("resnet50", machine, with_optimizer=True)
+    assert size > 1
+    for batch_size, fits in ((size, True), (size + 1, False)):
+        step = subjects.step("resnet50", machine, batch_size, with_optimizer=True)
+        assert (peak(step, with_workspace=True).size_bytes <= machine.memory_bytes) is fits
+
+
+def test_a_cell_has_the_bound_below_every_plan(options: argparse.Namespace, capsys):
+    """The knapsack has a plan at 60 %, keep has none; both tables are printed."""
+    outcome = command.run(options)
+    (row,) = outcome.data["overheads"]
+    assert row["planners"]["keep"] == {"feasible": False, "least_budget_bytes": row["plain_peak_bytes"]}
+    assert 0 < row["bound"]["overhead"] <= row["planners"]["delta-2024"]["overhead"]
+    assert outcome.data["floors"][0]["least_budget_bytes"]["delta-2024"] >= row["lower_bound_bytes"]
+    printed = capsys.readouterr().out
+    assert "| resnet50@v100-32g | 60%" in printed
+    assert "Least budgets found" in printed
+
+
+def test_autoswap_saves_something_without_waiting():
+    """On AlexNet, the smallest of its models."""
+    row = tables.autoswap("alexnet", find("t4"), 16)
+    assert 0 < max(row["reduction"].values()) < 1
