@@ -147,7 +147,7 @@ def bound(
     return msgspec.structs.replace(
         nothing,
         time_s=plain_time_s + max(0.0, solution.objective) * rows.unit_s,
-        swap=_shares(rows, solution.values, rows.swap),
+        swap=_used_swaps(rows, solution.values),
         recompute=_shares(rows, solution.values, rows.recompute),
     )
 
@@ -342,6 +342,16 @@ class _Rows:
                     if (i, m) in self.away_r:
                         terms.append((self.away_r[i, m], -1.0))
                     self.program.row(terms, upper=1.0)
+
+
+def _used_swaps(rows: _Rows, values: list[float]) -> dict[int, float]:
+    """Return the swapped shares that are away at any moment: one that is never away costs nothing and says nothing."""
+    shares: dict[int, float] = {}
+    for (i, _), variable in rows.away_s.items():
+        buffer_id, share = rows.everyone[i].buffer_id, min(values[variable], 1.0)
+        if share > max(shares.get(buffer_id, 0.0), 1e-6):
+            shares[buffer_id] = share
+    return shares
 
 
 def _shares(rows: _Rows, values: list[float], variables: dict[int, int]) -> dict[int, float]:

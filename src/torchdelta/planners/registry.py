@@ -31,6 +31,7 @@ _MODULES = (
     "keep",
     "mu_two",
     "swap_all",
+    "torchdelta",
 )
 """The modules of this package that hold planners."""
 

@@ -447,14 +447,14 @@ def _clock(s: Static, w: Work, codes: Codes, budget: int, synchronous: bool) -> 
 
 
 @njit(cache=True)
-def evaluate(s: Static, w: Work, codes: Codes, budget: int, prefetch: bool, synchronous: bool) -> None:
+def evaluate(s: Static, w: Work, codes: Codes, limits: Ints, prefetch: bool, synchronous: bool) -> None:
     """Simulate a step. The answers are in `w`.
 
     Args:
         s: The problem.
         w: Room for it.
         codes: One a gap.
-        budget: Bytes of the device.
+        limits: Most bytes on the device, on the host and on the disk.
         prefetch: See `Options`.
         synchronous: See `Options`.
     """
@@ -464,7 +464,10 @@ def evaluate(s: Static, w: Work, codes: Codes, budget: int, prefetch: bool, sync
     w.stall_out[:] = 0.0
     w.stall_in[:] = 0.0
     _contents(s, w, codes)
-    _issue_moments(s, w, budget, prefetch)
-    _clock(s, w, codes, budget, synchronous)
+    _issue_moments(s, w, limits[0], prefetch)
+    _clock(s, w, codes, limits[0], synchronous)
+    # Too much elsewhere weighs as if it lasted the whole step, so that a search sees it in the same sum.
+    w.ints[EXCESS_SUM] += max(0, w.ints[HOST_PEAK] - limits[1]) * s.time_s.shape[0]
+    w.ints[EXCESS_SUM] += max(0, w.ints[DISK_PEAK] - limits[2]) * s.time_s.shape[0]
     if w.ints[INVALID]:
         w.floats[TIME] = np.inf

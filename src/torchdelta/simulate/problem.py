@@ -138,10 +138,15 @@ class Problem:
             codes[index] = Code.AGAIN if code == Code.RECOMPUTE and not decision.stays_when_met else code
         return codes
 
+    def limits(self, budget_bytes: int) -> NDArray[np.int64]:
+        """Return the most bytes on the device, on the host and on the disk, as the kernel takes them."""
+        return np.array([budget_bytes, self.host_budget_bytes, self.disk_budget_bytes], np.int64)
+
     def score(self, codes: NDArray[np.int8], budget_bytes: int) -> Score:
         """Evaluate a decision: about 40 microseconds for every thousand ops."""
         work = self.work
-        kernel.evaluate(self.static, work, codes, budget_bytes, self.options.prefetch, self.options.synchronous)
+        limits = self.limits(budget_bytes)
+        kernel.evaluate(self.static, work, codes, limits, self.options.prefetch, self.options.synchronous)
         ints = work.ints
         return Score(
             time_s=float(work.floats[kernel.TIME]),

@@ -1,0 +1,230 @@
+"""The moves of the planner `torchdelta`, compiled: each is judged by a whole simulation.
+
+A decision is *better* than another if it passes the budget by less (summed over the ops) or, at equal excess, takes
+less time. `release` goes downhill in excess, best gain for a second first; `improve` tries other codes one gap at a
+time; `shake` takes some releases back and repairs at another place. All end after a number of steps that depends on
+the problem alone, and chance comes from a generator with a fixed seed: the same problem gives the same plan.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from torchdelta.simulate.kernel import (
+    EXCESS_SUM,
+    INVALID,
+    TIME,
+    Codes,
+    Static,
+    Work,
+    evaluate,
+)
+
+__all__ = ["Flags", "improve", "release", "shake"]
+
+Flags = NDArray[np.bool_]
+
+_SAMPLE = 20
+_TINY_S = 1e-9
+
+
+@njit(cache=True)
+def _measure(s: Static, w: Work, codes: Codes, limits: NDArray[np.int64]) -> tuple[int, float]:
+    evaluate(s, w, codes, limits, True, False)
+    if w.ints[INVALID]:
+        return 2**62, np.inf
+    return w.ints[EXCESS_SUM], w.floats[TIME]
+
+
+@njit(cache=True)
+def _price(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    limits: NDArray[np.int64],
+    allowed: Flags,
+    link_price: float,
+    gap: int,
+    now: tuple[int, float],
+    ratio: NDArray[np.float64],
+) -> None:
+    """Fill `ratio[gap, code]`: what a release gains, in byte-moments above the budget, for each second it costs."""
+    old = codes[gap]
+    for code in range(1, 5):
+        ratio[gap, code] = -1.0
+        if not allowed[gap, code] or code == old:
+            continue
+        codes[gap] = code
+        excess, time_s = _measure(s, w, codes, limits)
+        gain = now[0] - excess
+        if gain > 0:
+            cost = max(time_s - now[1], 0.0) + _TINY_S
+            if code <= 2:
+                cost += link_price * s.size[s.gap_buffer[gap]] / s.rates[0]
+            ratio[gap, code] = gain / cost
+    codes[gap] = old
+
+
+@njit(cache=True)
+def release(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    limits: NDArray[np.int64],
+    allowed: Flags,
+    among: NDArray[np.int64],
+    link_price: float,
+    neighbours: int,
+) -> tuple[int, float]:
+    """Change codes, in place, until the budget holds or nothing helps; return excess and time.
+
+    Lazy: prices are kept until a gap comes up as the best, and then looked at again; a gap's neighbours in time, whose
+    chains it shares, are priced anew at once.
+
+    Args:
+        s: The problem.
+        w: Room.
+        codes: Where to start; the result.
+        limits: See `evaluate`.
+        allowed: Which codes each gap may take.
+        among: The gaps that may change.
+        link_price: Added cost of a swap, as a share of its transfer's time.
+        neighbours: How many gaps on either side are priced anew.
+    """
+    now = _measure(s, w, codes, limits)
+    ratio = np.full((codes.shape[0], 5), -1.0)
+    if now[0] == 0:
+        return now
+    for index in range(among.shape[0]):
+        _price(s, w, codes, limits, allowed, link_price, among[index], now, ratio)
+    stale_rounds = 0
+    while now[0] > 0:
+        best, best_ratio, second = -1, 0.0, 0.0
+        for index in range(among.shape[0]):
+            gap = among[index]
+            for code in range(1, 5):
+                if ratio[gap, code] > best_ratio:
+                    if gap != best:
+                        second = best_ratio
+                    best, best_ratio = gap, ratio[gap, code]
+                elif ratio[gap, code] > second and gap != best:
+                    second = ratio[gap, code]
+        if best < 0:
+            # Prices may have been taken before others left: look once more at everything.
+            stale_rounds += 1
+            if stale_rounds > 2:
+                break
+            for index in range(among.shape[0]):
+                _price(s, w, codes, limits, allowed, link_price, among[index], now, ratio)
+            continue
+        _price(s, w, codes, limits, allowed, link_price, best, now, ratio)
+        fresh, fresh_code = 0.0, 0
+        for code in range(1, 5):
+            if ratio[best, code] > fresh:
+                fresh, fresh_code = ratio[best, code], code
+        if fresh_code == 0 or fresh < 0.9 * second:
+            continue
+        codes[best] = fresh_code
+        now = _measure(s, w, codes, limits)
+        stale_rounds = 0
+        ratio[best, :] = -1.0
+        for other in range(max(0, best - neighbours), min(codes.shape[0], best + neighbours + 1)):
+            if codes[other] == 0 and ratio[other, 1:].max() > 0.0:
+                _price(s, w, codes, limits, allowed, link_price, other, now, ratio)
+    return now
+
+
+@njit(cache=True)
+def improve(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    limits: NDArray[np.int64],
+    allowed: Flags,
+    order: NDArray[np.int64],
+    rounds: int,
+) -> tuple[int, float]:
+    """Try every other code, KEEP first, gap by gap in the given order, and keep what is better."""
+    now = _measure(s, w, codes, limits)
+    for _ in range(rounds):
+        changed = False
+        for index in range(order.shape[0]):
+            gap = order[index]
+            old = codes[gap]
+            best = old
+            for code in range(5):
+                if code == old or not allowed[gap, code]:
+                    continue
+                if now[0] == 0 and code != 0 and old == 0:
+                    continue  # what stays costs nothing by itself
+                codes[gap] = code
+                found = _measure(s, w, codes, limits)
+                # At equal cost a buffer that stays is the better plan.
+                if (
+                    found[0] < now[0]
+                    or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
+                    or (code == 0 and found[0] == now[0] and found[1] <= now[1])
+                ):
+                    now = found
+                    best = code
+                    changed = True
+            codes[gap] = best
+        if not changed:
+            break
+    return now
+
+
+@njit(cache=True)
+def shake(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    limits: NDArray[np.int64],
+    allowed: Flags,
+    steps: int,
+    reach: int,
+    seed: int,
+) -> tuple[int, float]:
+    """Take a few releases back, repair around, and keep the result if it is better; return excess and time.
+
+    Half of the steps choose gaps that follow one another, whose chains are shared, half choose any.
+    """
+    num_gaps = codes.shape[0]
+    now = _measure(s, w, codes, limits)
+    state = seed
+    old = codes.copy()
+    for step in range(steps):
+        old[:] = codes
+        state = (state * 1103515245 + 12345) % 2147483648
+        size = 1 + (state >> 8) % reach
+        chosen = np.zeros(num_gaps, np.bool_)
+        state = (state * 1103515245 + 12345) % 2147483648
+        start = (state >> 8) % num_gaps
+        for number in range(size):
+            gap = (start + number) % num_gaps
+            if step % 2:
+                state = (state * 1103515245 + 12345) % 2147483648
+                gap = (state >> 8) % num_gaps
+            state = (state * 1103515245 + 12345) % 2147483648
+            code = 0
+            if step % 4 >= 2:
+                code = (state >> 8) % 5
+            codes[gap] = code if allowed[gap, code] else 0
+            chosen[gap] = True
+        # Repair with what changed, with what follows and precedes a row, and with a sample of the others.
+        if step % 2 == 0:
+            for number in range(-3, size + 3):
+                chosen[(start + number) % num_gaps] = True
+        for _ in range(_SAMPLE):
+            state = (state * 1103515245 + 12345) % 2147483648
+            chosen[(state >> 8) % num_gaps] = True
+        among = np.flatnonzero(chosen)
+        found = release(s, w, codes, limits, allowed, among, 0.0, 0)
+        if found[0] <= now[0] and found[1] < now[1] * 1.02:
+            touched = among[codes[among] != 0]
+            found = improve(s, w, codes, limits, allowed, touched, 1)
+        if found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9)):
+            now = found
+        else:
+            codes[:] = old
+    return now

@@ -1,0 +1,174 @@
+"""`torchdelta`, the default planner: swap and recompute together, every choice priced by the simulator.
+
+Ours. It starts with everything on the device and lets go of what relieves the moments above the budget the most for
+each second that it costs; that cost is the difference of two simulations, so replay chains that grow and links that
+fill are in it. Then it takes back what is no longer needed and exchanges swaps for replays. Starts differ in the
+price of a link's byte (a small one makes cheap replays leave the link to others) and in how far they look around.
+
+Guarantees: never a plan above the budget; within the class *saved* it finds a plan whenever there is one and the host
+has room, because swapping everything reaches the least peak of the class, and the search may start there.
+Deterministic. Known weakness: below about 1.3 times the least peak it is a local optimum of single moves and of small
+random repairs.
+
+Each simulation is linear in the ops; `fast` takes some thousands of them, `best` some tens of thousands.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import Plan
+from torchdelta.planners import search
+from torchdelta.planners.outcome import finished
+from torchdelta.planners.registry import Effort, register
+from torchdelta.simulate.model import Code
+from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import Trace
+
+__all__ = ["choose", "least_peak", "plan", "plan_extended"]
+
+Codes = NDArray[np.int8]
+
+_FAST_STARTS = ((0.0, 1),)
+_SMALL_STARTS = ((0.0, 1), (0.0, 0))
+_BEST_STARTS = ((0.0, 3), (0.05, 3), (0.0, 0), (0.3, 1))
+"""Price of a link's byte as a share of its time, and how many neighbours are priced anew."""
+
+_SMALL = 200
+"""Up to this many gaps `fast` can afford more than one start."""
+
+_FEW_SHAKES = 40
+_SHAKES_A_GAP = 40
+_SHAKES_OF_GAPS = 400_000
+"""How many times `best` shakes: so many over the number of gaps, and not more often than that for each gap."""
+
+
+@register("torchdelta")
+def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
+    """Choose within the class *saved*.
+
+    Raises:
+        InfeasibleError: The budget is below the least peak of the class, or the host has no room.
+    """
+    problem = Problem.of(trace, machine)
+    codes = choose(problem, budget_bytes, effort)
+    least_bytes = least_peak(problem)
+    return finished(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
+
+
+@register("torchdelta-extended")
+def plan_extended(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
+    """Choose within the class *extended*, starting from the choice within *saved*: never worse than that.
+
+    Raises:
+        InfeasibleError: No plan within the budget was found.
+    """
+    saved = Problem.of(trace, machine)
+    start = choose(saved, budget_bytes, effort)
+    if saved.score(start, budget_bytes).is_feasible and not start.any():
+        return finished(saved, start, budget_bytes, planner="torchdelta-extended", effort=effort)
+    problem = Problem.of(trace, machine, decision_class="extended")
+    codes = choose(problem, budget_bytes, effort, start=_carried_over(saved, start, problem))
+    least_bytes = least_peak(problem)
+    return finished(problem, codes, budget_bytes, planner="torchdelta-extended", effort=effort, least_bytes=least_bytes)
+
+
+def least_peak(problem: Problem) -> int:
+    """Return the least peak that is surely found: that of swapping everything.
+
+    Within the class *saved* no plan has a lower one: nothing is away for longer, and no replay adds to it.
+    """
+    return problem.score(np.full(len(problem.gaps), Code.SWAP, np.int8), 0).peak_bytes
+
+
+def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes | None = None) -> Codes:
+    """Return the best codes found; they may pass the budget if nothing else was found.
+
+    Args:
+        problem: Of any class.
+        budget_bytes: The budget.
+        effort: How long to think.
+        start: Codes to start from as well.
+    """
+    keep = problem.keep_all()
+    limits = problem.limits(budget_bytes)
+    if not len(keep) or problem.score(keep, budget_bytes).is_feasible:
+        return keep
+    hunt = _Hunt(problem, limits)
+    small = len(keep) <= _SMALL
+    if effort == "best":
+        hunt.follow(choose(problem, budget_bytes, "fast", start=start), rounds=2)
+    elif start is not None:
+        hunt.follow(start.copy(), rounds=1)
+    starts = _BEST_STARTS if effort == "best" else _SMALL_STARTS if small else _FAST_STARTS
+    for link_price, neighbours in starts:
+        hunt.release(keep.copy(), limits, link_price, neighbours)
+    if effort == "best":
+        # What is best with a little less memory is a plan here too: the price never falls with the budget.
+        for share in (0.97, 0.93):
+            tighter = limits.copy()
+            tighter[0] = int(share * budget_bytes)
+            hunt.release(keep.copy(), tighter, 0.0, 1)
+    if hunt.excess > 0:
+        hunt.follow(np.where(hunt.allowed[:, Code.SWAP], Code.SWAP, Code.KEEP).astype(np.int8), rounds=3)
+    if effort == "best" or small:
+        shakes = min(_SHAKES_A_GAP * len(keep), _SHAKES_OF_GAPS // len(keep))
+        hunt.shake(shakes if effort == "best" else _FEW_SHAKES)
+    return hunt.codes
+
+
+class _Hunt:
+    """The best decision so far. Lives as long as one call of `choose`."""
+
+    def __init__(self, problem: Problem, limits: NDArray[np.int64]) -> None:
+        self.problem = problem
+        self.limits = limits
+        self.allowed = _allowed(problem)
+        sizes = problem.static.size[problem.static.gap_buffer]
+        self.everyone = np.arange(len(sizes), dtype=np.int64)
+        self.largest_first = np.argsort(-sizes, kind="stable").astype(np.int64)
+        self.codes = problem.keep_all()
+        self.excess, self.time_s = 2**62, float("inf")
+
+    def release(self, codes: Codes, limits: NDArray[np.int64], link_price: float, neighbours: int) -> None:
+        static, work = self.problem.static, self.problem.work
+        search.release(static, work, codes, limits, self.allowed, self.everyone, link_price, neighbours)
+        self.follow(codes, rounds=1)
+
+    def follow(self, codes: Codes, *, rounds: int) -> None:
+        static, work = self.problem.static, self.problem.work
+        found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, rounds)
+        self._take(codes, found)
+
+    def shake(self, steps: int) -> None:
+        static, work = self.problem.static, self.problem.work
+        codes = self.codes.copy()
+        for seed, reach in ((1, 4), (2, 8)):
+            search.shake(static, work, codes, self.limits, self.allowed, steps // 2, reach, seed)
+        found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
+        self._take(codes, found)
+
+    def _take(self, codes: Codes, found: tuple[int, float]) -> None:
+        if (found[0], found[1]) < (self.excess, self.time_s):
+            self.codes = codes
+            self.excess, self.time_s = found
+
+
+def _allowed(problem: Problem) -> NDArray[np.bool_]:
+    """Return which codes each gap may take."""
+    allowed = np.zeros((len(problem.gaps), len(Code)), np.bool_)
+    can_recompute = np.array([gap.can_recompute for gap in problem.gaps], np.bool_)
+    allowed[:, Code.KEEP] = True
+    allowed[:, Code.SWAP] = True
+    allowed[:, Code.DISK] = problem.disk_budget_bytes > 0 and problem.host_budget_bytes < problem.plain_peak_bytes
+    allowed[:, Code.RECOMPUTE] = can_recompute
+    allowed[:, Code.AGAIN] = can_recompute & (problem.decision_class != "saved")
+    return allowed
+
+
+def _carried_over(saved: Problem, codes: Codes, problem: Problem) -> Codes:
+    place = {(gap.buffer_id, gap.last_use_op): index for index, gap in enumerate(problem.gaps)}
+    carried = problem.keep_all()
+    for gap, code in zip(saved.gaps, codes, strict=True):
+        carried[place[gap.buffer_id, gap.last_use_op]] = code
+    return carried

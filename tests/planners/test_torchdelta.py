@@ -1,0 +1,90 @@
+"""The default planner: within budget, deterministic, no worse than trying everything where that can be tried."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planners.chains import MACHINE, MIB, blocks, chain
+from torchdelta import planners
+from torchdelta.errors import InfeasibleError
+from torchdelta.planners.torchdelta import choose, least_peak
+from torchdelta.simulate.model import Code
+from torchdelta.simulate.problem import Problem
+
+STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(blocks().filter(lambda drawn: len(drawn) <= 3), st.floats(0, 1))
+def test_no_combination_is_much_better(drawn, share):
+    """On steps of a few candidates every combination of actions is tried: `best` finds one within 2 % of the best."""
+    problem = Problem.of(chain(drawn), MACHINE)
+    floor = least_peak(problem)
+    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    scores = [
+        problem.score(np.array(codes, np.int8), budget_bytes)
+        for codes in product((Code.KEEP, Code.SWAP, Code.RECOMPUTE), repeat=len(problem.gaps))
+    ]
+    least_s = min(score.time_s for score in scores if score.is_feasible)
+    found = problem.score(choose(problem, budget_bytes, "best"), budget_bytes)
+    assert found.is_feasible
+    assert found.time_s <= least_s * 1.02 + 1e-9
+
+
+@settings(max_examples=8, deadline=None)
+@given(blocks())
+def test_the_price_never_falls_with_the_budget(drawn):
+    """A smaller budget never takes less time, but for 0.2 points."""
+    problem = Problem.of(chain(drawn), MACHINE)
+    floor = least_peak(problem)
+    before_s = 0.0
+    for share in (1.0, 0.75, 0.5, 0.25, 0.0):
+        budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+        score = problem.score(choose(problem, budget_bytes, "best"), budget_bytes)
+        assert score.is_feasible
+        assert score.time_s >= before_s - 0.002 * problem.plain_time_s
+        before_s = max(before_s, score.time_s)
+
+
+@pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended"])
+@pytest.mark.parametrize("effort", ["fast", "best"])
+def test_the_same_question_has_the_same_answer(name, effort):
+    """Two calls give the same plan, to the last op."""
+    planner = planners.get(name)
+    budget_bytes = Problem.of(STEP, MACHINE).plain_peak_bytes * 6 // 10
+    assert planner(STEP, MACHINE, budget_bytes, effort) == planner(STEP, MACHINE, budget_bytes, effort)
+
+
+def test_what_fits_is_left_alone():
+    """At the plain peak the plan is empty."""
+    assert not planners.get("torchdelta")(STEP, MACHINE, Problem.of(STEP, MACHINE).plain_peak_bytes).absences
+
+
+def test_the_least_budget_that_the_error_names_works():
+    """Below the least peak it is an error whose number can be used at once."""
+    planner = planners.get("torchdelta")
+    with pytest.raises(InfeasibleError) as caught:
+        planner(STEP, MACHINE, 1000)
+    assert caught.value.least_budget_bytes is not None
+    assert planner(STEP, MACHINE, caught.value.least_budget_bytes).absences
+
+
+@settings(max_examples=10, deadline=None)
+@given(blocks(), st.floats(0, 1))
+def test_more_freedom_is_never_worse(drawn, share):
+    """The class *extended* starts from the answer in *saved*."""
+    trace = chain(drawn)
+    problem = Problem.of(trace, MACHINE)
+    floor = least_peak(problem)
+    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    extended = Problem.of(trace, MACHINE, decision_class="extended")
+    place = {(gap.buffer_id, gap.last_use_op): index for index, gap in enumerate(extended.gaps)}
+    start = extended.keep_all()
+    codes = choose(problem, budget_bytes, "fast")
+    for gap, code in zip(problem.gaps, codes, strict=True):
+        start[place[gap.buffer_id, gap.last_use_op]] = code
+    found = extended.score(choose(extended, budget_bytes, "fast", start=start), budget_bytes)
+    assert found.time_s <= problem.score(codes, budget_bytes).time_s * (1 + 1e-9)
