@@ -464,6 +464,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
+def without_fake_mode() -> Any:
+    """Return a context in which this thread's fake-tensor mode is off."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def fake_mode_for_once() -> Any:
     """Return a fake-tensor mode that takes real tensors as well, and leaves nothing in torch's cache of its findings.
 

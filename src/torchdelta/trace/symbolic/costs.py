@@ -43,6 +43,11 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any
     if count is not None:
         return int(count(*args, **kwargs, out_val=output)), _dtype_name(args)
     name = func._schema.name.removeprefix("aten::")
+    if name == "_grouped_mm":
+        left, right = args[:2]
+        # Of a stack of matrices against one that is cut into groups, each meets its own part only.
+        num_groups = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1
+        return 2 * left.numel() * right.shape[-1] // num_groups, _dtype_name(args)
     if name == _CPU_ATTENTION:
         return _attention_flops(*args[:3], num_products=2), _dtype_name(args)
     if name == f"{_CPU_ATTENTION}_backward":

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import random
+import sys
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -19,6 +21,7 @@ from torchdelta.errors import TraceError
 from torchdelta.trace.model import Header, Trace
 from torchdelta.trace.symbolic.devices import acting_as
 from torchdelta.trace.symbolic.mode import StepMode
+from torchdelta.trace.symbolic.values import VALUES_WANTED, KnownValues
 from torchdelta.trace.validate import validate
 
 if TYPE_CHECKING:
@@ -56,7 +59,8 @@ def trace_step(
 
     Raises:
         TraceError: The function cannot be called so, returns something else, or its step fails on fake tensors, for
-            example because it asks for the value of a tensor. One line.
+            example because it asks for the value of a tensor that is not known ([Note: values in a step without
+            values] in values.py). One line.
     """
     if device not in DEVICES:
         raise TraceError(f"device {device!r} cannot be traced: use one of {', '.join(DEVICES)}")
@@ -65,7 +69,13 @@ def trace_step(
     name = _name(function)
     arguments, batch_size = _arguments(function, batch_size, name)
     mode = StepMode(device)
-    with torch_api.FakeTensorMode(allow_non_fake_inputs=True), acting_as(device), torch.enable_grad():
+    with (
+        _same_random_numbers(),
+        torch_api.FakeTensorMode(allow_non_fake_inputs=True),
+        KnownValues(),
+        acting_as(device),
+        torch.enable_grad(),
+    ):
         with _told(f"{name} cannot be called"):
             built = function(*arguments)
         model, inputs, step = _checked(built, name)
@@ -200,11 +210,33 @@ def _told(what: str) -> Generator[None]:
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
         kind = type(error).__name__
-        if kind in {"DataDependentOutputException", "DynamicOutputShapeException"}:
-            text = f"it asks for the value of a tensor ({text}), and fake tensors have none"
+        if kind in VALUES_WANTED:
+            text = f"it asks for the value of a tensor that is not known without running the step ({text})"
         else:
             text = f"{kind}: {text[:300]}"
         raise TraceError(f"{what}: {text}") from error
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Generator[None]:
+    """Draw the same numbers in every trace, and leave the caller's generators as they were.
+
+    Some models draw masks and dropped layers on the host, from Python's or numpy's generator.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.manual_seed(0)
+            random.seed(0)
+            if numpy is not None:
+                numpy.random.seed(0)
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,150 @@
+"""Knows the values of small tensors that depend on nothing but constants, so that models may look at them.
+
+[Note: values in a step without values]
+Fake tensors have no values, but models ask for some: rates that `linspace(...).tolist()` gives while they are built, a
+random number against which a layer is dropped, whether a mask has a zero in it. All that hangs on constants, on
+generators and on small inputs. So beside each fake op of which every input's value is known, and whose outputs have at
+most `MAX_ELEMENTS`, the real op runs, and its result is kept with the fake one. What depends on an unknown value is
+unknown; so is what is written in place from one, with all views of it (a `_Cell` is shared among them), and whatever
+requires gradients: parameters, and all that is computed from them. The random numbers are those of seed 0, the same at
+every batch size, so that the same layers are dropped.
+
+It is also where ops run whose fake kernel is stricter than the real one: `_grouped_mm` takes float32 on CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from torchdelta._torch import FakeTensor, TorchDispatchMode, without_fake_mode
+from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
+
+MAX_ELEMENTS: Final = 1 << 16
+VALUES_WANTED: Final = frozenset({"DataDependentOutputException", "DynamicOutputShapeException"})
+"""Names of the exceptions by which fake tensors say that they would need a value."""
+
+_DEVICE = torch.ops.prim.device.default
+aten = torch.ops.aten
+_GROUPED = aten._grouped_mm.default
+_ATTRIBUTE: Final = "_torchdelta_value"
+
+
+class _Unknown(Exception):  # noqa: N818 - no error: a way out of nested lists
+    """An argument has no known value."""
+
+
+class _Cell:
+    """Whether what a storage holds is known: shared by all views of it."""
+
+    __slots__ = ("is_known",)
+
+    def __init__(self) -> None:
+        self.is_known = True
+
+
+class KnownValues(TorchDispatchMode):
+    """Runs the real op beside the fake one where it can. Enter it above the fake-tensor mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op."""
+        del types
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return func(*args, **kwargs)
+        facts = facts_of(func)
+        try:
+            reals = _known(args), {name: _known(value) for name, value in kwargs.items()}
+        except _Unknown:
+            reals = None
+        if facts.kind is Kind.NO_OUTPUT and reals is not None:
+            with without_fake_mode():
+                return func(*reals[0], **reals[1])
+        try:
+            output = _grouped_mm(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+        except Exception as error:
+            # A shape that depends on values (`masked_select`): here they are known.
+            if reals is None or type(error).__name__ not in VALUES_WANTED:
+                raise
+            with without_fake_mode():
+                result = func(*reals[0], **reals[1])
+            output = _fake_like(result)
+            _attach(output, result, None)
+            return output
+        if reals is None:
+            if facts.kind is Kind.WRITE:
+                _forget(written_tensors(facts, args, kwargs))
+        elif _is_small(output):
+            _remember(func, facts, args, reals, output)
+        return output
+
+
+def _known(value: Any) -> Any:
+    """Return an argument with real tensors in place of fake ones."""
+    if isinstance(value, FakeTensor):
+        cell, real = getattr(value, _ATTRIBUTE, (None, None))
+        if cell is None or not cell.is_known or value.requires_grad:
+            raise _Unknown
+        return real
+    if isinstance(value, torch.Tensor) and value.numel() > MAX_ELEMENTS:
+        raise _Unknown
+    if isinstance(value, list | tuple):
+        return type(value)([_known(item) for item in value])
+    return value
+
+
+def _is_small(output: Any) -> bool:
+    if isinstance(output, torch.Tensor):
+        return output.numel() <= MAX_ELEMENTS
+    return not isinstance(output, list | tuple) or all(_is_small(item) for item in output)
+
+
+def _remember(func: Any, facts: OpFacts, args: Any, reals: tuple[Any, dict[str, Any]], output: Any) -> None:
+    """Run the real op and keep its results with the fake ones."""
+    try:
+        with without_fake_mode():
+            result = func(*reals[0], **reals[1])
+    except Exception:  # noqa: BLE001 - whatever it is, the fake op has shown that the step goes on
+        _forget(written_tensors(facts, args, {}))
+        return
+    cell = None
+    if facts.kind is Kind.VIEW and args and isinstance(args[0], FakeTensor):
+        cell = getattr(args[0], _ATTRIBUTE)[0]
+    _attach(output, result, cell)
+
+
+def _attach(fake: Any, real: Any, cell: _Cell | None) -> None:
+    if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor):
+        # What was written in place has its cell already.
+        if fake.shape == real.shape and not hasattr(fake, _ATTRIBUTE):
+            setattr(fake, _ATTRIBUTE, (cell or _Cell(), real))
+    elif isinstance(fake, list | tuple) and isinstance(real, list | tuple):
+        for one, other in zip(fake, real, strict=False):
+            _attach(one, other, cell)
+
+
+def _fake_like(real: Any) -> Any:
+    if isinstance(real, torch.Tensor):
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+    return type(real)(_fake_like(item) for item in real) if isinstance(real, list | tuple) else real
+
+
+def _forget(written: list[torch.Tensor]) -> None:
+    for tensor in written:
+        cell, _ = getattr(tensor, _ATTRIBUTE, (None, None))
+        if cell is not None:
+            cell.is_known = False
+
+
+def _grouped_mm(
+    self: torch.Tensor,
+    mat2: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Run the fake kernel as if in bfloat16, which is the one dtype that it takes; the shape is the same in all."""
+    half = torch.bfloat16
+    result = _GROUPED(self.to(half), mat2.to(half), offs, None if bias is None else bias.to(half))
+    return torch.empty_strided(result.shape, result.stride(), dtype=out_dtype or self.dtype)

@@ -1,0 +1,90 @@
+"""Small values that hang on constants are known; what hangs on anything unknown is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchdelta._torch import FakeTensor, FakeTensorMode
+from torchdelta.trace.symbolic.values import MAX_ELEMENTS, VALUES_WANTED, KnownValues
+
+
+def value_of(function: Any) -> Any:
+    """What a function returns on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True), KnownValues():
+        return function()
+
+
+def written_through_a_view() -> list[float]:
+    """A view writes its base."""
+    x = torch.zeros(4)
+    x[1:3].add_(torch.arange(2)).mul_(2)
+    x.view(2, 2)[0, 0] = 7
+    return x.tolist()
+
+
+def of_shapes_that_depend_on_values() -> tuple[int, list[int]]:
+    """Fake tensors cannot have such shapes."""
+    x = torch.tensor([3, -1, 5, -1])
+    kept = x.masked_select(x > 0)
+    return len(kept), kept.tolist() + x.nonzero().flatten().tolist()
+
+
+KNOWN = {
+    "a list of rates": (lambda: torch.linspace(0, 1, 3).tolist(), [0, 0.5, 1]),
+    "a literal": (lambda: float(torch.tensor([1.0, 2.0]).sum() * 2), 6),
+    "a branch": (lambda: bool((torch.ones(3, 3).cumsum(0) > 2).any()), True),
+    "equal": (lambda: torch.equal(torch.ones(2), torch.full((2,), 1.0)), True),
+    "written through a view": (written_through_a_view, [7, 0, 2, 0]),
+    "shapes of values": (of_shapes_that_depend_on_values, (2, [3, 5, 0, 1, 2, 3])),
+    "copied": (lambda: torch.empty(2).copy_(torch.tensor([1, 2])).to(torch.int64).tolist(), [1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_known(case):
+    """Constants, and all that is computed from them, views and writes in place included."""
+    function, expected = KNOWN[case]
+    assert value_of(function) == expected
+
+
+def test_random_numbers_are_known():
+    """A layer may be dropped by a random number."""
+    assert 0 <= value_of(lambda: torch.rand([]).item()) < 1
+
+
+def large() -> torch.Tensor:
+    """A tensor whose value nobody keeps."""
+    return torch.zeros(MAX_ELEMENTS + 1)
+
+
+def written_from_unknown() -> Any:
+    """A known tensor becomes unknown with all its views."""
+    x = torch.zeros(4)
+    view = x[1:]
+    x.add_(large().sum())
+    return view.tolist()
+
+
+UNKNOWN = {
+    "large": lambda: float(large()[0]),
+    "from a large one": lambda: large().sum().item(),
+    "written": written_from_unknown,
+    "a parameter": lambda: torch.nn.Linear(2, 2).weight.sum().item(),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_unknown(case):
+    """What depends on anything unknown stays so: fake tensors say that they have no value."""
+    with pytest.raises(Exception) as caught:
+        value_of(UNKNOWN[case])
+    assert type(caught.value).__name__ in VALUES_WANTED
+
+
+def test_everything_stays_fake():
+    """The values are beside the tensors: nothing real gets out."""
+    out = value_of(lambda: [torch.ones(2), torch.ones(2)[1:], torch.tensor([1, 0]).nonzero(), torch.ones(2).add_(1)])
+    assert all(isinstance(tensor, FakeTensor) for tensor in out)
