@@ -67,7 +67,7 @@ TORCH_FREE = {
     "pool",
 }
 NEEDS_TORCH = {"trace.symbolic", "machine.probe"}
-NEEDS_NUMPY = {"simulate", "planners"}  # the extra `plan`
+NEEDS_NUMPY = {"simulate", "planners", "pool"}  # the extra `plan`
 
 
 def module_files() -> dict[str, Path]:

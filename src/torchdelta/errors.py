@@ -6,6 +6,7 @@
     |-- TraceFileError                     a trace file that is damaged, foreign or of another version
     |-- TraceError                         a step that cannot be traced: a module, a function, what it returns
     |-- MachineError (ValueError)          a machine that is not known, or whose figures make no sense
+    |-- PoolError (ValueError)             lives that make no sense, or a capacity that cannot hold them
     |-- PlanError                          a planner that is not known, or a plan or bound that cannot be made
     |   `-- InfeasibleError                no plan within the budget
     |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, used twice, or stopped before it was started
@@ -26,6 +27,7 @@ __all__ = [
     "MachineError",
     "NativeError",
     "PlanError",
+    "PoolError",
     "ReplayError",
     "SavedTensorError",
     "ScopeError",
@@ -61,6 +63,10 @@ class TraceError(TorchdeltaError):
 
 class MachineError(TorchdeltaError, ValueError):
     """A machine is not known, or its figures make no sense."""
+
+
+class PoolError(TorchdeltaError, ValueError):
+    """Lives to place that make no sense, a capacity that cannot hold them, or a placement that is wrong."""
 
 
 class PlanError(TorchdeltaError):

@@ -11,6 +11,7 @@ from torchdelta.cli.demo import demo
 from torchdelta.cli.env import env
 from torchdelta.cli.fit import fit
 from torchdelta.cli.plan import plan
+from torchdelta.cli.pool import pool
 from torchdelta.cli.probe import probe
 from torchdelta.cli.run import run
 from torchdelta.cli.simulate import simulate
@@ -36,6 +37,7 @@ def make_app() -> typer.Typer:
     app.command()(plan)
     app.command()(simulate)
     app.command()(fit)
+    app.command()(pool)
     app.command()(env)
     return app
 

@@ -50,8 +50,8 @@ def one_line_errors() -> Generator[None]:
 
 @contextmanager
 def progress() -> Generator[Callable[[str], None]]:
-    """Give a function that says what is being done; shown on stderr once it has taken more than a second."""
-    with tqdm(file=sys.stderr, delay=1.0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
+    """Give a function that says what is being done; shown on a terminal once it has taken a second."""
+    with tqdm(file=sys.stderr, disable=None, delay=1.0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
 
         def say(what: str) -> None:
             bar.set_description_str(what, refresh=False)

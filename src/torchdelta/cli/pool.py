@@ -1,0 +1,165 @@
+"""`torchdelta pool`: where each buffer lives, beside what today's allocators would need."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from torchdelta.cli.step import EXIT_FAILED, EXIT_USAGE, fail, one_line_errors, progress
+
+if TYPE_CHECKING:
+    from torchdelta.pool.model import Instance
+
+__all__ = ["pool"]
+
+_TRACE_SUFFIXES = (".trace",)
+_SNAPSHOT_SUFFIXES = (".pickle", ".pkl")
+_EVENT_SUFFIXES = (".jsonl", ".json", ".ndjson")
+
+
+def pool(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Lives as CSV (id,lower,upper,size), a trace, an event log (.jsonl) or a CUDA snapshot (.pickle).",
+            show_default=False,
+        ),
+    ],
+    *,
+    capacity: Annotated[
+        str | None, typer.Option(help="A footprint that is good enough, such as 8GiB.", show_default=False)
+    ] = None,
+    solver: Annotated[str, typer.Option(help="Name of the solver.")] = "torchdelta",
+    fast: Annotated[bool, typer.Option("--fast", help="The first glance alone: the same as --solver fast.")] = False,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which nothing better is looked for.")] = 30.0,
+    alignment: Annotated[int, typer.Option(help="Bytes that every offset is a multiple of.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same placement.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write the placement, as CSV with offsets.", show_default=False),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--svg", help="Draw the placement: time against address.", show_default=False)
+    ] = None,
+    validate: Annotated[
+        Path | None, typer.Option(help="Check this placement (CSV with offsets) and solve nothing.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Assign offsets: the footprint, how far it is from the lower bound, and what other pools would need."""
+    with one_line_errors(), progress() as say:
+        from torchdelta.pool.csv_file import read_offsets, write_placement
+        from torchdelta.pool.model import footprint_bytes
+        from torchdelta.pool.picture import svg
+        from torchdelta.pool.solvers import solve
+        from torchdelta.pool.validate import check
+        from torchdelta.units import parse_size
+
+        capacity_bytes = None if capacity is None else parse_size(int(capacity) if capacity.isdigit() else capacity)
+        say("reading")
+        instance = _read(file, alignment_bytes=alignment, capacity_bytes=capacity_bytes)
+        if validate is not None:
+            offsets = read_offsets(validate, instance)
+            check(instance, offsets)
+            _show(
+                {"valid": True, "footprint_bytes": footprint_bytes(instance, offsets), **_size(instance)}, [], as_json
+            )
+            return
+        say("placing")
+        placement = solve(instance, "fast" if fast else solver, seed=seed, time_limit_s=time_limit)
+        check(dataclasses.replace(instance, capacity_bytes=None), placement.offsets_bytes)
+        say("comparing")
+        rows = _baselines(instance, {placement.solver: placement.footprint_bytes})
+        if output is not None:
+            write_placement(output, instance, placement.offsets_bytes)
+        if picture is not None:
+            drawing = svg(
+                instance, placement.offsets_bytes, lower_bound_bytes=placement.lower_bound_bytes, title=file.name
+            )
+            try:
+                picture.write_text(drawing, encoding="utf-8")
+            except OSError as error:
+                fail(f"{picture} cannot be written: {error.strerror}", EXIT_USAGE)
+    facts = {
+        "footprint_bytes": placement.footprint_bytes,
+        "lower_bound_bytes": placement.lower_bound_bytes,
+        "fragmentation": placement.fragmentation,
+        "proved_optimal": placement.proved_optimal,
+        "solver": placement.solver,
+        "time_s": placement.time_s,
+        **_size(instance),
+    }
+    _show(facts, rows, as_json)
+    if capacity_bytes is not None and placement.footprint_bytes > capacity_bytes:
+        fail(
+            f"no placement within {capacity_bytes} bytes was found: the best needs {placement.footprint_bytes} bytes, "
+            f"none needs less than {placement.lower_bound_bytes} bytes",
+            EXIT_FAILED,
+        )
+
+
+def _read(file: Path, *, alignment_bytes: int, capacity_bytes: int | None) -> "Instance":
+    """Read lives from whatever a file is, told by its name."""
+    from torchdelta.pool.csv_file import read_instance
+    from torchdelta.pool.lives import lives_of_trace
+
+    if file.suffix in _EVENT_SUFFIXES:
+        from torchdelta.trace.imports.events import read_event_log
+
+        trace = read_event_log(file)
+    elif file.suffix in _SNAPSHOT_SUFFIXES:
+        from torchdelta.trace.imports.snapshot import read_snapshot
+
+        trace = read_snapshot(file)
+    elif file.suffix in _TRACE_SUFFIXES:
+        from torchdelta.trace.file import read_trace
+
+        trace = read_trace(file)
+    else:
+        return read_instance(file, alignment_bytes=alignment_bytes, capacity_bytes=capacity_bytes)
+    return lives_of_trace(trace, alignment_bytes=alignment_bytes, capacity_bytes=capacity_bytes)
+
+
+def _size(instance: "Instance") -> dict[str, Any]:
+    return {"num_lives": len(instance), "alignment_bytes": instance.alignment_bytes}
+
+
+def _baselines(instance: "Instance", footprints: dict[str, int]) -> list[dict[str, Any]]:
+    """Return one row a pool, the smallest footprint first."""
+    from torchdelta.pool.online import reserve_like_torch
+    from torchdelta.pool.solvers import BASELINES, solve
+
+    footprints = dict(footprints)
+    for name in BASELINES:
+        footprints.setdefault(name, solve(instance, name).footprint_bytes)
+    footprints["torch-caching"] = reserve_like_torch(instance.starts, instance.ends, instance.sizes_bytes)
+    ordered = sorted(footprints.items(), key=lambda item: item[1])
+    return [{"solver": name, "footprint_bytes": footprint} for name, footprint in ordered]
+
+
+def _show(facts: dict[str, Any], rows: list[dict[str, Any]], as_json: bool) -> None:
+    from torchdelta.units import format_bytes
+
+    if as_json:
+        typer.echo(json.dumps(facts | ({"pools": rows} if rows else {})))
+        return
+    bound = facts.get("lower_bound_bytes")
+    for name, value in facts.items():
+        shown = value
+        if name.endswith("_bytes"):
+            shown = f"{format_bytes(value)} ({value} bytes)"
+        elif name == "fragmentation":
+            shown = f"{value:.4%}"
+        elif name == "time_s":
+            shown = f"{value:.3f} s"
+        elif isinstance(value, bool):
+            shown = "yes" if value else "no"
+        typer.echo(f"{name.removesuffix('_bytes').removesuffix('_s').replace('_', ' '):<16} {shown}")
+    if rows:
+        typer.echo(f"\n{'pool':<20} {'footprint':>12} {'over the bound':>15}")
+        for row in rows:
+            over = row["footprint_bytes"] / bound - 1 if bound else 0.0
+            typer.echo(f"{row['solver']:<20} {format_bytes(row['footprint_bytes']):>12} {over:>15.3%}")

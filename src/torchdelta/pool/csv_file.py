@@ -1,0 +1,102 @@
+"""Instances and placements as CSV: `id,lower,upper,size`, the format of google/minimalloc, and `offset` in addition.
+
+Other columns are kept out of the way: they are read over, and not written. A capacity may stand in the file's name, as
+theirs do: `A.1048576.csv`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchdelta.errors import PoolError
+from torchdelta.pool.model import Instance, make_instance
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_COLUMNS = ("id", "lower", "upper", "size")
+_CAPACITY_IN_NAME = re.compile(r"\.(\d+)\.csv$")
+
+
+def read_instance(path: Path, *, alignment_bytes: int = 1, capacity_bytes: int | None = None) -> Instance:
+    """Read lives.
+
+    Raises:
+        PoolError: The file cannot be read, lacks a column, holds something that is no number, or no lives at all; or
+            what `make_instance` raises.
+    """
+    rows = _rows(path, _COLUMNS)
+    return make_instance(
+        ids=[row["id"] for row in rows],
+        starts=[_number(path, row, "lower") for row in rows],
+        ends=[_number(path, row, "upper") for row in rows],
+        sizes_bytes=[_number(path, row, "size") for row in rows],
+        alignment_bytes=alignment_bytes,
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def capacity_in_name(path: Path) -> int | None:
+    """Return the capacity that a file's name states, if it does."""
+    found = _CAPACITY_IN_NAME.search(path.name)
+    return int(found[1]) if found else None
+
+
+def read_offsets(path: Path, instance: Instance) -> NDArray[np.int64]:
+    """Read the offsets of an instance's lives from a placement.
+
+    Raises:
+        PoolError: As `read_instance`, or a life has no offset there.
+    """
+    by_id = {row["id"]: _number(path, row, "offset") for row in _rows(path, ("id", "offset"))}
+    missing = [each for each in instance.ids if each not in by_id]
+    if missing:
+        raise PoolError(f"{path} has no offset for {missing[0]!r} and {len(missing) - 1} others")
+    return np.array([by_id[each] for each in instance.ids], np.int64)
+
+
+def write_placement(path: Path, instance: Instance, offsets_bytes: NDArray[np.int64]) -> None:
+    """Write the columns of an instance, and the offsets.
+
+    Raises:
+        PoolError: The file cannot be written.
+    """
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow((*_COLUMNS, "offset"))
+            columns = (instance.starts, instance.ends, instance.sizes_bytes, offsets_bytes)
+            writer.writerows(zip(instance.ids, *(column.tolist() for column in columns), strict=True))
+    except OSError as error:
+        raise PoolError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            missing = [column for column in columns if column not in (reader.fieldnames or ())]
+            if missing:
+                raise PoolError(f"{path} has no column {missing[0]!r}: its first line must name {', '.join(columns)}")
+            rows = list(reader)
+    except OSError as error:
+        raise PoolError(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise PoolError(f"{path} is no CSV file: {error}") from error
+    if not rows:
+        raise PoolError(f"{path} has no lives: nothing to place")
+    return rows
+
+
+def _number(path: Path, row: dict[str, str], column: str) -> int:
+    text = row[column]
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise PoolError(f"{path}: the {column} of {row['id']!r} is {text!r}, not a whole number") from None

@@ -1,0 +1,115 @@
+"""Solvers by name, and the one way to call them."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from torchdelta.errors import PoolError
+from torchdelta.pool import portfolio
+from torchdelta.pool.model import Instance, Placement, footprint_bytes
+from torchdelta.pool.online import place_like_cnmem
+from torchdelta.pool.sections import Sections, cut
+from torchdelta.pool.smartpool import place_like_smartpool
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DEFAULT: Final = "torchdelta"
+DEFAULT_TIME_LIMIT_S: Final = 30.0
+
+
+class _Solver(Protocol):
+    """Places lives whose sizes have no common divisor. Returns footprint, offsets and a lower bound."""
+
+    def __call__(
+        self, sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
+    ) -> tuple[int, NDArray[np.int64], int]: ...
+
+
+def _fast(
+    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
+) -> tuple[int, NDArray[np.int64], int]:
+    return portfolio.solve(sections, sizes, enough=enough, seed=seed, end_s=end_s, max_rounds=0)
+
+
+def _smartpool(
+    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
+) -> tuple[int, NDArray[np.int64], int]:
+    del enough, seed, end_s
+    return *place_like_smartpool(sections, sizes), int(sections.load.max())
+
+
+def _smartpool_first_fit(
+    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
+) -> tuple[int, NDArray[np.int64], int]:
+    del enough, seed, end_s
+    return *place_like_smartpool(sections, sizes, best_fit=False), int(sections.load.max())
+
+
+def _cnmem(
+    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
+) -> tuple[int, NDArray[np.int64], int]:
+    del enough, seed, end_s
+    return *place_like_cnmem(sections.first, sections.last, sizes), int(sections.load.max())
+
+
+SOLVERS: Final[dict[str, _Solver]] = {
+    DEFAULT: portfolio.solve,
+    "fast": _fast,
+    "smartpool": _smartpool,
+    "smartpool-first-fit": _smartpool_first_fit,
+    "cnmem": _cnmem,
+}
+"""`torchdelta` is ours, `fast` its first glance; the others are described in their modules."""
+
+BASELINES: Final = ("smartpool", "cnmem")
+"""What stands beside ours in every table, with torch's caching allocator (`online.reserve_like_torch`)."""
+
+
+def solve(
+    instance: Instance,
+    solver: str = DEFAULT,
+    *,
+    seed: int = 0,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+) -> Placement:
+    """Place lives.
+
+    Args:
+        instance: What to place. With a capacity, the first placement within it is good enough.
+        solver: A name from `SOLVERS`.
+        seed: The same seed gives the same placement, unless the time runs out.
+        time_limit_s: Stop looking for a better one after so many seconds.
+
+    Raises:
+        PoolError: No solver has this name.
+    """
+    chosen = SOLVERS.get(solver)
+    if chosen is None:
+        raise PoolError(f"no solver is called {solver!r}: there are {', '.join(SOLVERS)}")
+    start_s = time.perf_counter()
+    is_placed = instance.is_placed
+    offsets = np.zeros(len(instance), np.int64)
+    padded = instance.padded_bytes[is_placed]
+    bound = 0
+    if len(padded):
+        divisor = math.gcd(*padded.tolist())
+        sizes = padded // divisor
+        sections = cut(instance.starts[is_placed], instance.ends[is_placed], sizes)
+        enough = instance.capacity_bytes // divisor if instance.capacity_bytes is not None else 0
+        _, placed, bound = chosen(sections, sizes, enough=enough, seed=seed, end_s=start_s + time_limit_s)
+        offsets[is_placed] = placed * divisor
+        bound *= divisor
+    footprint = footprint_bytes(instance, offsets)
+    return Placement(
+        offsets_bytes=offsets,
+        footprint_bytes=footprint,
+        lower_bound_bytes=bound,
+        proved_optimal=footprint <= bound,
+        solver=solver,
+        time_s=time.perf_counter() - start_s,
+    )

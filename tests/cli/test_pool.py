@@ -1,0 +1,82 @@
+"""`torchdelta pool`: what a user sees, and one line for whatever goes wrong."""
+
+import json
+
+import pytest
+
+from tests.cli.command import torchdelta
+
+pytest.importorskip("numba")
+
+EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
+
+
+@pytest.fixture
+def example(tmp_path):
+    """Lives that fit into 12 bytes."""
+    path = tmp_path / "lives.csv"
+    path.write_text(EXAMPLE, encoding="utf-8")
+    return path
+
+
+def test_a_placement_is_told_written_drawn_and_checked(example, tmp_path):
+    """The table with every pool, the CSV with the input's columns and offsets, a picture, and the check of that CSV."""
+    output, picture = tmp_path / "placement.csv", tmp_path / "placement.svg"
+    done = torchdelta("pool", example, "-o", output, "--svg", picture, "--json")
+    facts = json.loads(done.stdout)
+    assert facts["footprint_bytes"] == facts["lower_bound_bytes"] == 12
+    assert facts["proved_optimal"] is True
+    assert {row["solver"] for row in facts["pools"]} == {"torchdelta", "smartpool", "cnmem", "torch-caching"}
+    lines = output.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "id,lower,upper,size,offset"
+    assert [line.rsplit(",", 1)[0] for line in lines[1:]] == EXAMPLE.splitlines()[1:]
+    assert picture.read_text(encoding="utf-8").count("<title>") == 5
+    checked = torchdelta("pool", example, "--validate", output)
+    assert "valid            yes" in checked.stdout
+    table = torchdelta("pool", example).stdout
+    assert "proved optimal   yes" in table
+    assert "torch-caching" in table
+
+
+def test_a_wrong_placement_is_refused(example, tmp_path):
+    """Everything at 0: the first two that meet are named."""
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text("id,offset\nb1,0\nb2,0\nb3,0\nb4,0\nb5,0\n", encoding="utf-8")
+    done = torchdelta("pool", example, "--validate", wrong, code=1)
+    assert "share addresses at moment 0" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("", (), "has no column 'id'"),
+        ("id,lower,upper,size\n", (), "has no lives"),
+        ("id,lower,upper\na,0,1\n", (), "has no column 'size'"),
+        ("id,lower,upper,size\na,0,1,4\na,0,1,4\n", (), "'a' occurs twice"),
+        ("id,lower,upper,size\na,2,1,4\n", (), "'a' ends at 1 before it starts at 2"),
+        ("id,lower,upper,size\na,0,1,-4\n", (), "size of -4 bytes"),
+        ("id,lower,upper,size\na,0,1,many\n", (), "the size of 'a' is 'many', not a whole number"),
+        ("id,lower,upper,size\na,0,1\n", (), "the size of 'a' is None"),
+        (EXAMPLE, ("--capacity", "3"), "more than the capacity of 3 bytes"),
+        (EXAMPLE, ("--capacity", "11"), "none needs less than 12 bytes"),
+        (EXAMPLE, ("--solver", "magic"), "no solver is called 'magic'"),
+        (EXAMPLE, ("--alignment", "0"), "alignment of 0 bytes"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, text, options, words):
+    """What is wrong, with the number; no traceback, and an exit code."""
+    path = tmp_path / "lives.csv"
+    path.write_text(text, encoding="utf-8")
+    done = torchdelta("pool", path, *options, code=1)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    """Whatever its name says it is."""
+    for name in ("none.csv", "none.trace"):
+        done = torchdelta("pool", tmp_path / name, code=None)
+        assert done.returncode in (1, 2)
+        assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,5 @@
+"""Solvers need numba; without it there is nothing to test here."""
+
+import pytest
+
+pytest.importorskip("numba")
