@@ -99,7 +99,7 @@ def floor(case: Case, planners: Sequence[str]) -> Row:
     found: dict[str, int] = {}
     for planner in planners:
         name, _, effort = planner.partition(":")
-        found[planner] = least_budget(trace, machine, get(name), _effort(effort)).budget_bytes
+        found[planner] = least_budget(trace, machine, get(name), _effort(effort), precision=100).budget_bytes
     return {
         "case": case.name,
         "plain_peak_bytes": peak(trace, with_workspace=True).size_bytes,

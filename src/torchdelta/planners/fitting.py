@@ -18,9 +18,6 @@ from torchdelta.trace.model import Trace, peak
 
 __all__ = ["Batch", "BatchSearch", "LeastBudget", "least_budget"]
 
-_PRECISION = 500
-"""A least budget is found to 1/500 of itself."""
-
 _MAX_BATCH = 2**20
 
 
@@ -50,21 +47,24 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     sample_time_s: float
 
 
-def least_budget(trace: Trace, machine: Machine, planner: Planner, effort: Effort = "fast") -> LeastBudget:
-    """Return the least budget at which a planner finds a plan, to within 0.2 %.
+def least_budget(
+    trace: Trace, machine: Machine, planner: Planner, effort: Effort = "fast", *, precision: int = 500
+) -> LeastBudget:
+    """Return the least budget at which a planner finds a plan.
 
     Args:
         trace: A priced trace.
         machine: What it was priced for.
         planner: Who plans.
         effort: How long it may think, each time.
+        precision: It is found to one part in so many of itself.
     """
     bound_bytes = least_peak_bound(trace)
     high_bytes = max(peak(trace, with_workspace=True).size_bytes, 1)
     best = planner(trace, machine, high_bytes, effort)
     low_bytes = bound_bytes - 1
     guess_bytes: int | None = bound_bytes
-    while high_bytes - low_bytes > max(high_bytes // _PRECISION, 1):
+    while high_bytes - low_bytes > max(high_bytes // precision, 1):
         middle_bytes = (low_bytes + high_bytes) // 2 if guess_bytes is None else guess_bytes
         try:
             best, high_bytes, guess_bytes = planner(trace, machine, middle_bytes, effort), middle_bytes, None

@@ -4,24 +4,27 @@ Ours, after the bound that reference prototypes of hybrid swap-and-recompute pla
 POET (ICML 2022) state the same problem as a MILP with one variable a tensor and a moment. Solved by HiGHS (extra
 `solver`), in about 0.1 s for a ResNet-50 and seconds for a GPT2-XL.
 
-Variables, all in [0, 1] where they are shares: `swap[i]`, `recompute[i]` for each candidate; `away_s[i, m]`,
-`away_r[i, m]` for each candidate and each chosen moment `m` in its gap; `rerun[o]` for each op that a replay may run;
-`stall[p]` and `replay[p]`, the stall and the time of first reruns up to breakpoint `p`. The objective is all the stall
-and all the reruns of the step.
+Variables, all in [0, 1] where they are shares: `swap[i]`, `recompute[i]` for each candidate; for each candidate and
+each chosen moment `m` in its gap `gone[i, m]` (its copy out has ended), `missing[i, m]` (its copy back has not begun)
+and `away_r[i, m]` (dropped, and not there again); `rerun[o]` for each op that a replay may run; `stall[p]` and
+`replay[p]`, the stall and the time of first reruns up to breakpoint `p`. The objective is all the stall and all the
+reruns of the step.
 
 [Note: why no plan of the class beats the bound]
-Take any plan that fits and set each variable to what happens in it (`away` is 1 at the moments at which the buffer's
-memory is free, `rerun` 1 if the op runs again at all, `stall[p]` the time lost before breakpoint `p` to waiting and to
-second and later reruns, `replay[p]` the time of first reruns before `p`). Every row below then holds, and the objective
+Take any plan that fits and set each variable to what happens in it. Of a swapped buffer `away_s`, which is short for
+`gone + missing - swap`, is 1 at the moments at which its memory is free, since no copy back begins before the copy out
+has ended. `rerun` is 1 if the op runs again at all, `stall[p]` the time lost before breakpoint `p` to waiting and to
+second and later reruns, `replay[p]` the time of first reruns before `p`. Every row below then holds, and the objective
 is at most the time lost. So the least objective over all values of the variables is at most that of any plan.
 
 1.  Memory at a moment: the load of the plain step less what is away is at most the budget. The memory of replays in
     progress would only add to it.
-2.  Exclusion: `swap + recompute <= 1`, and `away_s <= swap`, `away_r <= recompute`.
-3.  Out of the device: what was released after op `p - 1` or later, and is away at `m`, crossed the link between the
+2.  Exclusion: `swap + recompute <= 1`, and `gone`, `missing <= swap <= gone + missing`, `away_r <= recompute`. A buffer
+    leaves once and returns once: `gone` never falls over its gap, `missing` and `away_r` never rise.
+3.  Out of the device: what was released after op `p - 1` or later, and is gone at `m`, crossed the link between the
     end of op `p - 1` and the start of op `m`: a transfer is queued after its release and memory is free after its end.
     The link carries one at a time, so their durations add up to at most that time.
-4.  Into the device: what is away at `m` and used at `q` or before crossed the link between the end of `m` and the
+4.  Into the device: what is missing at `m` and used at `q` or before crosses the link between the end of `m` and the
     start of `q`.
 5.  Reruns: `rerun[o] >= recompute[i]` for each op in the chain of [Note: what a replay surely needs].
 6.  Parents: at a moment at which a recomputed child is there again (after its gap, or `recompute - away_r = 1` within
@@ -48,7 +51,7 @@ from torchdelta.trace.model import Trace, load_curve
 
 __all__ = ["Bound", "bound", "choose_moments", "least_peak_bound"]
 
-NUM_MOMENTS = 18
+NUM_MOMENTS = 10
 """Moments at which the memory is looked at: time-spaced local maxima of the load."""
 
 NUM_BREAKPOINTS = 48
@@ -64,8 +67,9 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
         feasible: False if it is proved that no plan of the class fits.
         time_s: Least time of the step; infinite if nothing fits.
         plain_time_s: Time of the step without a budget.
-        swap: Share of each candidate that the relaxation swaps, by buffer id; zeros left out.
-        recompute: Share of each candidate that it recomputes.
+        swap: The largest share of each candidate that the relaxation has swapped out at a moment, by buffer id; zeros
+            left out.
+        recompute: The same of what it has dropped.
         moments: The ops at which it looked at the memory.
         exact: Whether the decisions were forced to be whole (the MILP).
     """
@@ -147,8 +151,8 @@ def bound(
     return msgspec.structs.replace(
         nothing,
         time_s=plain_time_s + max(0.0, solution.objective) * rows.unit_s,
-        swap=_used_swaps(rows, solution.values),
-        recompute=_shares(rows, solution.values, rows.recompute),
+        swap=_shares(rows, solution.values, 0),
+        recompute=_shares(rows, solution.values, 1),
     )
 
 
@@ -203,15 +207,12 @@ class _Rows:
         self.program = program = LinearProgram()
         self.swap = {i: program.variable(1.0, integral=True) for i in self.chosen}
         self.recompute = {i: program.variable(float(everyone[i].recomputable), integral=True) for i in self.chosen}
-        self.away_s: dict[tuple[int, int], int] = {}
+        self.gone: dict[tuple[int, int], int] = {}
+        self.missing: dict[tuple[int, int], int] = {}
         self.away_r: dict[tuple[int, int], int] = {}
         for i in self.chosen:
             program.row([(self.swap[i], 1.0), (self.recompute[i], 1.0)], upper=1.0)
-            for m in self._moments_of(everyone[i]):
-                self.away_s[i, m] = program.variable(1.0)
-                self.away_r[i, m] = program.variable(1.0)
-                program.row([(self.away_s[i, m], 1.0), (self.swap[i], -1.0)], upper=0.0)
-                program.row([(self.away_r[i, m], 1.0), (self.recompute[i], -1.0)], upper=0.0)
+            self._add_gap(i)
         self.breakpoints = self._breakpoints()
         # Time lost through the end of op `p - 1`; both never fall.
         self.stall = {p: program.variable(math.inf) for p in self.breakpoints}
@@ -221,6 +222,31 @@ class _Rows:
             program.row([(self.replay[before], 1.0), (self.replay[after], -1.0)], upper=0.0)
         program.cost(self.stall[self.breakpoints[-1]], 1.0)
         program.cost(self.replay[self.breakpoints[-1]], 1.0)
+
+    def _add_gap(self, i: int) -> None:
+        """Add the variables of one candidate's gap, and the rows of point 2."""
+        program, before = self.program, -1
+        for m in self._moments_of(self.everyone[i]):
+            gone, missing, away = (program.variable(1.0) for _ in range(3))
+            self.gone[i, m], self.missing[i, m], self.away_r[i, m] = gone, missing, away
+            program.row([(gone, 1.0), (self.swap[i], -1.0)], upper=0.0)
+            program.row([(missing, 1.0), (self.swap[i], -1.0)], upper=0.0)
+            program.row([(gone, 1.0), (missing, 1.0), (self.swap[i], -1.0)], lower=0.0)
+            program.row([(away, 1.0), (self.recompute[i], -1.0)], upper=0.0)
+            if before >= 0:
+                program.row([(self.gone[i, before], 1.0), (gone, -1.0)], upper=0.0)
+                program.row([(missing, 1.0), (self.missing[i, before], -1.0)], upper=0.0)
+                program.row([(away, 1.0), (self.away_r[i, before], -1.0)], upper=0.0)
+            before = m
+
+    def _away_s(self, i: int, m: int, factor: float = 1.0) -> list[tuple[int, float]]:
+        """Return the share that is swapped and away at a moment: out already, and not on its way back."""
+        return [(self.gone[i, m], factor), (self.missing[i, m], factor), (self.swap[i], -factor)]
+
+    def away(self, values: list[float], i: int, m: int) -> tuple[float, float]:
+        """Return the shares of a candidate that a solution has swapped out, and has dropped, at a moment."""
+        swapped = sum(factor * values[variable] for variable, factor in self._away_s(i, m))
+        return min(swapped, 1.0), min(values[self.away_r[i, m]], 1.0)
 
     def _spans(self, candidate: Candidate) -> bool:
         return bool(self._moments_of(candidate))
@@ -246,12 +272,11 @@ class _Rows:
         """Add the rows of point 1."""
         unit = max(budget_bytes, 1) / 1000
         for m in self.moments:
-            terms = [
-                (away[i, m], self.everyone[i].size_bytes / unit)
-                for i in self.chosen
-                for away in (self.away_s, self.away_r)
-                if (i, m) in away
-            ]
+            terms: list[tuple[int, float]] = []
+            for i in self.chosen:
+                if (i, m) in self.gone:
+                    size = self.everyone[i].size_bytes / unit
+                    terms += [*self._away_s(i, m, size), (self.away_r[i, m], size)]
             self.program.row(terms, lower=(load_bytes[m] - budget_bytes) / unit)
 
     def add_links(self, machine: Machine) -> None:
@@ -260,16 +285,16 @@ class _Rows:
             out: dict[int, list[_Crossing]] = {}
             back: dict[int, list[_Crossing]] = {}
             for i in self.chosen:
-                if (i, m) not in self.away_s:
+                if (i, m) not in self.gone:
                     continue
-                candidate, variable = self.everyone[i], self.away_s[i, m]
+                candidate = self.everyone[i]
                 out_s = machine.link_latency_s + candidate.size_bytes / machine.host_out_bytes_per_s
                 in_s = machine.link_latency_s + candidate.size_bytes / machine.host_in_bytes_per_s
                 released, used = candidate.last_use_op + 1, candidate.next_use_op
                 out_plain_s = self.start_s[m] - self.start_s[released]
                 in_plain_s = self.start_s[used] - self.start_s[m + 1]
-                out.setdefault(self._at_or_before(released), []).append((variable, out_s, out_plain_s))
-                back.setdefault(self._at_or_after(used + 1), []).append((variable, in_s, in_plain_s))
+                out.setdefault(self._at_or_before(released), []).append((self.gone[i, m], out_s, out_plain_s))
+                back.setdefault(self._at_or_after(used + 1), []).append((self.missing[i, m], in_s, in_plain_s))
             self._add_flow([(out[p], self._lost(p, m + 1)) for p in sorted(out, reverse=True)])
             self._add_flow([(back[q], self._lost(m + 1, q)) for q in sorted(back)])
 
@@ -338,22 +363,17 @@ class _Rows:
                 for m in self._moments_of(self.everyone[parent]):
                     if m < child.earliest_op or m <= child.last_use_op:
                         continue
-                    terms = [(self.away_s[parent, m], 1.0), (self.away_r[parent, m], 1.0), (self.recompute[i], 1.0)]
+                    terms = [*self._away_s(parent, m), (self.away_r[parent, m], 1.0), (self.recompute[i], 1.0)]
                     if (i, m) in self.away_r:
                         terms.append((self.away_r[i, m], -1.0))
                     self.program.row(terms, upper=1.0)
 
 
-def _used_swaps(rows: _Rows, values: list[float]) -> dict[int, float]:
-    """Return the swapped shares that are away at any moment: one that is never away costs nothing and says nothing."""
+def _shares(rows: _Rows, values: list[float], action: int) -> dict[int, float]:
+    """Return the largest share of each buffer that is away at a moment, by the first or the second action."""
     shares: dict[int, float] = {}
-    for (i, _), variable in rows.away_s.items():
-        buffer_id, share = rows.everyone[i].buffer_id, min(values[variable], 1.0)
+    for i, m in rows.gone:
+        share, buffer_id = rows.away(values, i, m)[action], rows.everyone[i].buffer_id
         if share > max(shares.get(buffer_id, 0.0), 1e-6):
             shares[buffer_id] = share
     return shares
-
-
-def _shares(rows: _Rows, values: list[float], variables: dict[int, int]) -> dict[int, float]:
-    shares = {rows.everyone[i].buffer_id: min(max(values[v], 0.0), 1.0) for i, v in variables.items()}
-    return {buffer_id: share for buffer_id, share in shares.items() if share > 1e-6}

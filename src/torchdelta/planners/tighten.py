@@ -15,7 +15,8 @@ from torchdelta.simulate.problem import Problem
 
 __all__ = ["Choose", "NoChoiceError", "Outcome", "tighten"]
 
-_ROUNDS = 12
+_ROUNDS = 10
+_ROUNDS_FOR_ERROR = 4
 
 Codes = NDArray[np.int8]
 Choose = Callable[[int], Codes]
@@ -64,7 +65,7 @@ def tighten(problem: Problem, budget_bytes: int, choose: Choose) -> Outcome:
         limit_bytes -= max(score.excess_bytes // 2, budget_bytes // 200, 1)
     # Nothing fits. What would: larger limits, by halves, for the error to name the least budget.
     low_bytes, high_bytes = budget_bytes, largest_bytes
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS_FOR_ERROR):
         middle_bytes = (low_bytes + high_bytes) // 2
         try:
             codes = choose(middle_bytes)
