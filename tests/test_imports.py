@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "summary": BASE,
     "aten": BASE,
     "modules": {*BASE, "_torch"},
-    "trace": {*BASE, "_torch", "aten", "modules"},  # for its symbolic part
+    "trace": {*BASE, "_torch", "_torch_symbolic", "aten", "modules"},  # for its symbolic part
     "machine": {*BASE, "host", "trace"},
     "plan": {*BASE, "trace", "machine"},
     "simulate": {*BASE, "trace", "machine", "plan"},
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "pool": {*BASE, "trace", "plan"},
     "_torch": BASE,
     "_torch_device": BASE,
+    "_torch_symbolic": BASE,
     "native": BASE,
     "runtime": {*BASE, "host", "summary", "_torch", "_torch_device", "native", "aten", "modules", "trace", "plan"},
     "budget": {*BASE, "host", "summary", "runtime", "trace"},
@@ -143,10 +144,10 @@ def test_torch_free_modules_bring_no_torch():
 
 
 def test_private_torch_is_named_in_one_place():
-    """Only _torch.py and _torch_device.py name torch._C, torch._ops and the like."""
+    """Only _torch.py, _torch_device.py and _torch_symbolic.py name torch._C, torch._ops and the like."""
     offenders = []
     for module, path in MODULES.items():
-        if module in {"_torch", "_torch_device"}:
+        if module in {"_torch", "_torch_device", "_torch_symbolic"}:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="ascii"))):
             if isinstance(node, ast.Import):

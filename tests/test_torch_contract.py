@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchdelta import _torch, _torch_device
+from torchdelta import _torch, _torch_device, _torch_symbolic
 
 
 class Names(TorchDispatchMode):
@@ -674,7 +674,7 @@ def test_foreach_on_cpu() -> None:
         return [name for name in names.seen if "_foreach_" in name]
 
     assert not names_of_a_step()
-    with _torch.foreach_on_cpu():
+    with _torch_symbolic.foreach_on_cpu():
         assert names_of_a_step() == ["aten._foreach_add_.List"]
     assert not names_of_a_step()
 
@@ -682,6 +682,29 @@ def test_foreach_on_cpu() -> None:
 def test_without_fake_mode() -> None:
     """Within it tensors are real, in the middle of a fake-tensor mode."""
     with _torch.FakeTensorMode():
-        with _torch.without_fake_mode():
+        with _torch_symbolic.without_fake_mode():
             assert torch.ones(2).sum().item() == 2
         assert isinstance(torch.ones(2), _torch.FakeTensor)
+
+
+def test_without_truncation() -> None:
+    """Within it `trunc_normal_` needs no values; afterwards it keeps its bounds."""
+    with _torch.FakeTensorMode(), _torch_symbolic.without_truncation():
+        torch.nn.init.trunc_normal_(torch.nn.Parameter(torch.empty(4)), 0.0, 1.0, -0.5, 0.5)
+    assert torch.nn.init.trunc_normal_(torch.empty(1000), 0.0, 1.0, -0.5, 0.5).abs().max() <= 0.5
+
+
+def test_converting_fake_modules() -> None:
+    """Within it fake modules change their dtype, and what is tied stays tied; afterwards all is as before."""
+    before = torch.nn.Module._apply
+    with _torch.FakeTensorMode(), _torch_symbolic.converting_fake_modules():
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False), torch.nn.BatchNorm1d(4)
+        )
+        model[1].weight = model[0].weight
+        model[0].weight.requires_grad_(requires_grad=False)
+        model.to(torch.bfloat16).double()
+        assert {p.dtype for p in (*model.parameters(), model[2].running_mean)} == {torch.float64}
+        assert model[1].weight is model[0].weight
+        assert [p.requires_grad for p in model.parameters()] == [False, True, True]
+    assert torch.nn.Module._apply is before

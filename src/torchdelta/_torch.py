@@ -1,4 +1,4 @@
-"""The only file that touches private torch APIs, together with `_torch_device.py`.
+"""The only file that touches private torch APIs, together with `_torch_device.py` and `_torch_symbolic.py`.
 
 Checked on torch 2.13.0 (CPU); written for 2.11 to 2.14. Every name here has a contract test in
 `tests/test_torch_contract.py`, so that a torch release that changes one of them fails there, by name, and not somewhere
@@ -441,34 +441,10 @@ def _fake() -> tuple[Any, Any]:
     return FakeTensor, FakeTensorMode
 
 
-@contextlib.contextmanager
-def foreach_on_cpu() -> Generator[None]:
-    """Make optimizers and gradient clipping choose on CPU tensors what they choose on CUDA: the `_foreach_` ops."""
-    from torch.optim import optimizer as optimizers
-    from torch.utils import _foreach_utils
-
-    original = _foreach_utils._get_foreach_kernels_supported_devices
-    places = [place for place in (_foreach_utils, optimizers) if hasattr(place, original.__name__)]
-    for place in places:
-        setattr(place, original.__name__, lambda: [*original(), "cpu"])
-    try:
-        yield
-    finally:
-        for place in places:
-            setattr(place, original.__name__, original)
-
-
 def __getattr__(name: str) -> Any:
     if name in {"FakeTensor", "FakeTensorMode"}:
         return _fake()[name == "FakeTensorMode"]
     raise AttributeError(name)
-
-
-def without_fake_mode() -> Any:
-    """Return a context in which this thread's fake-tensor mode is off."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
 
 
 def fake_mode_for_once() -> Any:

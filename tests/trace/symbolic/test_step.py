@@ -50,6 +50,17 @@ def test_costs_of_a_product():
     assert op.moved_bytes == 4 * (32 + 4 * 16 + 16 * 32 + 4 * 32)
 
 
+def test_weights_that_are_drawn_until_they_fit():
+    """`trunc_normal_` looks at what it drew; a model of any size that is initialised so can be built."""
+
+    def function() -> tuple[nn.Module, torch.Tensor]:
+        model = nn.Linear(512, 512)
+        nn.init.trunc_normal_(model.weight, std=0.02)
+        return model, torch.randn(4, 512)
+
+    assert trace_step(function, device="cpu", optimizer="none").ops[0].name == "aten.addmm.default"
+
+
 class Residual(nn.Module):
     """Gradients meet: of a residual, of a tensor used three times, and of a tied weight."""
 

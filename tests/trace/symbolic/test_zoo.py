@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks import zoo
 from torchdelta.trace.model import BEFORE_STEP, counts
@@ -55,6 +56,22 @@ def test_dropout_saves_a_bool_mask_on_cuda():
     cpu = trace_step(zoo.vgg16, batch_size=2, device="cpu", optimizer="none")
     assert not any("native_dropout" in op.name for op in cpu.ops)
     assert counts(cpu).saved_bytes - counts(cuda).saved_bytes == 2 * (4 - 1) * 2 * 4096
+
+
+def small_llama(batch_size: int) -> zoo.Step:
+    """Two blocks of Llama in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=256, use_cache=False)
+    tokens = torch.randint(0, 256, (batch_size, 64))
+    return LlamaForCausalLM(config).to(torch.bfloat16).train(), {"input_ids": tokens, "labels": tokens}
+
+
+def test_a_causal_model_needs_no_mask():
+    """Transformers sees that nothing is masked, as in a real step, and attention on CUDA is flash attention."""
+    trace = trace_step(small_llama, batch_size=2, optimizer="none")
+    assert sum(op.name == "aten._scaled_dot_product_flash_attention.default" for op in trace.ops) == 2
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from torchdelta._torch import foreach_on_cpu
+from torchdelta._torch_symbolic import foreach_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -17,11 +17,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import torchdelta._torch as torch_api
+from torchdelta._torch_symbolic import converting_fake_modules, without_truncation
 from torchdelta.errors import TraceError
 from torchdelta.trace.model import Header, Trace
 from torchdelta.trace.symbolic.devices import acting_as
 from torchdelta.trace.symbolic.mode import StepMode
-from torchdelta.trace.symbolic.values import VALUES_WANTED, KnownValues
+from torchdelta.trace.symbolic.values import VALUES_WANTED, KnownValues, values_shown
 from torchdelta.trace.validate import validate
 
 if TYPE_CHECKING:
@@ -76,12 +77,16 @@ def trace_step(
         acting_as(device),
         torch.enable_grad(),
     ):
-        with _told(f"{name} cannot be called"):
+        with (
+            _told(f"{name} cannot be called"),
+            without_truncation(),
+            converting_fake_modules(),
+        ):
             built = function(*arguments)
         model, inputs, step = _checked(built, name)
         if step is None:
             step = _default_step(model, optimizer, device, mode)
-        with _told(f"the step of {name} cannot be traced"), _quiet_collector():
+        with _told(f"the step of {name} cannot be traced"), _quiet_collector(), values_shown():
             optimizers: dict[int, torch.optim.Optimizer] = {}
             with _optimizers_noted(optimizers, mode):
                 step(model, inputs)

@@ -14,12 +14,18 @@ It is also where ops run whose fake kernel is stricter than the real one: `_grou
 
 from __future__ import annotations
 
-from typing import Any, Final
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch import FakeTensor, TorchDispatchMode, without_fake_mode
+from torchdelta._torch import FakeTensor, TorchDispatchMode
+from torchdelta._torch_symbolic import without_fake_mode
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 MAX_ELEMENTS: Final = 1 << 16
 VALUES_WANTED: Final = frozenset({"DataDependentOutputException", "DynamicOutputShapeException"})
@@ -78,6 +84,34 @@ class KnownValues(TorchDispatchMode):
         elif _is_small(output):
             _remember(func, facts, args, reals, output)
         return output
+
+
+def is_known(tensor: Any) -> bool:
+    """Say whether a tensor's value can be asked for."""
+    try:
+        _known(tensor)
+    except _Unknown:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def values_shown() -> Generator[None]:
+    """Make transformers, where it is loaded, ask for the values that are known.
+
+    It takes fake tensors for a compiler's and does then not look whether a mask is needed: attention would get one, and
+    another kernel, that the real step does without.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_fake_tensor", None)
+    if original is None:
+        yield
+        return
+    module.is_fake_tensor = lambda tensor: original(tensor) and not is_known(tensor)
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original
 
 
 def _known(value: Any) -> Any:
