@@ -8,13 +8,16 @@ What must hold, beside ids and numbers in range:
     the device or made earlier in the same replay.
 3.  A replay runs only ops that are recomputable.
 4.  At every op, and at every op of a replay, the bytes on the device, workspaces included, are within the budget.
+5.  What is swapped to the host and to the disk fits there, if a machine is given.
 
 Linear in ops, reads and what the replays run.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torchdelta.errors import PlanError
+from torchdelta.machine.model import Machine
 from torchdelta.plan.model import FORMAT_NAME, Absence, Plan, Replay
 from torchdelta.trace.model import BEFORE_STEP, Trace
 from torchdelta.units import format_bytes
@@ -22,20 +25,46 @@ from torchdelta.units import format_bytes
 __all__ = ["find_fault", "validate"]
 
 
-def validate(trace: Trace, plan: Plan) -> None:
-    """Check a plan against its trace.
+def validate(trace: Trace, plan: Plan, machine: Machine | None = None) -> None:
+    """Check a plan against its trace, and against the limits of a machine's host and disk if one is given.
 
     Raises:
         PlanError: With one line that says what is wrong, and where.
     """
-    fault = find_fault(trace, plan)
+    fault = find_fault(trace, plan, machine)
     if fault is not None:
         raise PlanError(fault)
 
 
-def find_fault(trace: Trace, plan: Plan) -> str | None:
+def find_fault(trace: Trace, plan: Plan, machine: Machine | None = None) -> str | None:
     """Return what is wrong first, None if the plan is valid."""
-    return _header_fault(trace, plan) or _absence_fault(trace, plan) or _Walk(trace, plan).fault()
+    return (
+        _header_fault(trace, plan)
+        or _absence_fault(trace, plan)
+        or _Walk(trace, plan).fault()
+        or (_tier_fault(trace, plan, machine) if machine is not None else None)
+    )
+
+
+def _tier_fault(trace: Trace, plan: Plan, machine: Machine) -> str | None:
+    """Add up what each tier holds: a buffer from the end of its last use until its next one."""
+    for tier, limit_bytes in (("host", machine.host_memory_bytes), ("disk", machine.disk_bytes)):
+        swaps = [absence for absence in plan.absences if absence.action == "swap" and absence.tier == tier]
+        if swaps and tier == "disk" and machine.disk_write_bytes_per_s <= 0:
+            return f"the plan swaps to the disk, and machine {machine.name} has none"
+        changes: Counter[int] = Counter()
+        for absence in swaps:
+            changes[absence.last_use_op + 1] += trace.buffers[absence.buffer_id].size_bytes
+            changes[absence.next_use_op + 1] -= trace.buffers[absence.buffer_id].size_bytes
+        held_bytes = 0
+        for op in sorted(changes):
+            held_bytes += changes[op]
+            if limit_bytes is not None and held_bytes > limit_bytes:
+                return (
+                    f"at op {op} the {tier} would hold {format_bytes(held_bytes)} ({held_bytes} bytes), "
+                    f"{held_bytes - limit_bytes} bytes more than machine {machine.name} has there"
+                )
+    return None
 
 
 def _header_fault(trace: Trace, plan: Plan) -> str | None:
