@@ -1,0 +1,185 @@
+"""The simulator's semantics once more, slowly and in the plainest way: what the compiled one has to equal.
+
+Written from `docs/design/0008-the-simulator.md`. Sets and dictionaries instead of arrays, and every condition looked up
+where it is stated: whether a swap-in may be issued is asked of each later moment, one by one.
+"""
+
+from collections import defaultdict
+from itertools import pairwise
+
+from torchdelta.simulate.model import Code
+from torchdelta.trace.model import BEFORE_STEP, storage_versions
+
+
+class Reference:
+    """One simulation."""
+
+    def __init__(self, problem, codes, budget_bytes):
+        self.trace, self.machine, self.options = problem.trace, problem.machine, problem.options
+        self.size = [buffer.size_bytes for buffer in self.trace.buffers]
+        self.away_gaps = [(gap, Code(code)) for gap, code in zip(problem.gaps, codes, strict=True) if code]
+        self.budget_bytes = budget_bytes
+        self.old_version, self.overwritten = {}, set()
+        for versions in storage_versions(self.trace).values():
+            for old, new in pairwise(versions):
+                self.old_version[new.id] = old.id
+                self.overwritten.add(old.id)
+        self.is_possible = True
+        self.replay_s = defaultdict(float)
+        self.swap_ins = []  # (gap, code, op before which it must be there)
+        self.needs = []
+        self.run_contents()
+        self.run_clock()
+
+    def lives_across(self, id_, op):
+        """Whether a buffer is there before an op and until it, in the plain step."""
+        buffer = self.trace.buffers[id_]
+        return buffer.birth_op < op and (buffer.death_op > op or (buffer.death_op == op and id_ in self.overwritten))
+
+    def run_contents(self):
+        """Find the bytes needed at each moment."""
+        away = {}  # buffer -> (gap, code)
+        for op in self.trace.ops:
+            for gap, code in self.away_gaps:
+                if gap.last_use_op == op.index - 1:
+                    away[gap.buffer_id] = (gap, code)
+            targets = []
+            ending = sorted(
+                (gap for gap, _ in self.away_gaps if gap.next_use_op == op.index),
+                key=lambda gap: (gap.last_use_op, gap.buffer_id),
+            )
+            for gap in ending:
+                if away.get(gap.buffer_id, (None, None))[0] == gap:
+                    code = away[gap.buffer_id][1]
+                    if code in {Code.SWAP, Code.DISK}:
+                        self.swap_ins.append((gap, code, op.index))
+                        del away[gap.buffer_id]
+                    else:
+                        targets.append(gap.buffer_id)
+            replay_bytes = self.replay(op.index, targets, away) if targets else 0
+            plain = sum(b.size_bytes for b in self.trace.buffers if b.birth_op <= op.index < b.death_op)
+            gone = sum(self.size[id_] for id_ in away)
+            self.needs.append(max(plain + op.workspace_bytes - gone, replay_bytes))
+
+    def replay(self, at_op, targets, away):
+        """Play a replay, and return its highest moment."""
+        chain, wanted = set(), list(targets)
+        while wanted:
+            producer = self.trace.buffers[wanted.pop()].birth_op
+            if producer == BEFORE_STEP or not self.trace.ops[producer].recomputable:
+                self.is_possible = False
+                continue
+            if producer in chain:
+                continue
+            chain.add(producer)
+            for id_ in self.inputs(producer):
+                if self.lives_across(id_, at_op):
+                    if id_ not in away:
+                        continue
+                    gap, code = away[id_]
+                    if code in {Code.SWAP, Code.DISK}:
+                        self.swap_ins.append((gap, code, at_op))
+                        del away[id_]
+                        continue
+                wanted.append(id_)
+        there = {b.id for b in self.trace.buffers if self.lives_across(b.id, at_op)} - away.keys()
+        transient = set()
+        highest = 0
+        for producer in sorted(chain):
+            for id_ in self.trace.ops[producer].writes:
+                transient.discard(self.old_version.get(id_))
+                gap, code = away.get(id_, (None, None))
+                if code == Code.RECOMPUTE or (code == Code.AGAIN and gap.next_use_op == at_op):
+                    there.add(id_)
+                    del away[id_]
+                else:
+                    transient.add(id_)
+            held = sum(self.size[id_] for id_ in there) + sum(self.size[id_] for id_ in transient)
+            highest = max(highest, held + self.trace.ops[producer].workspace_bytes)
+            later = {id_ for index in chain if index > producer for id_ in self.inputs(index)}
+            transient &= later
+            self.replay_s[at_op] += self.trace.ops[producer].time_s
+        return highest
+
+    def inputs(self, index):
+        """What a replayed op has to find."""
+        op = self.trace.ops[index]
+        own = {self.old_version.get(id_) for id_ in op.writes if self.trace.buffers[id_].kind == "constant"}
+        return [id_ for id_ in op.reads if id_ not in own]
+
+    def may_issue(self, number, op):
+        """Whether a swap-in can take its memory at an op and keep it until its use, after all before it."""
+        used_at = self.swap_ins[number][2]
+        for moment in range(op, used_at):
+            waiting = sum(self.size[gap.buffer_id] for gap, _, needed in self.swap_ins[: number + 1] if needed > moment)
+            if self.needs[moment] + waiting > self.budget_bytes:
+                return False
+        return True
+
+    def transfer_s(self, code, size, inward):
+        """Seconds of one transfer."""
+        m = self.machine
+        if code == Code.SWAP:
+            return m.link_latency_s + size / (m.host_in_bytes_per_s if inward else m.host_out_bytes_per_s)
+        return m.disk_latency_s + size / (m.disk_read_bytes_per_s if inward else m.disk_write_bytes_per_s)
+
+    def run_clock(self):
+        """Run the queues."""
+        now, self.stall_s, self.totals = 0.0, 0.0, []
+        out_free, in_free, disk_free = 0.0, 0.0, 0.0
+        pending = []  # (end of the copy, order, gap)
+        out_end = {}
+        issued = 0
+        arrivals = {}
+        for op in self.trace.ops:
+            index = op.index
+            ahead = sum(self.size[self.swap_ins[n][0].buffer_id] for n in range(issued) if self.swap_ins[n][2] > index)
+            pending = [item for item in pending if item[0] > now]
+            while pending and self.needs[index] + ahead + sum(self.size[g.buffer_id] for _, g in pending) > (
+                self.budget_bytes
+            ):
+                end = min(pending, key=lambda item: item[0])[0]
+                self.stall_s += end - now
+                now = end
+                pending = [item for item in pending if item[0] > now]
+            total = self.needs[index] + ahead + sum(self.size[g.buffer_id] for _, g in pending)
+            while issued < len(self.swap_ins):
+                gap, code, needed = self.swap_ins[issued]
+                size = self.size[gap.buffer_id]
+                if needed > index:
+                    if not self.options.prefetch or gap.last_use_op >= index or out_end[gap] > now:
+                        break
+                    if not self.may_issue(issued, index) or total + size > self.budget_bytes:
+                        break
+                    total += size
+                start = max(in_free if code == Code.SWAP else disk_free, now, out_end[gap])
+                end = start + self.transfer_s(code, size, inward=True)
+                if code == Code.SWAP:
+                    in_free = end
+                else:
+                    disk_free = end
+                arrivals[issued] = end
+                issued += 1
+                if self.options.synchronous:
+                    self.stall_s += end - now
+                    now = end
+            self.totals.append(total)
+            for number, (_, _, needed) in enumerate(self.swap_ins):
+                if needed == index and arrivals[number] > now:
+                    self.stall_s += arrivals[number] - now
+                    now = arrivals[number]
+            now += self.replay_s[index] + op.time_s
+            for gap, code in self.away_gaps:
+                if gap.last_use_op == index and code in {Code.SWAP, Code.DISK}:
+                    start = max(out_free if code == Code.SWAP else disk_free, now)
+                    end = start + self.transfer_s(code, gap.size_bytes, inward=False)
+                    if code == Code.SWAP:
+                        out_free = end
+                    else:
+                        disk_free = end
+                    out_end[gap] = end
+                    pending.append((end, gap))
+                    if self.options.synchronous:
+                        self.stall_s += end - now
+                        now = end
+        self.time_s = now if self.is_possible else float("inf")

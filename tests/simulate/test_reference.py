@@ -1,0 +1,41 @@
+"""The compiled simulator equals the slow one."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planners.chains import MACHINE, blocks, chain
+from tests.simulate.reference import Reference
+from tests.trace.strategies import traces
+from torchdelta.simulate.model import Code, Options
+from torchdelta.simulate.problem import Problem
+
+DISKY = msgspec.structs.replace(MACHINE, disk_write_bytes_per_s=3e8, disk_read_bytes_per_s=5e8, disk_latency_s=1e-4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), blocks() | st.none(), st.sampled_from(["saved", "extended"]), st.booleans(), st.booleans())
+def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronous):
+    """Under any decisions and budget: the same bytes at each op, the same time, the same stalls."""
+    trace = data.draw(traces()) if drawn is None else chain(drawn)
+    options = Options(prefetch=prefetch, synchronous=synchronous)
+    problem = Problem.of(trace, DISKY, decision_class=decision_class, min_size_bytes=1, options=options)
+    codes = np.array(data.draw(st.lists(st.integers(0, 4), min_size=len(problem.gaps), max_size=len(problem.gaps))))
+    codes = np.array(
+        [
+            code if code < Code.RECOMPUTE or gap.can_recompute else 0
+            for code, gap in zip(codes, problem.gaps, strict=True)
+        ],
+        np.int8,
+    )
+    budget_bytes = data.draw(st.integers(0, max(problem.plain_peak_bytes, 1)))
+    score = problem.score(codes, budget_bytes)
+    totals = problem.work.total.tolist()
+    slow = Reference(problem, codes, budget_bytes)
+    assert score.time_s == pytest.approx(slow.time_s)
+    if slow.is_possible:
+        assert totals == slow.totals
+        assert score.stall_s == pytest.approx(slow.stall_s, abs=1e-12)
+        assert score.recompute_s == pytest.approx(sum(slow.replay_s.values()))
