@@ -54,7 +54,7 @@ def pool(
         from torchdelta.pool.csv_file import read_offsets, write_placement
         from torchdelta.pool.model import footprint_bytes
         from torchdelta.pool.picture import svg
-        from torchdelta.pool.solvers import solve
+        from torchdelta.pool.solvers import compile_solvers, solve
         from torchdelta.pool.validate import check
         from torchdelta.units import parse_size
 
@@ -68,6 +68,8 @@ def pool(
                 {"valid": True, "footprint_bytes": footprint_bytes(instance, offsets), **_size(instance)}, [], as_json
             )
             return
+        say("compiling the solvers, which is done once")
+        compile_solvers()
         say("placing")
         placement = solve(instance, "fast" if fast else solver, seed=seed, time_limit_s=time_limit)
         check(dataclasses.replace(instance, capacity_bytes=None), placement.offsets_bytes)

@@ -18,6 +18,8 @@ _WIDTH: Final = 1200
 _HEIGHT: Final = 700
 _MARGIN: Final = 64
 _MOST_DRAWN: Final = 20_000  # the largest areas; a browser shows no more
+_LEAST_EDGED: Final = 3.0  # pixels: thinner ones would be all edge
+_EDGE: Final = ' stroke="white" stroke-width="0.5"'
 _COLOURS: Final = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 
 
@@ -51,7 +53,7 @@ def svg(instance: Instance, offsets_bytes: NDArray[np.int64], *, lower_bound_byt
         )
         lines.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width * across, 0.1):.2f}" height="{max(height, 0.1):.2f}" '
-            f'fill="{_COLOURS[life % len(_COLOURS)]}" stroke="white" stroke-width="0.3">'
+            f'fill="{_COLOURS[life % len(_COLOURS)]}"{_EDGE if height > _LEAST_EDGED else ""}>'
             f"<title>{escape(label)}</title></rect>"
         )
     bound_y = bottom - lower_bound_bytes * up
