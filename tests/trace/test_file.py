@@ -112,6 +112,13 @@ def test_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_cannot_be_encoded_leaves_no_file(tmp_path: Path) -> None:
+    """A header with a value of a foreign type is an error before anything is written."""
+    with pytest.raises(TypeError):
+        TraceWriter(tmp_path / "step.trace", replace(example().header, comment=object()))
+    assert not list(tmp_path.iterdir())
+
+
 def test_has_ordinary_permissions(tmp_path: Path) -> None:
     """A trace is as readable for others as any file that the user makes."""
     ordinary = tmp_path / "ordinary"

@@ -98,13 +98,14 @@ class TraceWriter:
         self._lines_bytes = 0
         self._num: dict[type[Record], int] = {Buffer: 0, Op: 0, SavedTensor: 0}
         self._is_open = True
+        first_line = _encode(header)  # before there is a file: what cannot be encoded leaves none behind
         try:
             self._raw = self._temporary.open("xb")
         except OSError as error:
             raise self._failed(error) from error
         # No name and no time in the gzip header: the same trace gives the same bytes.
         self._gzip = gzip.GzipFile(filename="", mode="wb", compresslevel=_COMPRESSION_LEVEL, fileobj=self._raw, mtime=0)
-        self._put(_encode(header))
+        self._put(first_line)
 
     def add(self, record: Record) -> None:
         """Append one record.
