@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from torchdelta import planners
 from torchdelta.errors import InfeasibleError
+from torchdelta.plan.validate import validate
 from torchdelta.planners.torchdelta import choose, least_peak
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
@@ -49,13 +50,16 @@ def test_the_price_never_falls_with_the_budget(drawn):
         before_s = max(before_s, score.time_s)
 
 
-@pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended"])
+@pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended", "torchdelta-all"])
 @pytest.mark.parametrize("effort", ["fast", "best"])
 def test_the_same_question_has_the_same_answer(name, effort):
     """Two calls give the same plan, to the last op."""
     planner = planners.get(name)
     budget_bytes = Problem.of(STEP, MACHINE).plain_peak_bytes * 6 // 10
-    assert planner(STEP, MACHINE, budget_bytes, effort) == planner(STEP, MACHINE, budget_bytes, effort)
+    plan = planner(STEP, MACHINE, budget_bytes, effort)
+    assert plan == planner(STEP, MACHINE, budget_bytes, effort)
+    validate(STEP, plan, MACHINE)
+    assert plan.header.planner == name
 
 
 def test_what_fits_is_left_alone():

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
-from torchdelta.plan.model import Plan
+from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners import search
 from torchdelta.planners.outcome import finished
 from torchdelta.planners.registry import Effort, register
@@ -25,22 +25,23 @@ from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace
 
-__all__ = ["choose", "least_peak", "plan", "plan_extended"]
+__all__ = ["choose", "least_peak", "plan", "plan_all", "plan_extended"]
 
 Codes = NDArray[np.int8]
 
 _FAST_STARTS = ((0.0, 1),)
 _SMALL_STARTS = ((0.0, 1), (0.0, 0))
-_BEST_STARTS = ((0.0, 3), (0.05, 3), (0.0, 0), (0.3, 1))
+_BEST_STARTS = ((0.0, 3), (0.05, 1))
+_SMALL_BEST_STARTS = ((0.0, 3), (0.05, 3), (0.3, 1))
 """Price of a link's byte as a share of its time, and how many neighbours are priced anew."""
 
 _SMALL = 200
-"""Up to this many gaps `fast` can afford more than one start."""
+"""Up to this many gaps a problem can afford more starts."""
 
 _FEW_SHAKES = 40
 _SHAKES_A_GAP = 40
-_SHAKES_OF_GAPS = 400_000
-"""How many times `best` shakes: so many over the number of gaps, and not more often than that for each gap."""
+_SHAKEN_OPS = 500_000_000
+"""How many times `best` shakes: so many over gaps times ops, and not more often than that for each gap."""
 
 
 @register("torchdelta")
@@ -63,14 +64,30 @@ def plan_extended(trace: Trace, machine: Machine, budget_bytes: int, effort: Eff
     Raises:
         InfeasibleError: No plan within the budget was found.
     """
+    return _plan_in(trace, machine, budget_bytes, effort, "extended")
+
+
+@register("torchdelta-all")
+def plan_all(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
+    """Choose within the class *all*, starting from the choice within *saved*: never worse than that.
+
+    Parameters, gradients and optimizer states leave between two uses within the step; over its end they stay (the
+    simulator plays one step).
+
+    Raises:
+        InfeasibleError: No plan within the budget was found.
+    """
+    return _plan_in(trace, machine, budget_bytes, effort, "all")
+
+
+def _plan_in(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort, decision_class: DecisionClass) -> Plan:
     saved = Problem.of(trace, machine)
     start = choose(saved, budget_bytes, effort)
-    if saved.score(start, budget_bytes).is_feasible and not start.any():
-        return finished(saved, start, budget_bytes, planner="torchdelta-extended", effort=effort)
-    problem = Problem.of(trace, machine, decision_class="extended")
+    problem = Problem.of(trace, machine, decision_class=decision_class)
     codes = choose(problem, budget_bytes, effort, start=_carried_over(saved, start, problem))
     least_bytes = least_peak(problem)
-    return finished(problem, codes, budget_bytes, planner="torchdelta-extended", effort=effort, least_bytes=least_bytes)
+    planner = f"torchdelta-{decision_class}"
+    return finished(problem, codes, budget_bytes, planner=planner, effort=effort, least_bytes=least_bytes)
 
 
 def least_peak(problem: Problem) -> int:
@@ -96,24 +113,31 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         return keep
     hunt = _Hunt(problem, limits)
     small = len(keep) <= _SMALL
-    if effort == "best":
-        hunt.follow(choose(problem, budget_bytes, "fast", start=start), rounds=2)
-    elif start is not None:
-        hunt.follow(start.copy(), rounds=1)
-    starts = _BEST_STARTS if effort == "best" else _SMALL_STARTS if small else _FAST_STARTS
+    if effort == "best" and start is None:
+        hunt.follow(choose(problem, budget_bytes, "fast"), rounds=2)
+    if start is not None:
+        hunt.follow(start.copy(), rounds=2 if effort == "best" else 1)
+        starts = ()  # a larger class has too many gaps to begin anew
+    elif effort == "best":
+        starts = _SMALL_BEST_STARTS if small else _BEST_STARTS
+    else:
+        starts = _SMALL_STARTS if small else _FAST_STARTS
     for link_price, neighbours in starts:
         hunt.release(keep.copy(), limits, link_price, neighbours)
-    if effort == "best":
+    if effort == "best" and start is None:
         # What is best with a little less memory is a plan here too: the price never falls with the budget.
-        for share in (0.97, 0.93):
+        for share in (0.97, 0.93) if small else (0.95,):
             tighter = limits.copy()
             tighter[0] = int(share * budget_bytes)
             hunt.release(keep.copy(), tighter, 0.0, 1)
     if hunt.excess > 0:
+        hunt.release(hunt.codes.copy(), limits, 0.0, 0)
+    if hunt.excess > 0:
         hunt.follow(np.where(hunt.allowed[:, Code.SWAP], Code.SWAP, Code.KEEP).astype(np.int8), rounds=3)
-    if effort == "best" or small:
-        shakes = min(_SHAKES_A_GAP * len(keep), _SHAKES_OF_GAPS // len(keep))
-        hunt.shake(shakes if effort == "best" else _FEW_SHAKES)
+    if effort == "best":
+        hunt.shake(min(_SHAKES_A_GAP * len(keep), _SHAKEN_OPS // (len(keep) * len(problem.trace.ops))))
+    elif small and start is None:
+        hunt.shake(_FEW_SHAKES)
     return hunt.codes
 
 
