@@ -136,7 +136,7 @@ SUBJECTS: dict[str, Callable[[], Step]] = {
     "t5, 8 + 8 layers": lambda: _translation(d_model=64, d_kv=16, d_ff=128, num_layers=8, num_heads=4),
     "vit, 24 layers": lambda: _vision("vit", 32, patch_size=8, num_hidden_layers=24, **_BERT),
     "convnext": lambda: _vision("convnext", 64, hidden_sizes=[16, 32, 64, 128]),
-    "swin": lambda: _vision("swin", 64, embed_dim=24, window_size=4, num_heads=[2, 2, 4, 8]),
+    "swin": lambda: _vision("swin", 128, embed_dim=24, window_size=4, num_heads=[2, 2, 4, 8]),
     "resnet-50": lambda: _pictures(resnet.resnet50(10), 64),
     "resnet-101": lambda: _pictures(resnet.resnet101(10), 64),
     "u-net, width 16": lambda: _unet(16),

@@ -34,7 +34,12 @@ def pool(
     ] = None,
     solver: Annotated[str, typer.Option(help="Name of the solver.")] = "torchdelta",
     fast: Annotated[bool, typer.Option("--fast", help="The first glance alone: the same as --solver fast.")] = False,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which nothing better is looked for.")] = 30.0,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds after which nothing better is looked for: 5, for large ones 15.", show_default=False
+        ),
+    ] = None,
     alignment: Annotated[int, typer.Option(help="Bytes that every offset is a multiple of.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same placement.")] = 0,
     output: Annotated[

@@ -153,6 +153,7 @@ def _num_at_corner(
 @njit(cache=True)
 def _least_rise(
     corner: int,
+    is_right: bool,
     floor: Ints,
     placed: Bools,
     first: Ints,
@@ -160,26 +161,47 @@ def _least_rise(
     sizes: Ints,
     covering: Ints,
     covering_start: Ints,
+    by_first: Ints,
+    by_first_start: Ints,
+    by_last: Ints,
+    by_last_start: Ints,
+    highest: Ints,
 ) -> Any:
-    """Return the least height above its floor at which anything that covers the corner can still rest."""
+    """Return the least height above its floor at which anything that covers the corner can still rest.
+
+    `highest` is room to work in: the highest floor between each section and the corner.
+    """
     height = floor[corner]
+    begin, end = covering_start[corner], covering_start[corner + 1]
+    low, high = corner, corner + 1
+    for position in range(begin, end):
+        life = covering[position]
+        if not placed[life]:
+            low, high = min(low, first[life]), max(high, last[life])
+    highest[corner] = height
+    for section in range(corner - 1, low - 1, -1):
+        highest[section] = max(highest[section + 1], floor[section])
+    for section in range(corner + 1, high):
+        highest[section] = max(highest[section - 1], floor[section])
     least = _FAR
-    for position in range(covering_start[corner], covering_start[corner + 1]):
+    inner_low, inner_high = corner, corner + 1
+    for position in range(begin, end):
         life = covering[position]
         if placed[life]:
             continue
-        ground = height
-        for section in range(first[life], last[life]):
-            ground = max(ground, floor[section])
+        ground = max(highest[first[life]], highest[last[life] - 1])
         if ground > height:
             least = min(least, ground)
-            continue
-        # It lies in the valley, and nothing of it stands at the corner: it rests on another that misses the corner.
-        for section in range(first[life], last[life]):
-            for other_position in range(covering_start[section], covering_start[section + 1]):
-                other = covering[other_position]
-                if not placed[other] and (last[other] <= corner or first[other] > corner):
-                    least = min(least, height + sizes[other])
+        else:  # it lies in the valley, and may rest on another there that misses the corner
+            inner_low, inner_high = min(inner_low, first[life]), max(inner_high, last[life])
+    if is_right:
+        others, begin, end = by_last, by_last_start[inner_low + 1], by_last_start[corner + 1]
+    else:
+        others, begin, end = by_first, by_first_start[corner + 1], by_first_start[inner_high]
+    for position in range(begin, end):
+        other = others[position]
+        if not placed[other]:
+            least = min(least, height + sizes[other])
     return least
 
 
@@ -205,6 +227,7 @@ def _search(
     to_come = np.zeros(num_sections, np.int64)  # bytes of the lives that are not placed
     num_to_come = np.zeros(num_sections, np.int64)
     placed = np.zeros(num_lives, np.bool_)
+    highest = np.zeros(num_sections, np.int64)
     for life in range(num_lives):
         for section in range(first[life], last[life]):
             to_come[section] += sizes[life]
@@ -327,7 +350,22 @@ def _search(
             corner = corner_of[top]
             slack = capacity - height - to_come[corner]
             if slack > 0:
-                least_height = _least_rise(corner, floor, placed, first, last, sizes, covering, covering_start)
+                least_height = _least_rise(
+                    corner,
+                    is_right[top],
+                    floor,
+                    placed,
+                    first,
+                    last,
+                    sizes,
+                    covering,
+                    covering_start,
+                    by_first,
+                    by_first_start,
+                    by_last,
+                    by_last_start,
+                    highest,
+                )
                 if least_height - height <= slack:
                     floor[corner] = least_height
                     move[top] = _WASTED

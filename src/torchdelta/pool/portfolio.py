@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torchdelta.pool.sections import Sections
 
 MAX_ROUNDS: Final = 2000
-_NODES: Final = 5000  # of the shortest restart, beside those that one descent needs
+_NODES_A_LIFE: Final = 16  # what a descent takes on real steps, waste included
+_SCANNED: Final = 1_500_000  # sections that a restart of length 1 may look at beside that
 _TRIES: Final = 40  # of local search in a round
 _MOST_FOR_LOCAL_SEARCH: Final = 40_000
 _MOST_FOR_CORNERS: Final = 20_000_000  # sections that lives cover, one by one
@@ -94,7 +95,7 @@ def solve(
         if state.is_done or state.best <= enough or time.perf_counter() >= end_s:
             break
         if problem is not None:
-            nodes = 2 * len(sizes) + _NODES * _luby(number)
+            nodes = _NODES_A_LIFE * len(sizes) + _SCANNED // sections.num_sections * _luby(number)
             status, offsets, _ = corner.search(problem, target, _random_order(state, generator), nodes)
             if status == corner.FOUND:
                 state.take(int((offsets + sizes).max()), offsets)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT: Final = "torchdelta"
-DEFAULT_TIME_LIMIT_S: Final = 30.0
+_TIME_LIMIT_S: Final = 5.0
+_LARGE_TIME_LIMIT_S: Final = 15.0
+_LARGE: Final = 20_000  # lives
 
 
 class _Solver(Protocol):
@@ -86,7 +88,7 @@ def solve(
     solver: str = DEFAULT,
     *,
     seed: int = 0,
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    time_limit_s: float | None = None,
 ) -> Placement:
     """Place lives.
 
@@ -94,7 +96,7 @@ def solve(
         instance: What to place. With a capacity, the first placement within it is good enough.
         solver: A name from `SOLVERS`.
         seed: The same seed gives the same placement, unless the time runs out.
-        time_limit_s: Stop looking for a better one after so many seconds.
+        time_limit_s: Stop looking for a better one after so many seconds; None: 5, and 15 for more than 20,000 lives.
 
     Raises:
         PoolError: No solver has this name.
@@ -102,6 +104,8 @@ def solve(
     chosen = SOLVERS.get(solver)
     if chosen is None:
         raise PoolError(f"no solver is called {solver!r}: there are {', '.join(SOLVERS)}")
+    if time_limit_s is None:
+        time_limit_s = _LARGE_TIME_LIMIT_S if len(instance) > _LARGE else _TIME_LIMIT_S
     start_s = time.perf_counter()
     is_placed = instance.is_placed
     offsets = np.zeros(len(instance), np.int64)
