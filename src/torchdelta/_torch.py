@@ -1,7 +1,7 @@
 """The only file that touches private torch APIs, together with `_torch_device.py` and `_torch_symbolic.py`.
 
 Checked on torch 2.13.0 (CPU); written for 2.11 to 2.14. Every name here has a contract test in
-`tests/test_torch_contract.py`, so that a torch release that changes one of them fails there, by name, and not somewhere
+`tests/torch_contract`, so that a torch release that changes one of them fails there, by name, and not somewhere
 in the runtime.
 """
 

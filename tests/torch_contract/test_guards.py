@@ -1,0 +1,108 @@
+"""The contract with torch: guards: what runs unseen by modes, autograd and autocast.
+
+A torch release that changes one fails here, by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch_contract.names import Names
+from torchdelta import _torch, _torch_device
+
+
+def test_no_dispatch() -> None:
+    """No Python dispatch mode sees what runs inside."""
+    with Names() as names:
+        with _torch.NoDispatch():
+            x = torch.zeros(2) + 1
+        seen_inside = list(names.seen)
+        x = x * 2
+    assert seen_inside == []
+    assert names.seen == ["aten.mul.Tensor"]
+
+
+def test_no_function() -> None:
+    """No function mode and no `__torch_function__` sees what runs inside."""
+
+    class Refuses(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    with Refuses(), _torch.NoFunction():
+        assert (torch.zeros(2) + 1).sum().item() == 2
+
+
+def test_below_autograd() -> None:
+    """No graph is made inside, whatever the grad mode says."""
+    x = torch.ones(2, requires_grad=True)
+    with _torch.BelowAutograd(), torch.enable_grad():
+        y = torch.ops.aten.mul.Tensor(x, 2)
+    assert y.grad_fn is None
+    assert not y.requires_grad
+
+
+def test_autocast_keys() -> None:
+    """Excluded, an op runs in the dtypes of its arguments also where autocast is on."""
+    a = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(a, a).dtype is torch.bfloat16
+        with _torch.ExcludeKeys(_torch.AUTOCAST_KEYS):
+            assert torch.mm(a, a).dtype is torch.float32
+
+
+def test_quietly() -> None:
+    """All of it together.
+
+    Unseen, without a graph, uncast, and everything as before afterwards, after an exception too.
+    """
+    x = torch.randn(4, 4, requires_grad=True)
+    with Names() as names, torch.autocast("cpu", torch.bfloat16):
+        with _torch.Quietly():
+            y = torch.mm(x, x)
+            assert not torch.is_grad_enabled()
+        with pytest.raises(KeyError), _torch.Quietly():
+            raise KeyError
+        assert torch.is_grad_enabled()
+        assert names.seen == []
+    assert y.dtype is torch.float32
+    assert not y.requires_grad
+    with torch.no_grad():
+        with _torch.Quietly():
+            pass
+        assert not torch.is_grad_enabled()
+
+
+def test_set_grad_enabled() -> None:
+    """It sets the mode that kernels read."""
+    try:
+        _torch.set_grad_enabled(False)
+        assert not torch.is_grad_enabled()
+    finally:
+        _torch.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_numeric_environment() -> None:
+    """What kernels read is read, and set again."""
+    before = _torch_device.numeric_environment()
+    changed = (torch.float64, not before[1], True, "medium", before[4])
+    try:
+        _torch_device.set_numeric_environment(changed)
+        assert torch.get_default_dtype() is torch.float64
+        assert torch.backends.mkldnn.enabled == changed[1]
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert _torch_device.numeric_environment() == changed
+    finally:
+        _torch_device.set_numeric_environment(before)
+    assert _torch_device.numeric_environment() == before
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    """Names that are made at their first use are the only ones."""
+    with pytest.raises(AttributeError):
+        _ = _torch.NoSuchName

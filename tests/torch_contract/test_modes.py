@@ -1,0 +1,182 @@
+"""The contract with torch: modes and hooks: their stacks, and who sees which op.
+
+A torch release that changes one fails here, by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.torch_contract.names import Names
+from torchdelta import _torch
+
+
+def test_stack_of_modes() -> None:
+    """Push, pop, count and look: the same stack that `with mode` uses."""
+    outer, inner = Names(), Names()
+    with outer:
+        assert _torch.num_modes() == 1
+        _torch.push_mode(inner)
+        assert _torch.mode_stack() == [outer, inner]
+        torch.zeros(2)
+        assert _torch.pop_mode() is inner
+        assert _torch.mode_stack() == [outer]
+    assert inner.seen == ["aten.zeros.default"]
+    assert outer.seen == ["aten.zeros.default"]
+    assert _torch.num_modes() == 0
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_without_mode(position: int) -> None:
+    """One mode is taken out of the stack, wherever it is, and put back in its place, after an exception too."""
+    modes = [Names(), Names(), Names()]
+    with modes[0], modes[1], modes[2]:
+        with pytest.raises(KeyError), _torch.without_mode(modes[position]) as found:  # noqa: PT012
+            assert found
+            assert _torch.mode_stack() == [mode for mode in modes if mode is not modes[position]]
+            raise KeyError
+        assert _torch.mode_stack() == modes
+        with _torch.without_mode(Names()) as found:
+            assert not found
+            assert _torch.mode_stack() == modes
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_remove_mode(position: int) -> None:
+    """One mode is gone for good, and the others keep their order; one that is not there changes nothing."""
+    modes = [Names(), Names(), Names()]
+    for mode in modes:
+        _torch.push_mode(mode)
+    _torch.remove_mode(modes[position])
+    left = [mode for mode in modes if mode is not modes[position]]
+    assert _torch.mode_stack() == left
+    _torch.remove_mode(modes[position])
+    assert _torch.mode_stack() == left
+    while _torch.num_modes():
+        _torch.pop_mode()
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_remove_saved_hooks(position: int) -> None:
+    """One pair is gone for good, from below another one too."""
+    calls: list[str] = []
+
+    def hooks(name: str) -> tuple[Any, Any]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            calls.append(name)
+            return tensor
+
+        return pack, lambda tensor: tensor
+
+    pairs = [hooks("outer"), hooks("inner")]
+    for pair in pairs:
+        torch.autograd.graph.saved_tensors_hooks(*pair).__enter__()
+    _torch.remove_saved_hooks(*pairs[position])
+    x = torch.ones(2, requires_grad=True)
+    x.sin()
+    _torch.remove_saved_hooks(*pairs[1 - position])
+    x.sin()
+    _torch.remove_saved_hooks(*pairs[0])
+    assert calls == [("inner", "outer")[position]]
+
+
+def test_without_saved_hooks() -> None:
+    """All hooks are off inside and on afterwards, in order."""
+    calls: list[str] = []
+
+    def hooks(name: str) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            calls.append(name)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    x = torch.ones(2, requires_grad=True)
+    with hooks("outer"), hooks("inner"):
+        with _torch.without_saved_hooks():
+            x.sin()
+        assert calls == []
+        x.sin()
+    assert calls == ["inner"]
+    x.sin()
+    assert calls == ["inner"]
+
+
+def test_op_overloads() -> None:
+    """An op has a schema with aliases, tags, a namespace, a fast call, and room for an attribute."""
+    func = torch.ops.aten.add_.Tensor
+    assert isinstance(func, _torch.OpOverload)
+    assert func._schema.arguments[0].alias_info is not None
+    assert func._schema.arguments[0].alias_info.is_write
+    assert func.namespace == "aten"
+    assert func._op(torch.ones(1), 1).item() == 2
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli.default.tags
+    func._torchdelta_contract = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.ops.aten.add_.Tensor._torchdelta_contract == 1
+    del func._torchdelta_contract
+
+
+def test_dispatch_modes_have_the_hooks_for_compilation() -> None:
+    """The two class methods that the recorder overrides exist in torch under these names."""
+    assert inspect.ismethod(TorchDispatchMode.ignore_compile_internals)
+    assert inspect.ismethod(TorchDispatchMode._should_skip_dynamo)
+
+
+def test_an_op_that_a_mode_declines_goes_to_the_subclass_with_the_mode_on() -> None:
+    """What a subclass runs inside is seen by the mode that returned NotImplemented; modes below miss the op itself."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner: torch.Tensor) -> None:
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            return func(*(a.inner if isinstance(a, Wrapper) else a for a in args), **(kwargs or {}))
+
+    class Declines(Names):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if types:
+                self.seen.append("declined")
+                return NotImplemented
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    wrapper = Wrapper(torch.ones(3))
+    assert wrapper.data_ptr() == 0  # a hollow storage
+    with Names() as below, Declines() as mode:
+        wrapper.sin()
+    assert mode.seen == ["declined", "aten.sin.default"]
+    assert below.seen == ["aten.sin.default"]
+
+
+def test_autocast_around_a_dispatch_mode() -> None:
+    """Inside a mode autocast looks off; what it is outside can be asked, and it can be made to act inside."""
+    found: list[tuple[bool, bool, torch.dtype]] = []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if "relu" in str(func):
+                with _torch.autocast_inside("cpu"):
+                    dtype = torch.mm(args[0], args[0]).dtype
+                found.append((torch.is_autocast_enabled("cpu"), _torch.is_autocast_outside("cpu"), dtype))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(3, 3)
+    with torch.autocast("cpu", torch.bfloat16), Asks():
+        torch.relu(x)
+        with torch.autocast("cpu", enabled=False):
+            torch.relu(x)
+    with Asks():
+        torch.relu(x)
+    assert [outside for _, outside, _ in found] == [True, False, False]
+    assert found[0] == (False, True, torch.bfloat16)

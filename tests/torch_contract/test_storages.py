@@ -1,0 +1,125 @@
+"""The contract with torch: storages: their addresses, holders and sizes.
+
+A torch release that changes one fails here, by name.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from torchdelta import _torch
+
+
+def test_storage_address() -> None:
+    """The address is the `_cdata` of the storage, and asking makes no storage object."""
+    x = torch.zeros(4)
+    address = _torch.storage_address(x)
+    assert _torch.storage_num_holders(address) == 1
+    assert address == x.untyped_storage()._cdata
+    assert _torch.storage_address(x[2:]) == address
+    assert _torch.storage_address(torch.zeros(4)) != address
+
+
+def test_storage_address_of_tensors_without_a_storage() -> None:
+    """It raises RuntimeError (or its subclass NotImplementedError), which the ledger expects."""
+    with pytest.raises(RuntimeError):
+        _torch.storage_address(torch.eye(2).to_sparse())
+
+
+def test_storage_num_holders() -> None:
+    """Each tensor on a storage holds it once, and so does its Python object."""
+    x = torch.zeros(4)
+    address = _torch.storage_address(x)
+    alias = x.detach()
+    assert _torch.storage_num_holders(address) == 2
+    storage = x.untyped_storage()
+    assert _torch.storage_num_holders(address) == 3
+    del alias, storage
+    gc.collect()
+    assert _torch.storage_num_holders(address) <= 2
+
+
+def test_storage_at() -> None:
+    """A living storage is found by its address, as the object that it has already."""
+    x = torch.arange(4.0)
+    found = _torch.storage_at(_torch.storage_address(x))
+    assert found.nbytes() == x.nbytes
+    assert found.data_ptr() == x.data_ptr()
+    assert found is x.untyped_storage()
+
+
+def test_storage_over() -> None:
+    """It reads and writes the memory that it was given, owns nothing, and tells of its own death."""
+    x = torch.arange(8, dtype=torch.uint8)
+    storage = _torch.storage_over(x.data_ptr() + 2, 4, torch.device("cpu"))
+    assert (storage.nbytes(), storage.data_ptr()) == (4, x.data_ptr() + 2)
+    died: list[int] = []
+    weakref.finalize(storage, died.append, 1)
+    view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (4,), (1,))
+    del storage
+    view.fill_(9)
+    assert x.tolist() == [0, 1, 9, 9, 9, 9, 6, 7]
+    assert not died
+    del view
+    assert died
+
+
+def test_storage_object_lives_as_long_as_its_storage() -> None:
+    """A weak reference to it tells of the storage's death, not of the last Python name's."""
+    died: list[int] = []
+    x = torch.zeros(4)
+    reference = weakref.ref(x.untyped_storage(), lambda _: died.append(1))
+    gc.collect()
+    assert reference() is x.untyped_storage()
+    y = x.view(2, 2)
+    del x
+    gc.collect()
+    assert not died
+    del y
+    gc.collect()
+    assert died == [1]
+
+
+def test_views_with_bits() -> None:
+    """Conjugate and negative views share their storage."""
+    x = torch.tensor([1 + 2j])
+    assert _torch.conj(x).is_conj()
+    assert _torch.neg_view(x.real).is_neg()
+    assert _torch.storage_address(_torch.conj(x)) == _torch.storage_address(x)
+
+
+def test_patch_storage_resize() -> None:
+    """Every resize of a storage from Python passes through the patch, of the older storages too, until it is undone."""
+    sizes: list[int] = []
+
+    def make(original: Any) -> Any:
+        def resize_(storage: Any, size_bytes: int) -> Any:
+            sizes.append(size_bytes)
+            return original(storage, size_bytes)
+
+        return resize_
+
+    undo = _torch.patch_storage_resize(make)
+    x = torch.ones(4)
+    x.untyped_storage().resize_(0)
+    x._typed_storage()._resize_(4)
+    undo()
+    x.untyped_storage().resize_(8)
+    assert sizes == [0, 16]
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_tensor_num_holders() -> None:
+    """A second holder in C++ counts, a second Python name does not."""
+    x = torch.zeros(2)
+    alone = _torch.tensor_num_holders(x)
+    same = x
+    assert _torch.tensor_num_holders(same) == alone
+    y = torch.ones(2, requires_grad=True) * x  # autograd keeps x itself
+    assert _torch.tensor_num_holders(x) == alone + 1
+    del y

@@ -1,0 +1,103 @@
+"""The contract with torch: fake tensors, for steps that are traced without memory.
+
+A torch release that changes one fails here, by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.torch_contract.names import Names
+from torchdelta import _torch, _torch_symbolic
+
+
+def test_fake_tensors() -> None:
+    """A meta tensor becomes a fake one that says it is on the device, and costs nothing."""
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = _torch.fake_view(mode, torch.empty(4, 4, device="meta"), "cpu")
+    assert isinstance(fake, _torch.FakeTensor)
+    assert fake.device.type == "cpu"
+    with mode:
+        made = fake @ torch.ones(4, 2)
+    assert isinstance(made, _torch.FakeTensor)
+    assert made.shape == (4, 2)
+    assert made.untyped_storage().device.type == "meta"
+
+
+def test_fake_mode() -> None:
+    """The fake-tensor mode that is on is found, also below a mode that asks from inside an op."""
+    found: list[Any] = []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            found.append((_torch.fake_mode(), _torch.num_modes()))
+            return func(*args, **(kwargs or {}))
+
+    assert _torch.fake_mode() is None
+    with Asks():
+        torch.ones(1)
+        with _torch.FakeTensorMode() as mode:
+            torch.ones(1)
+    assert found == [(None, 0), (mode, 1)]
+
+
+def test_fake_mode_for_once() -> None:
+    """It answers like any other, and torch remembers nothing of it."""
+    before = len(_torch.FakeTensorMode.cache)
+    with _torch.fake_mode_for_once():
+        assert (torch.ones(17, 19) @ torch.ones(19, 23)).shape == (17, 23)
+    assert len(_torch.FakeTensorMode.cache) == before
+    with _torch.FakeTensorMode():
+        torch.ones(17, 19) @ torch.ones(19, 23)
+    assert len(_torch.FakeTensorMode.cache) > before
+
+
+def test_foreach_on_cpu() -> None:
+    """Within it optimizers take the `_foreach_` ops on CPU; afterwards as before."""
+
+    def names_of_a_step() -> list[str]:
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        with Names() as names:
+            torch.optim.SGD([weight], lr=0.1).step()
+        return [name for name in names.seen if "_foreach_" in name]
+
+    assert not names_of_a_step()
+    with _torch_symbolic.foreach_on_cpu():
+        assert names_of_a_step() == ["aten._foreach_add_.List"]
+    assert not names_of_a_step()
+
+
+def test_without_fake_mode() -> None:
+    """Within it tensors are real, in the middle of a fake-tensor mode."""
+    with _torch.FakeTensorMode():
+        with _torch_symbolic.without_fake_mode():
+            assert torch.ones(2).sum().item() == 2
+        assert isinstance(torch.ones(2), _torch.FakeTensor)
+
+
+def test_without_truncation() -> None:
+    """Within it `trunc_normal_` needs no values; afterwards it keeps its bounds."""
+    with _torch.FakeTensorMode(), _torch_symbolic.without_truncation():
+        torch.nn.init.trunc_normal_(torch.nn.Parameter(torch.empty(4)), 0.0, 1.0, -0.5, 0.5)
+    assert torch.nn.init.trunc_normal_(torch.empty(1000), 0.0, 1.0, -0.5, 0.5).abs().max() <= 0.5
+
+
+def test_converting_fake_modules() -> None:
+    """Within it fake modules change their dtype, and what is tied stays tied; afterwards all is as before."""
+    before = torch.nn.Module._apply
+    with _torch.FakeTensorMode(), _torch_symbolic.converting_fake_modules():
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False), torch.nn.BatchNorm1d(4)
+        )
+        model[1].weight = model[0].weight
+        model[0].weight.requires_grad_(requires_grad=False)
+        model.to(torch.bfloat16).double()
+        assert {p.dtype for p in (*model.parameters(), model[2].running_mean)} == {torch.float64}
+        assert model[1].weight is model[0].weight
+        assert [p.requires_grad for p in model.parameters()] == [False, True, True]
+    assert torch.nn.Module._apply is before
