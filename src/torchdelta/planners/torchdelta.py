@@ -3,7 +3,8 @@
 Ours. It starts with everything on the device and lets go of what relieves the moments above the budget the most for
 each second that it costs; that cost is the difference of two simulations, so replay chains that grow and links that
 fill are in it. Then it takes back what is no longer needed and exchanges swaps for replays. Starts differ in the
-price of a link's byte (a small one makes cheap replays leave the link to others) and in how far they look around.
+price of a link's byte (a small one makes cheap replays leave the link to others) and in how far they look around;
+`best` also starts from the linear program of the bound, if its solver is there.
 
 Guarantees: never a plan above the budget; within the class *saved* it finds a plan whenever there is one and the host
 has room, because swapping everything reaches the least peak of the class, and the search may start there.
@@ -13,12 +14,16 @@ random repairs.
 Each simulation is linear in the ops; `fast` takes some thousands of them, `best` some tens of thousands.
 """
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
+from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners import search
+from torchdelta.planners.lp_bound import bound
 from torchdelta.planners.outcome import finished
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.model import Code
@@ -28,6 +33,8 @@ from torchdelta.trace.model import Trace
 __all__ = ["choose", "least_peak", "plan", "plan_all", "plan_extended"]
 
 Codes = NDArray[np.int8]
+
+_log = logging.getLogger(__name__)
 
 _FAST_STARTS = ((0.0, 1),)
 _SMALL_STARTS = ((0.0, 1), (0.0, 0))
@@ -130,6 +137,9 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
             tighter = limits.copy()
             tighter[0] = int(share * budget_bytes)
             hunt.release(keep.copy(), tighter, 0.0, 1)
+        if problem.decision_class == "saved":
+            for codes in _relaxed_starts(problem, budget_bytes):
+                hunt.release(codes, limits, 0.0, 1)
     if hunt.excess > 0:
         hunt.release(hunt.codes.copy(), limits, 0.0, 0)
     if hunt.excess > 0:
@@ -188,6 +198,29 @@ def _allowed(problem: Problem) -> NDArray[np.bool_]:
     allowed[:, Code.RECOMPUTE] = can_recompute
     allowed[:, Code.AGAIN] = can_recompute & (problem.decision_class != "saved")
     return allowed
+
+
+def _relaxed_starts(problem: Problem, budget_bytes: int) -> list[Codes]:
+    """Return starts from the linear program of the bound, none where its solver is missing.
+
+    Its recomputations are good; its swaps are often shares of many buffers, and rounded they fill the link. So the
+    first start takes the recomputations alone and leaves the swaps to the search.
+    """
+    try:
+        relaxed = bound(problem.trace, problem.machine, budget_bytes)
+    except PlanError as error:
+        _log.info("no start from the linear program: %s", error)
+        return []
+    starts: list[Codes] = []
+    for least_swap in (2.0, 0.5):
+        codes = problem.keep_all()
+        for index, gap in enumerate(problem.gaps):
+            if relaxed.recompute.get(gap.buffer_id, 0.0) >= 0.5 and gap.can_recompute:
+                codes[index] = Code.RECOMPUTE
+            elif relaxed.swap.get(gap.buffer_id, 0.0) >= least_swap:
+                codes[index] = Code.SWAP
+        starts.append(codes)
+    return starts
 
 
 def _carried_over(saved: Problem, codes: Codes, problem: Problem) -> Codes:
