@@ -15,7 +15,7 @@ from torchdelta.simulate.problem import Problem
 DISKY = msgspec.structs.replace(MACHINE, disk_write_bytes_per_s=3e8, disk_read_bytes_per_s=5e8, disk_latency_s=1e-4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), blocks() | st.none(), st.sampled_from(["saved", "extended"]), st.booleans(), st.booleans())
 def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronous):
     """Under any decisions and budget: the same bytes at each op, the same time, the same stalls."""
@@ -37,5 +37,5 @@ def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronou
     assert score.time_s == pytest.approx(slow.time_s)
     if slow.is_possible:
         assert totals == slow.totals
-        assert score.stall_s == pytest.approx(slow.stall_s, abs=1e-12)
+        assert score.stall_s == pytest.approx(slow.stall_s, rel=1e-9, abs=1e-9)
         assert score.recompute_s == pytest.approx(sum(slow.replay_s.values()))
