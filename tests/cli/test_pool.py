@@ -5,6 +5,8 @@ import json
 import pytest
 
 from tests.cli.command import torchdelta
+from tests.planners.chains import chain
+from torchdelta.trace.file import write_trace
 
 pytest.importorskip("numba")
 
@@ -80,3 +82,12 @@ def test_a_missing_file_is_one_line(tmp_path):
         done = torchdelta("pool", tmp_path / name, code=None)
         assert done.returncode in (1, 2)
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_plan_whose_footprint_is_within_the_budget(tmp_path):
+    """`plan --pool` says both numbers: what is alive at most, and what that takes with its addresses."""
+    write_trace(chain([(8 << 20, 2e-3, 1e-4), (4 << 20, 8e-3, 5e-4)] * 4), tmp_path / "step.trace")
+    options = ("--memory-budget", "64MiB", "--machine", "a100-80g", "--effort", "fast", "--pool")
+    facts = json.loads(torchdelta("plan", tmp_path / "step.trace", *options, "--json").stdout)
+    assert facts["peak_bytes"] <= facts["footprint_bytes"] <= 64 << 20
+    assert "footprint    " in torchdelta("plan", tmp_path / "step.trace", *options).stdout

@@ -143,6 +143,9 @@ class Reference:
                 now = end
                 pending = [item for item in pending if item[0] > now]
             total = self.needs[index] + ahead + sum(self.size[g.buffer_id] for _, g in pending)
+            for gap, _, needed in self.swap_ins[issued:]:
+                if needed == index and out_end[gap] > now:
+                    total -= self.size[gap.buffer_id]  # its old place is free before it comes back
             while issued < len(self.swap_ins):
                 gap, code, needed = self.swap_ins[issued]
                 size = self.size[gap.buffer_id]

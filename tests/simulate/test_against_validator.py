@@ -50,6 +50,17 @@ def test_what_the_simulator_says_of_memory_is_so(data, drawn, decision_class):
     assert find_fault(trace, msgspec.structs.replace(found.plan, header=less)) is not None
 
 
+def test_a_buffer_that_is_wanted_back_before_it_has_left_counts_once():
+    """Its copy out ends before its copy in begins, so it is never there twice."""
+    trace = chain([(MIB, 1e-4, 1e-4)] * 2)
+    problem = Problem.of(trace, DISKY, min_size_bytes=1)
+    codes = problem.keep_all()
+    codes[[1, 3]] = Code.SWAP
+    found = problem.simulation(codes, problem.plain_peak_bytes)
+    less = msgspec.structs.replace(found.plan.header, budget_bytes=found.peak.size_bytes - 1)
+    assert find_fault(trace, msgspec.structs.replace(found.plan, header=less)) is not None
+
+
 def test_a_host_that_is_too_small_is_named():
     """The limits of the tiers are checked like the device's, by the simulator and by the validator."""
     problem = Problem.of(STEP, MACHINE)

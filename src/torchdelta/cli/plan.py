@@ -1,7 +1,7 @@
 """`torchdelta plan`: decide who leaves the device, and when."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -10,6 +10,8 @@ from torchdelta.cli.step import EXIT_USAGE, fail, one_line_errors, priced, progr
 from torchdelta.units import parse_size
 
 __all__ = ["plan"]
+
+ALIGNMENT_BYTES = 512  # of torch's CUDA allocator
 
 
 def plan(
@@ -28,6 +30,9 @@ def plan(
     ] = None,
     with_bound: Annotated[
         bool, typer.Option("--bound", help="Prove how much another plan of the class 'saved' could gain.")
+    ] = False,
+    with_pool: Annotated[
+        bool, typer.Option("--pool", help="Hold the footprint within the budget: addresses and what lies idle too.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -50,10 +55,28 @@ def plan(
         budget_bytes = parse_size(size, total_bytes=hardware.memory_bytes, name="memory budget")
         step = priced(read_step(trace), hardware)
         say(f"planning ({planner})")
-        made = choose(step, hardware, budget_bytes, wanted)
+        placed: dict[str, Any] = {}
+        if with_pool:
+            from torchdelta.pool.planned import plan_within_footprint
+
+            pooled = plan_within_footprint(
+                step,
+                budget_bytes,
+                lambda size_bytes: choose(step, hardware, size_bytes, wanted),
+                alignment_bytes=ALIGNMENT_BYTES,
+            )
+            made = pooled.plan
+            placed = {
+                "footprint_bytes": pooled.placement.footprint_bytes,
+                "lower_bound_bytes": pooled.placement.lower_bound_bytes,
+                "fragmentation": pooled.placement.fragmentation,
+                "proved_optimal": pooled.placement.proved_optimal,
+            }
+        else:
+            made = choose(step, hardware, budget_bytes, wanted)
         say("simulating")
         facts = facts_of(simulate_plan(step, hardware, made), step)
-        facts |= {"planner": planner, "machine": hardware.name, "decision_class": made.header.decision_class}
+        facts |= placed | {"planner": planner, "machine": hardware.name, "decision_class": made.header.decision_class}
         if with_bound:
             say("bounding")
             proved = bound(step, hardware, budget_bytes)

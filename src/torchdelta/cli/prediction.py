@@ -77,6 +77,12 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
         ),
         f"recomputed   {facts['num_recomputed']} tensors",
     ]
+    if "footprint_bytes" in facts:
+        proved = ", the least that there is" if facts["proved_optimal"] else ""
+        lines.append(
+            f"footprint    {format_bytes(facts['footprint_bytes'])}: {facts['fragmentation']:.3%} above what is alive"
+            f"{proved}"
+        )
     if "bound_time_s" in facts:
         gap = facts["bound_time_s"] / facts["plain_time_s"] - 1 if facts["plain_time_s"] else 0.0
         lines.append(f"bound        no plan of the class {facts['bound_class']!r} is below {100 * gap:+.2f} %")

@@ -374,6 +374,11 @@ def _clock(s: Static, w: Work, codes: Codes, budget: int, synchronous: bool) -> 
             else:
                 low += 1
         total = w.need[op] + ahead + pending
+        for number in range(max(first, issued), waiting):
+            # Wanted back before it has left: by the time that it arrives its old place is free, and counts only once.
+            gap = w.swap_gap[number]
+            if w.out_end[gap] > now:
+                total -= s.size[s.gap_buffer[gap]]
         # Swap-ins: those that are needed now, and those that may go ahead.
         while issued < num_swaps:
             gap = w.swap_gap[issued]

@@ -1,0 +1,67 @@
+"""Plans bound the load; with the pool they bound the footprint."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planners.chains import MACHINE, MIB, blocks, chain
+from tests.simulate.test_against_validator import DISKY, some_codes
+from torchdelta import planners
+from torchdelta.errors import InfeasibleError, PoolError
+from torchdelta.plan.validate import validate
+from torchdelta.pool.bounds import max_load_bytes
+from torchdelta.pool.planned import lives_of_plan, plan_within_footprint
+from torchdelta.pool.validate import check
+from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import peak
+
+STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), blocks(), st.sampled_from(["saved", "extended"]))
+def test_the_load_of_the_lives_is_the_peak_of_the_plan(data, drawn, decision_class):
+    """To the byte, under any decisions: the simulator, the validator and the pool count the same."""
+    trace = chain(drawn)
+    problem = Problem.of(trace, DISKY, decision_class=decision_class, min_size_bytes=1)
+    found = problem.simulation(some_codes(data.draw, problem), problem.plain_peak_bytes)
+    if found.time_s == float("inf"):
+        return
+    assert max_load_bytes(lives_of_plan(trace, found.plan)) == found.peak.size_bytes
+
+
+def test_without_a_plan_the_load_is_the_traces():
+    """An empty plan leaves every life as it is."""
+    size_bytes = peak(STEP, with_workspace=True).size_bytes
+    plan = planners.get("keep")(STEP, MACHINE, size_bytes, "fast")
+    assert max_load_bytes(lives_of_plan(STEP, plan)) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("torchdelta", 0.8), ("torchdelta", 0.55), ("checkpoint", 0.8), ("swap-all", 0.55)]
+)
+def test_the_footprint_is_within_the_budget(name, share):
+    """With room for alignment; the plan is valid, and so is the placement."""
+    budget_bytes = int(share * peak(STEP, with_workspace=True).size_bytes)
+    found = plan_within_footprint(
+        STEP, budget_bytes, lambda size: planners.get(name)(STEP, MACHINE, size, "fast"), alignment_bytes=512
+    )
+    validate(STEP, found.plan)
+    check(lives_of_plan(STEP, found.plan, alignment_bytes=512), found.placement.offsets_bytes)
+    assert found.placement.footprint_bytes <= budget_bytes
+
+
+def test_a_budget_that_no_plan_holds_is_the_planners_to_refuse():
+    """Its error passes through."""
+    with pytest.raises(InfeasibleError):
+        plan_within_footprint(STEP, 1000, lambda size: planners.get("torchdelta")(STEP, MACHINE, size, "fast"))
+
+
+def test_plans_that_never_fit_end_in_an_error():
+    """A planner that does not listen is asked twelve times."""
+    size_bytes = peak(STEP, with_workspace=True).size_bytes
+    plan = planners.get("keep")(STEP, MACHINE, size_bytes, "fast")
+    asked = []
+    with pytest.raises(PoolError, match="the last of 12 plans"):
+        plan_within_footprint(STEP, size_bytes - 4 * MIB, lambda size: asked.append(size) or plan)
+    assert len(asked) == 12
