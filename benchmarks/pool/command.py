@@ -75,8 +75,10 @@ def _steps(outcome: Outcome, options: argparse.Namespace) -> None:
         bound = max(pool["lower_bound_bytes"] for pool in pools.values())
         reserved = reserve_like_torch(instance.starts, instance.ends, instance.sizes_bytes)
         pools["torch-caching"] = {"footprint_bytes": reserved, "fragmentation": reserved / bound - 1}
-        if (footprint := _omnimalloc(instance)) is not None:
-            pools["omnimalloc"] = footprint | {"fragmentation": footprint["footprint_bytes"] / bound - 1}
+        if (peer := _omnimalloc(instance)) is not None:
+            pools["omnimalloc"] = peer
+            if "footprint_bytes" in peer:
+                peer["fragmentation"] = peer["footprint_bytes"] / bound - 1
         rows.append({"name": name, "num_lives": len(instance), "num_buffers": len(trace.buffers), "pools": pools})
         print(f"    {name}: {len(instance)} lives, {pools['torchdelta']['time_s']:.2f} s", flush=True)
     outcome.data["steps"] = rows
@@ -85,7 +87,7 @@ def _steps(outcome: Outcome, options: argparse.Namespace) -> None:
         format_table(
             ["step", "lives", *names],
             [
-                [row["name"], str(row["num_lives"]), *(f"{row['pools'][pool]['fragmentation']:.3%}" for pool in names)]
+                [row["name"], str(row["num_lives"]), *(_share(row["pools"].get(pool, {})) for pool in names)]
                 for row in rows
             ],
         )
@@ -171,6 +173,10 @@ def _with_seed(options: argparse.Namespace, seed: int) -> argparse.Namespace:
     return type(options)(**(vars(options) | {"seed": seed}))
 
 
+def _share(pool: dict[str, Any]) -> str:
+    return f"{pool['fragmentation']:.3%}" if "fragmentation" in pool else "-"
+
+
 def _omnimalloc(instance: Instance) -> dict[str, Any] | None:
     """Place with the nearest peer, where it is installed."""
     if importlib.util.find_spec("omnimalloc") is None:
@@ -185,6 +191,9 @@ def _omnimalloc(instance: Instance) -> dict[str, Any] | None:
         )
         for life in instance.is_placed.nonzero()[0].tolist()
     )
-    placed = omnimalloc.allocate(allocations, "omni")
+    try:
+        placed = omnimalloc.allocate(allocations, "omni")
+    except RuntimeError as error:  # it refuses large instances of long lives
+        return {"error": str(error)}
     footprint = max(allocation.offset + allocation.size for allocation in placed)
     return {"footprint_bytes": int(footprint), "time_s": time.perf_counter() - start_s}
