@@ -37,7 +37,7 @@ def pool(
     time_limit: Annotated[
         float | None,
         typer.Option(
-            help="Seconds after which nothing better is looked for: 5, for large ones 15.", show_default=False
+            help="Seconds after which nothing better is looked for: 4.5, for large ones 14.", show_default=False
         ),
     ] = None,
     alignment: Annotated[int, typer.Option(help="Bytes that every offset is a multiple of.")] = 1,

@@ -1,7 +1,8 @@
 """Our solver: static orders, then in turns exact search at the lower bound and local search, for as long as is allowed.
 
-1. The lives as they come, forwards and backwards in time (the effort `fast` is this alone); then every static order by
-   first fit and by best fit, each given up as soon as it is no better than the best so far.
+1. The lives as they come, forwards and backwards in time; then every static order by first fit and by best fit, each
+   given up as soon as it is no better than the best so far. The effort `fast` has of these the first one alone, and none
+   for more than 15,000 lives.
 2. Rounds of growing effort (Luby et al. 1993), until the footprint is the bound, the search is exhausted, or the tries
    or the time are used up: one restart of `corner.search` with the bound for its capacity, its order drawn at random
    around a static key; and some tries of local search from the best orders.
@@ -34,6 +35,7 @@ _SCANNED: Final = 1_500_000  # sections that a restart of length 1 may look at b
 _TRIES: Final = 40  # of local search in a round
 _MOST_FOR_LOCAL_SEARCH: Final = 40_000
 _MOST_FOR_CORNERS: Final = 20_000_000  # sections that lives cover, one by one
+_MOST_AT_A_GLANCE: Final = 15_000
 _NOISE: Final = 0.3
 
 
@@ -84,8 +86,8 @@ def solve(
     bound = int(sections.load.max())
     state = _State(sections=sections, sizes=sizes, bound=bound, best=int(sizes.sum()) + 1, offsets=np.zeros_like(sizes))
     _try_online(state)
-    if max_rounds and not state.is_done:
-        _try_orders(state, end_s)
+    if not state.is_done and (max_rounds or len(sizes) <= _MOST_AT_A_GLANCE):
+        _try_orders(state, end_s, greedy.ORDERS if max_rounds else greedy.ORDERS[:1])
     generator = np.random.default_rng(seed)
     problem = None
     if max_rounds and not state.is_done and int((sections.last - sections.first).sum()) <= _MOST_FOR_CORNERS:
@@ -124,8 +126,8 @@ def _try_online(state: _State) -> None:
         state.take(*place_like_cnmem(-last, -first, state.sizes))
 
 
-def _try_orders(state: _State, end_s: float) -> None:
-    for name in greedy.ORDERS:
+def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
+    for name in names:
         order = greedy.static_order(name, state.sections, state.sizes)
         reached = 1 << 62
         for best_fit in (False, True):

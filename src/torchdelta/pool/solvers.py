@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT: Final = "torchdelta"
-_TIME_LIMIT_S: Final = 5.0
-_LARGE_TIME_LIMIT_S: Final = 15.0
+_TIME_LIMIT_S: Final = 4.5
+_LARGE_TIME_LIMIT_S: Final = 14.0
 _LARGE: Final = 20_000  # lives
 
 
@@ -96,7 +96,7 @@ def solve(
         instance: What to place. With a capacity, the first placement within it is good enough.
         solver: A name from `SOLVERS`.
         seed: The same seed gives the same placement, unless the time runs out.
-        time_limit_s: Stop looking for a better one after so many seconds; None: 5, and 15 for more than 20,000 lives.
+        time_limit_s: Stop looking for a better one after so many seconds; None: 4.5, and 14 for more than 20,000 lives.
 
     Raises:
         PoolError: No solver has this name.
