@@ -1,8 +1,8 @@
 """Our solver: static orders, then in turns exact search at the lower bound and local search, for as long as is allowed.
 
 1. The lives as they come, forwards and backwards in time; then every static order by first fit and by best fit, each
-   given up as soon as it is no better than the best so far. The effort `fast` has the first of these alone, and none for
-   more than 15,000 lives.
+   given up as soon as it is no better than the best so far. Of these the effort `fast` has the first one only, and none
+   for more than 15,000 lives.
 2. Rounds of growing effort (Luby et al. 1993), until the footprint is the bound, the search is exhausted, or the tries
    or the time are used up: one restart of `corner.search` with the bound for its capacity, its order drawn at random
    around a static key; and some tries of local search from the best orders.
