@@ -59,9 +59,21 @@ class MemoryBudget:
         """Return the call that makes it."""
         return f"MemoryBudget({self.budget_bytes}, {self.config!r})"
 
-    @interrupts.shielded
     def start(self) -> None:
         """Begin to hold the budget on this thread."""
+        outer = interrupts.enter()
+        try:
+            self._start()
+        except BaseException:
+            interrupts.leave(outer)
+            raise
+        try:
+            interrupts.leave(outer)
+        except BaseException:  # a Ctrl-C that came meanwhile: whoever called does not know that it is on
+            self.stop()
+            raise
+
+    def _start(self) -> None:
         if self._session is not None:
             msg = "this MemoryBudget is running already: stop it first"
             raise ScopeError(msg)
@@ -86,17 +98,7 @@ class MemoryBudget:
 
     def __enter__(self) -> Self:
         """Start."""
-        outer = interrupts.enter()
-        try:
-            self.start()
-        except BaseException:
-            interrupts.leave(outer)
-            raise
-        try:
-            interrupts.leave(outer)
-        except BaseException:  # a Ctrl-C that came meanwhile: nobody will call `__exit__`
-            self.stop()
-            raise
+        self.start()
         return self
 
     def __exit__(

@@ -197,3 +197,44 @@ def test_sections_of_other_threads_defer_nothing() -> None:
         may_leave.set()
         thread.join()
         interrupts.stop()
+
+
+def test_a_handler_that_returns_leaves_the_section_as_it_is() -> None:
+    """A signal that only sets a flag, twice in a section: the next Ctrl-C still waits."""
+    from torchdelta.runtime import interrupts
+
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: seen.append(number))
+
+    @interrupts.shielded
+    def section() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGINT)
+        seen.append(0)
+
+    interrupts.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            section()
+    finally:
+        interrupts.stop()
+        signal.signal(signal.SIGUSR1, before)
+    assert seen[-1] == 0
+
+
+def test_a_scope_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers, hooks and modes are as they were, and the next scope starts."""
+    from torchdelta.runtime import session
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "scan_storages", refuse)
+        with pytest.raises(MemoryError):
+            MemoryBudget("1GiB").start()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with MemoryBudget("1GiB"):
+        make_step()()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -63,7 +63,7 @@ def pool(
         from torchdelta.pool.validate import check
         from torchdelta.units import parse_size
 
-        capacity_bytes = None if capacity is None else parse_size(int(capacity) if capacity.isdigit() else capacity)
+        capacity_bytes = None if capacity is None else parse_size(int(capacity) if capacity.isdecimal() else capacity)
         say("reading")
         instance = _read(file, alignment_bytes=alignment, capacity_bytes=capacity_bytes)
         if validate is not None:

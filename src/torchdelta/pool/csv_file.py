@@ -58,7 +58,10 @@ def read_offsets(path: Path, instance: Instance) -> NDArray[np.int64]:
     missing = [each for each in instance.ids if each not in by_id]
     if missing:
         raise PoolError(f"{path} has no offset for {missing[0]!r} and {len(missing) - 1} others")
-    return np.array([by_id[each] for each in instance.ids], np.int64)
+    try:
+        return np.array([by_id[each] for each in instance.ids], np.int64)
+    except OverflowError:
+        raise PoolError(f"{path} has an offset that is larger than 64 bits hold") from None
 
 
 def write_placement(path: Path, instance: Instance, offsets_bytes: NDArray[np.int64]) -> None:
@@ -79,7 +82,7 @@ def write_placement(path: Path, instance: Instance, offsets_bytes: NDArray[np.in
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
             missing = [column for column in columns if column not in (reader.fieldnames or ())]
             if missing:

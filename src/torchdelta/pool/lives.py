@@ -48,12 +48,20 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
             spans.append((start, end))
             sizes.append(size)
     # The latest born goes on as the one that dies first: the shortest lives that the two sides allow.
-    for start, storage_id, size in sorted(outliving, reverse=True):
+    for birth, storage_id, size in sorted(outliving, reverse=True):
+        start = birth
         partners = sorted(left_over[size])
         end = num_ops
         if partners and partners[0][0] <= start:
             end += partners.pop(0)[0]
             left_over[size] = partners
+        elif partners:
+            # The old one is still there when the new one is born: two places that take turns from step to step.
+            left_over[size] = partners[1:]
+            ids.append(str(partners[0][1]))
+            spans.append((0, num_ops))
+            sizes.append(size)
+            start = 0
         ids.append(str(storage_id))
         spans.append((start, end))
         sizes.append(size)

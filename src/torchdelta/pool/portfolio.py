@@ -131,7 +131,7 @@ def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
         order = greedy.static_order(name, state.sections, state.sizes)
         reached = 1 << 62
         for best_fit in (False, True):
-            if state.is_done or (time.perf_counter() >= end_s and state.ranked):
+            if state.is_done or time.perf_counter() >= end_s:
                 break
             footprint, offsets = greedy.place_in_order(
                 state.sections, state.sizes, order, best_fit=best_fit, limit=state.best

@@ -99,11 +99,15 @@ def solve(
         time_limit_s: Stop looking for a better one after so many seconds; None: 4.5, and 14 for more than 20,000 lives.
 
     Raises:
-        PoolError: No solver has this name.
+        PoolError: No solver has this name, or the seed or the time limit is negative.
     """
     chosen = SOLVERS.get(solver)
     if chosen is None:
         raise PoolError(f"no solver is called {solver!r}: there are {', '.join(SOLVERS)}")
+    if seed < 0:
+        raise PoolError(f"a seed of {seed} makes no sense: use 0 or more")
+    if time_limit_s is not None and not time_limit_s >= 0:
+        raise PoolError(f"a time limit of {time_limit_s} s makes no sense: use 0 s or more")
     if time_limit_s is None:
         time_limit_s = _LARGE_TIME_LIMIT_S if len(instance) > _LARGE else _TIME_LIMIT_S
     start_s = time.perf_counter()

@@ -26,6 +26,7 @@ def find_fault(instance: Instance, offsets_bytes: NDArray[np.int64]) -> str | No
         return f"{len(offsets_bytes)} offsets for {len(instance)} lives"
     ids, alignment, capacity = instance.ids, instance.alignment_bytes, instance.capacity_bytes
     offsets, sizes = offsets_bytes.tolist(), instance.sizes_bytes.tolist()
+    padded = instance.padded_bytes.tolist()
     starts, ends = instance.starts.tolist(), instance.ends.tolist()
     events: list[tuple[int, int, int]] = []
     for life, offset in enumerate(offsets):
@@ -34,8 +35,8 @@ def find_fault(instance: Instance, offsets_bytes: NDArray[np.int64]) -> str | No
         if offset % alignment:
             return f"{ids[life]!r} is placed at {offset} bytes, no multiple of the alignment of {alignment} bytes"
         if sizes[life] and ends[life] > starts[life]:
-            if capacity is not None and offset + sizes[life] > capacity:
-                return f"{ids[life]!r} ends at {offset + sizes[life]} bytes, above the capacity of {capacity} bytes"
+            if capacity is not None and offset + padded[life] > capacity:
+                return f"{ids[life]!r} ends at {offset + padded[life]} bytes, above the capacity of {capacity} bytes"
             events.append((starts[life], 1, life))
             events.append((ends[life], 0, life))  # ends before starts of the same moment
     events.sort()

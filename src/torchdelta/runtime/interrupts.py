@@ -20,6 +20,7 @@ Handlers that are installed while a scope is open are left as they are.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import functools
 import os
 import signal
@@ -72,11 +73,14 @@ class _Deferring:
         ):
             _sections.pending[number] = self
             if not _sections.depth:
-                _thread.start_new_thread(_send_again, ())
+                _send_later()
             return None
-        _sections.pending.pop(number, None)
-        _sections.depth = 0  # an exception may come between a section's end and the note of it
-        return self.original(number, frame)
+        if not _is_in_destructor(frame):  # there it would be swallowed: it is sent once more
+            _sections.pending.pop(number, None)
+        depth, _sections.depth = _sections.depth, 0  # an exception may come between a section's end and the note of it
+        answer = self.original(number, frame)
+        _sections.depth = depth
+        return answer
 
 
 _sections = _Sections()
@@ -112,7 +116,7 @@ def leave_unraising(before: int) -> None:
     if before >= 0:
         _sections.depth = before
         if _sections.pending and not before:
-            _thread.start_new_thread(_send_again, ())
+            _send_later()
 
 
 def destructor(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -170,9 +174,14 @@ def stop() -> None:
     """Put the handlers back where they still are ours; a scope closes."""
     if _get_ident() != _sections.main_id:
         return
-    _sections.num_scopes -= 1
-    if _sections.num_scopes:
+    if not _sections.num_scopes:
         return
+    _sections.num_scopes -= 1
+    if not _sections.num_scopes:
+        _unwrap()
+
+
+def _unwrap() -> None:
     for number, wrapper in _sections.wrapped.items():
         if signal.getsignal(number) is wrapper:
             signal.signal(number, wrapper.original)
@@ -180,24 +189,37 @@ def stop() -> None:
 
 
 def _in_child() -> None:
-    """In a forked child the thread that forked is the main one."""
+    """Begin anew in a forked child: the thread that forked is the main one, and no scope is open there."""
     if _get_ident() != _sections.main_id:
         _sections.main_id = _get_ident()
         _sections.depth = 0
+    _sections.pending.clear()  # they were the parent's
+    _sections.num_scopes = 0
+    _unwrap()
 
 
 os.register_at_fork(after_in_child=_in_child)
 
 
 def _handle() -> None:
-    while _sections.pending:
-        number, handler = _sections.pending.popitem()
+    while True:
+        try:
+            number, handler = _sections.pending.popitem()
+        except KeyError:  # none left, or a helper thread has taken it
+            return
         handler.original(number, sys._getframe())
+
+
+def _send_later() -> None:
+    with contextlib.suppress(RuntimeError):  # no more threads: it stays, for the next section to handle
+        _thread.start_new_thread(_send_again, ())
 
 
 def _send_again() -> None:
     time.sleep(_RETRY_S)
-    numbers = list(_sections.pending)
-    _sections.pending.clear()  # else it would count as the second time
-    for number in numbers:
+    while True:
+        try:
+            number, _ = _sections.pending.popitem()  # gone first: else it would count as the second time
+        except KeyError:
+            return
         _thread.interrupt_main(signal.Signals(number))

@@ -151,6 +151,19 @@ class Session:
             msg = "a MemoryBudget is already running on this thread: budgets do not nest"
             raise ScopeError(msg)
         interrupts.start()
+        try:
+            self._put_on()
+        except BaseException:
+            if current_session() is self:
+                _local.session = None
+                if self.recorder in mode_stack():
+                    remove_mode(self.recorder)
+                self._take_hooks_off()
+                _unpatch()
+            interrupts.stop()
+            raise
+
+    def _put_on(self) -> None:
         self._count()
         self.ledger.trace = TraceBuilder(self)
         scan_storages(self.ledger)
@@ -187,7 +200,12 @@ class Session:
         if current_session() is not self:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
-        interrupts.stop()
+        try:
+            self._take_off()
+        finally:
+            interrupts.stop()
+
+    def _take_off(self) -> None:
         self._is_stopped = True
         if self.ledger.counter is not None:
             self.ledger.counter.stop()
