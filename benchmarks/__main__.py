@@ -44,7 +44,8 @@ def run_one(module: ModuleType, options: argparse.Namespace, arguments: list[str
         checks = [asdict(check) for check in outcome.checks]
         path = results.write(
             name,
-            command=" ".join(["python -m benchmarks", *arguments]),
+            # Where somebody keeps their data is nobody's business: the last part of a path is enough.
+            command=" ".join(["python -m benchmarks", *(word.rsplit("/", 1)[-1] or word for word in arguments)]),
             threads=options.threads,
             disk=outcome.disk,
             data={"passed": outcome.passed, "checks": checks, "data": outcome.data},
