@@ -16,10 +16,10 @@ from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.planners.capuchin import RecomputeTimes
 from torchdelta.planners.ideal import IdealLoad, LinkSlack, in_s, start_times_s
-from torchdelta.planners.lineage import Lineage, lineage
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.lineage import Lineage
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import NoChoiceError, tighten
+from torchdelta.planners.tighten import NoChoiceError
+from torchdelta.planners.tightened import plan_by_lineage
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace
@@ -34,10 +34,7 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     Raises:
         InfeasibleError: No plan within the budget was found.
     """
-    problem = Problem.of(trace, machine)
-    relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
-    outcome = tighten(problem, budget_bytes, lambda limit_bytes: _choose(problem, machine, relations, limit_bytes))
-    return finished(problem, outcome.codes, budget_bytes, planner="mu-two", least_bytes=outcome.least_bytes)
+    return plan_by_lineage("mu-two", _choose, trace, machine, budget_bytes)
 
 
 def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
