@@ -10,15 +10,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.simulate.kernel import (
-    EXCESS_SUM,
-    INVALID,
-    TIME,
-    Codes,
-    Static,
-    Work,
-    evaluate,
-)
+from torchdelta.simulate.arrays import Codes, Static, Work
+from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["Flags", "improve", "release", "shake"]
 
@@ -26,14 +19,6 @@ Flags = NDArray[np.bool_]
 
 _SAMPLE = 20
 _TINY_S = 1e-9
-
-
-@njit(cache=True)
-def _measure(s: Static, w: Work, codes: Codes, limits: NDArray[np.int64]) -> tuple[int, float]:
-    evaluate(s, w, codes, limits, True, False)
-    if w.ints[INVALID]:
-        return 2**62, np.inf
-    return w.ints[EXCESS_SUM], w.floats[TIME]
 
 
 @njit(cache=True)
@@ -55,7 +40,7 @@ def _price(
         if not allowed[gap, code] or code == old:
             continue
         codes[gap] = code
-        excess, time_s = _measure(s, w, codes, limits)
+        excess, time_s = measure(s, w, codes, limits, NO_CUT, np.inf)
         gain = now[0] - excess
         if gain > 0:
             cost = max(time_s - now[1], 0.0) + _TINY_S
@@ -91,7 +76,7 @@ def release(
         link_price: Added cost of a swap, as a share of its transfer's time.
         neighbours: How many gaps on either side are priced anew.
     """
-    now = _measure(s, w, codes, limits)
+    now = measure(s, w, codes, limits, NO_CUT, np.inf)
     ratio = np.full((codes.shape[0], 5), -1.0)
     if now[0] == 0:
         return now
@@ -125,7 +110,7 @@ def release(
         if fresh_code == 0 or fresh < 0.9 * second:
             continue
         codes[best] = fresh_code
-        now = _measure(s, w, codes, limits)
+        now = measure(s, w, codes, limits, NO_CUT, np.inf)
         stale_rounds = 0
         ratio[best, :] = -1.0
         for other in range(max(0, best - neighbours), min(codes.shape[0], best + neighbours + 1)):
@@ -145,7 +130,7 @@ def improve(
     rounds: int,
 ) -> tuple[int, float]:
     """Try every other code, KEEP first, gap by gap in the given order, and keep what is better."""
-    now = _measure(s, w, codes, limits)
+    now = measure(s, w, codes, limits, NO_CUT, np.inf)
     for _ in range(rounds):
         changed = False
         for index in range(order.shape[0]):
@@ -158,7 +143,9 @@ def improve(
                 if now[0] == 0 and code != 0 and old == 0:
                     continue  # what stays costs nothing by itself
                 codes[gap] = code
-                found = _measure(s, w, codes, limits)
+                # More excess is worse at any time; at the budget, more time is.
+                most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
+                found = measure(s, w, codes, limits, now[0], most_s)
                 # At equal cost a buffer that stays is the better plan.
                 if (
                     found[0] < now[0]
@@ -190,7 +177,7 @@ def shake(
     Half of the steps choose gaps that follow one another, whose chains are shared, half choose any.
     """
     num_gaps = codes.shape[0]
-    now = _measure(s, w, codes, limits)
+    now = measure(s, w, codes, limits, NO_CUT, np.inf)
     state = seed
     old = codes.copy()
     for step in range(steps):

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torchdelta.plan.model import Absence, Plan, PlanHeader, Replay
-from torchdelta.simulate import kernel
+from torchdelta.simulate import arrays
 from torchdelta.simulate.model import Code, Lane, Score, SimulatedPeak, Simulation, Span, Stall
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def answer(
         num_ops=len(problem.trace.ops),
         num_buffers=len(problem.trace.buffers),
     )
-    needed = {int(work.swap_gap[n]): int(work.swap_return[n]) for n in range(int(work.ints[kernel.NUM_SWAPS]))}
+    needed = {int(work.swap_gap[n]): int(work.swap_return[n]) for n in range(int(work.ints[arrays.NUM_SWAPS]))}
     absences = [
         Absence(
             buffer_id=gap.buffer_id,
@@ -66,8 +66,8 @@ def answer(
         swapped_in_bytes=moved[Code.SWAP],
         disk_written_bytes=moved[Code.DISK],
         disk_read_bytes=moved[Code.DISK],
-        host_peak_bytes=int(work.ints[kernel.HOST_PEAK]),
-        disk_peak_bytes=int(work.ints[kernel.DISK_PEAK]),
+        host_peak_bytes=int(work.ints[arrays.HOST_PEAK]),
+        disk_peak_bytes=int(work.ints[arrays.DISK_PEAK]),
         recomputed_bytes=moved[Code.RECOMPUTE] + moved[Code.AGAIN],
         stalls=_stalls(problem, needed, codes),
         timeline=_timeline(problem, codes),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass
-from torchdelta.simulate import kernel
+from torchdelta.simulate import arrays, kernel
 from torchdelta.simulate.answer import answer
 from torchdelta.simulate.gaps import MIN_SIZE_BYTES, Gap, find_gaps
 from torchdelta.simulate.model import Code, Decision, Options, Score, Simulation
@@ -63,7 +63,7 @@ class Problem:
         self.min_size_bytes = min_size_bytes
         self.options = options
         self.static = _arrays(trace, machine, gaps)
-        self.work = kernel.new_work(len(trace.ops), len(trace.buffers), len(gaps))
+        self.work = arrays.new_work(len(trace.ops), len(trace.buffers), len(gaps))
         self.plain_time_s = float(np.cumsum(self.static.time_s)[-1])  # summed in the order of the clock
         self.plain_peak_bytes = int(self.static.plain.max())
         self.host_budget_bytes = _limit(options.host_budget_bytes, machine.host_memory_bytes)
@@ -143,21 +143,21 @@ class Problem:
         return np.array([budget_bytes, self.host_budget_bytes, self.disk_budget_bytes], np.int64)
 
     def score(self, codes: NDArray[np.int8], budget_bytes: int) -> Score:
-        """Evaluate a decision: about 40 microseconds for every thousand ops."""
+        """Evaluate a decision: about 20 microseconds for every thousand ops."""
         work = self.work
         limits = self.limits(budget_bytes)
         kernel.evaluate(self.static, work, codes, limits, self.options.prefetch, self.options.synchronous)
         ints = work.ints
         return Score(
-            time_s=float(work.floats[kernel.TIME]),
-            peak_bytes=int(ints[kernel.PEAK]),
-            peak_op=int(ints[kernel.PEAK_OP]),
-            excess_bytes=int(ints[kernel.EXCESS]),
-            excess_sum_bytes=int(ints[kernel.EXCESS_SUM]),
-            stall_s=float(work.floats[kernel.STALL]),
-            recompute_s=float(work.floats[kernel.REPLAY]),
-            host_excess_bytes=max(0, int(ints[kernel.HOST_PEAK]) - self.host_budget_bytes),
-            disk_excess_bytes=max(0, int(ints[kernel.DISK_PEAK]) - self.disk_budget_bytes),
+            time_s=float(work.floats[arrays.TIME]),
+            peak_bytes=int(ints[arrays.PEAK]),
+            peak_op=int(ints[arrays.PEAK_OP]),
+            excess_bytes=int(ints[arrays.EXCESS]),
+            excess_sum_bytes=int(ints[arrays.EXCESS_SUM]),
+            stall_s=float(work.floats[arrays.STALL]),
+            recompute_s=float(work.floats[arrays.REPLAY]),
+            host_excess_bytes=max(0, int(ints[arrays.HOST_PEAK]) - self.host_budget_bytes),
+            disk_excess_bytes=max(0, int(ints[arrays.DISK_PEAK]) - self.disk_budget_bytes),
         )
 
     def simulation(
@@ -165,8 +165,8 @@ class Problem:
     ) -> Simulation:
         """Evaluate a decision and return everything that is to be known of it, its plan included."""
         score = self.score(codes, budget_bytes)
-        while self.work.ints[kernel.NUM_REPLAYED] > len(self.work.replay_ops):
-            more = np.zeros(2 * int(self.work.ints[kernel.NUM_REPLAYED]), np.int64)
+        while self.work.ints[arrays.NUM_REPLAYED] > len(self.work.replay_ops):
+            more = np.zeros(2 * int(self.work.ints[arrays.NUM_REPLAYED]), np.int64)
             self.work = self.work._replace(replay_ops=more)
             score = self.score(codes, budget_bytes)
         return answer(self, codes, budget_bytes, score, planner=planner, effort=effort)
@@ -178,7 +178,7 @@ def _limit(option_bytes: int | None, machine_bytes: int | None) -> int:
     return _NO_LIMIT if machine_bytes is None else machine_bytes
 
 
-def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> kernel.Static:
+def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Static:
     num_ops = len(trace.ops)
     buffers = trace.buffers
     workspace = np.array([op.workspace_bytes for op in trace.ops], np.int64)
@@ -198,7 +198,7 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> kernel.Sta
     writes = [op.writes for op in trace.ops]
     last_use = np.array([gap.last_use_op for gap in gaps], np.int64)
     next_use = np.array([gap.next_use_op for gap in gaps], np.int64)
-    return kernel.Static(
+    return arrays.Static(
         time_s=np.array([op.time_s for op in trace.ops], np.float64),
         plain=load + workspace,
         before=before,

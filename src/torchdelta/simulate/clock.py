@@ -1,0 +1,226 @@
+"""When everything happens, compiled: the second and the third pass of the simulation.
+
+[Note: a stack of peaks]
+Swap-ins are issued in the order in which they are needed. Number `k` may take its memory at moment `m` if at every
+moment from `m` until its use `u` the memory needed there, what was issued before it and is not used yet, and its own
+size fit into the budget. All numbers below `k` are issued by `m`, so what of them waits at moment `x` is the sum of
+their sizes less those used by `x`, whenever they were issued. So the condition reads
+
+    need[x] - used_by[x] <= budget - issued[k]        for all x from m to u - 1
+
+with `issued` and `used_by` running sums of sizes that depend on the order alone. The last `x` that breaks it is
+found by bisection in a stack of the positions whose left side is above everything to their right.
+"""
+
+from typing import Any
+
+from numba import njit
+
+from torchdelta.simulate.arrays import (
+    CUT,
+    DISK,
+    EXCESS,
+    EXCESS_SUM,
+    NO_STALL,
+    NUM_SWAPS,
+    PEAK,
+    PEAK_OP,
+    REPLAY,
+    STALL,
+    SWAP,
+    TIME,
+    Codes,
+    Static,
+    Work,
+)
+
+__all__ = ["clock", "issue_moments"]
+
+
+@njit(cache=True)
+def issue_moments(s: Static, w: Work, budget: Any, prefetch: bool) -> None:
+    """Fill `swap_issue`: the first moment at which each swap-in may take its memory. See [Note: a stack of peaks]."""
+    num_swaps = w.ints[NUM_SWAPS]
+    swap_gap, swap_return, swap_issue = w.swap_gap, w.swap_return, w.swap_issue
+    if not prefetch:
+        swap_issue[:num_swaps] = swap_return[:num_swaps]
+        return
+    need, size, gap_buffer, gap_last = w.need, s.size, s.gap_buffer, s.gap_last
+    # The stack: positions in `chain`, which no replay needs any more, their values in `total`, which the clock fills.
+    position, height = w.chain, w.total
+    depth = 0
+    moment = 0
+    used = 0
+    num_used = 0
+    issued = 0
+    earliest = 0
+    for number in range(num_swaps):
+        gap = swap_gap[number]
+        issued += size[gap_buffer[gap]]
+        while moment < swap_return[number]:
+            while num_used < num_swaps and swap_return[num_used] <= moment:
+                used += size[gap_buffer[swap_gap[num_used]]]
+                num_used += 1
+            value = need[moment] - used
+            while depth and height[position[depth - 1]] <= value:
+                depth -= 1
+            position[depth] = moment
+            height[moment] = value
+            depth += 1
+            moment += 1
+        limit = budget - issued
+        low, high = 0, depth  # the first place in the stack whose value is within the limit
+        while low < high:
+            middle = (low + high) // 2
+            if height[position[middle]] > limit:
+                low = middle + 1
+            else:
+                high = middle
+        if low:
+            earliest = max(earliest, position[low - 1] + 1)
+        earliest = max(earliest, gap_last[gap] + 1)
+        swap_issue[number] = min(earliest, swap_return[number])
+        earliest = swap_issue[number]
+
+
+@njit(cache=True)
+def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most_excess: Any, most_s: Any) -> None:
+    """Run the queues. Compute waits for memory that is still on its way out, and for content on its way in.
+
+    Ends early, with `CUT` set, once the budget is passed by more than `most_excess` in sum or the step surely takes
+    longer than `most_s`.
+    """
+    gap_buffer, gap_last, rates, size, time_s = s.gap_buffer, s.gap_last, s.rates, s.size, s.time_s
+    need, total_at, replay_s, op_start = w.need, w.total, w.replay_s, w.op_start
+    swap_gap, swap_issue, swap_return = w.swap_gap, w.swap_issue, w.swap_return
+    queue, disk_queue, leave_op, return_op = w.queue, w.disk_queue, w.leave_op, w.return_op
+    out_start, out_end, in_start, in_end = w.out_start, w.out_end, w.in_start, w.in_end
+    stall_in, stall_out = w.stall_in, w.stall_out
+    num_gaps = codes.shape[0]
+    num_swaps = w.ints[NUM_SWAPS]
+    left_s = w.floats[NO_STALL]
+    stalled_s, replayed_s = 0.0, 0.0
+    excess, peak_op = 0, 0
+    now = 0.0
+    out_free = 0.0
+    in_free = 0.0
+    disk_free = 0.0
+    leaving = 0  # next gap whose swap-out is queued
+    low, high = 0, 0  # swap-outs to the host on their way: queue[low:high]
+    disk_low, disk_high = 0, 0
+    pending = 0
+    issued = 0
+    waiting = 0  # first swap-in that is not needed yet
+    ahead = 0  # bytes issued ahead of their use
+    peak = -1
+    for op in range(time_s.shape[0]):
+        first = waiting
+        while waiting < num_swaps and swap_return[waiting] == op:
+            if waiting < issued:
+                ahead -= size[gap_buffer[swap_gap[waiting]]]
+            waiting += 1
+        # Memory: what has left by now, and then what has to be waited for.
+        while True:
+            if low < high and (disk_low == disk_high or out_end[queue[low]] <= out_end[disk_queue[disk_low]]):
+                gap = queue[low]
+                from_disk = False
+            elif disk_low < disk_high:
+                gap = disk_queue[disk_low]
+                from_disk = True
+            else:
+                break
+            if out_end[gap] > now:
+                if need[op] + ahead + pending <= budget:
+                    break
+                stall_out[gap] += out_end[gap] - now
+                stalled_s += out_end[gap] - now
+                now = out_end[gap]
+            pending -= size[gap_buffer[gap]]
+            leave_op[gap] = op
+            if from_disk:
+                disk_low += 1
+            else:
+                low += 1
+        total = need[op] + ahead + pending
+        for number in range(max(first, issued), waiting):
+            # Wanted back before it has left: by the time that it arrives its old place is free, and counts only once.
+            gap = swap_gap[number]
+            if out_end[gap] > now:
+                total -= size[gap_buffer[gap]]
+        # Swap-ins: those that are needed now, and those that may go ahead.
+        while issued < num_swaps:
+            gap = swap_gap[issued]
+            bytes_ = size[gap_buffer[gap]]
+            if issued >= waiting:
+                if swap_issue[issued] > op or out_end[gap] > now or gap_last[gap] >= op:
+                    break
+                if total + bytes_ > budget:
+                    break
+                ahead += bytes_
+                total += bytes_
+            return_op[gap] = op
+            if codes[gap] == SWAP:
+                start = max(in_free, now, out_end[gap])
+                end = start + rates[2] + bytes_ / rates[1]
+                in_free = end
+            else:
+                start = max(disk_free, now, out_end[gap])
+                end = start + rates[5] + bytes_ / rates[4]
+                disk_free = end
+            in_start[gap] = start
+            in_end[gap] = end
+            issued += 1
+            if synchronous:
+                stall_in[gap] += end - now
+                stalled_s += end - now
+                now = end
+        total_at[op] = total
+        if total > peak:
+            peak = total
+            peak_op = op
+        if total > budget:
+            excess += total - budget
+            if excess > most_excess:
+                w.ints[CUT] = 1
+                break
+        for number in range(first, waiting):
+            gap = swap_gap[number]
+            if in_end[gap] > now:
+                stall_in[gap] += in_end[gap] - now
+                stalled_s += in_end[gap] - now
+                now = in_end[gap]
+        op_start[op] = now
+        now += replay_s[op] + time_s[op]
+        left_s -= replay_s[op] + time_s[op]
+        if now + left_s > most_s:
+            w.ints[CUT] = 1
+            break
+        replayed_s += replay_s[op]
+        while leaving < num_gaps and gap_last[leaving] <= op:
+            code = codes[leaving]
+            if code in (SWAP, DISK):
+                bytes_ = size[gap_buffer[leaving]]
+                if code == SWAP:
+                    start = max(out_free, now)
+                    end = start + rates[2] + bytes_ / rates[0]
+                    out_free = end
+                    queue[high] = leaving
+                    high += 1
+                else:
+                    start = max(disk_free, now)
+                    end = start + rates[5] + bytes_ / rates[3]
+                    disk_free = end
+                    disk_queue[disk_high] = leaving
+                    disk_high += 1
+                out_start[leaving] = start
+                out_end[leaving] = end
+                pending += bytes_
+                if synchronous:
+                    stall_out[leaving] += end - now
+                    stalled_s += end - now
+                    now = end
+            leaving += 1
+    op_start[time_s.shape[0]] = now
+    w.floats[TIME], w.floats[STALL], w.floats[REPLAY] = now, stalled_s, replayed_s
+    w.ints[PEAK], w.ints[PEAK_OP], w.ints[EXCESS_SUM] = peak, peak_op, excess
+    w.ints[EXCESS] = max(0, peak - budget)
