@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.trace.strategies import example, traces
 from torchdelta.errors import TraceError
 from torchdelta.trace.model import Trace
-from torchdelta.trace.scale import scale
+from torchdelta.trace.scale import CONVOLUTION_WORKSPACE_BYTES, scale
 from torchdelta.trace.validate import validate
 
 
@@ -37,6 +37,19 @@ def test_what_is_linear_comes_out_exact(trace: Trace, first: int, second: int, w
     assert scaled == at(trace, wanted)
     validate(scaled)
     assert scale(at(trace, first), at(trace, second), second) == at(trace, second)
+
+
+@pytest.mark.parametrize(("device", "most"), [("cuda", CONVOLUTION_WORKSPACE_BYTES), ("cpu", 4000 * 2**20)])
+def test_the_workspace_of_a_convolution_has_an_end_on_an_accelerator(device, most):
+    """Two small batches do not make a large one take gigabytes, which then set the least budget; on CPU they do."""
+
+    def convolution(batch_size: int) -> Trace:
+        trace = at(example(), batch_size)
+        ops = (replace(trace.ops[0], name="aten.convolution.default", workspace_bytes=batch_size * 2**20),)
+        return replace(trace, header=replace(trace.header, device=device), ops=(*ops, *trace.ops[1:]))
+
+    assert scale(convolution(2), convolution(4), 4000).ops[0].workspace_bytes == most
+    assert scale(convolution(2), convolution(4), 100).ops[0].workspace_bytes == 100 * 2**20
 
 
 def test_different_steps_are_refused():

@@ -1,7 +1,8 @@
 """A step at any batch size, from its traces at two.
 
 Whatever a step allocates, moves and multiplies grows linearly with its batch, so two traces fix every number at any
-other batch. Batch 1 is none of the two: there some libraries take other ways (GPT-2's op list changes).
+other batch. Only what a convolution allocates inside itself has an end on an accelerator. Batch 1 is none of the two:
+there some libraries take other ways (GPT-2's op list changes).
 """
 
 from itertools import zip_longest
@@ -12,7 +13,11 @@ from msgspec.structs import replace
 from torchdelta.errors import TraceError
 from torchdelta.trace.model import Buffer, Op, SavedTensor, Trace
 
-__all__ = ["scale"]
+__all__ = ["CONVOLUTION_WORKSPACE_BYTES", "scale"]
+
+CONVOLUTION_WORKSPACE_BYTES: Final = 128 * 2**20
+"""The most that a convolution is taken to allocate inside itself on a device that is no CPU, at any batch: ours, an
+estimate. Libraries choose among their kernels those that fit a limit."""
 
 _SAME_OP: Final = ("name", "phase", "module", "reads", "writes", "random", "recomputable", "node", "dtype")
 _SAME_BUFFER: Final = ("storage_id", "kind", "birth_op", "death_op", "saved")
@@ -38,7 +43,7 @@ def scale(first: Trace, second: Trace, batch_size: int) -> Trace:
     if batch_size < 1:
         raise TraceError(f"batch size {batch_size} is no batch: use 1 or more")
     _check(first, second)
-    line = _Line(int(sizes[0] or 0), int(sizes[1] or 0), batch_size)
+    line = _Line(int(sizes[0] or 0), int(sizes[1] or 0), batch_size, is_cpu=first.header.device == "cpu")
     return Trace(
         header=replace(first.header, batch_size=batch_size),
         buffers=tuple(line.buffer(a, b) for a, b in zip(first.buffers, second.buffers, strict=True)),
@@ -50,7 +55,8 @@ def scale(first: Trace, second: Trace, batch_size: int) -> Trace:
 class _Line:
     """The straight line through two batch sizes, read off at a third."""
 
-    def __init__(self, first: int, second: int, wanted: int) -> None:
+    def __init__(self, first: int, second: int, wanted: int, *, is_cpu: bool) -> None:
+        self._is_cpu = is_cpu
         # Both are signed alike whichever of the two is the smaller batch.
         self._span = abs(second - first)
         self._way = (wanted - first) * (1 if second > first else -1)
@@ -72,10 +78,16 @@ class _Line:
         return replace(
             first,
             time_s=self.float_at(first.time_s, second.time_s),
-            workspace_bytes=self.int_at(first.workspace_bytes, second.workspace_bytes),
+            workspace_bytes=self._workspace_bytes(first, second),
             flops=self.int_at(first.flops, second.flops),
             moved_bytes=self.int_at(first.moved_bytes, second.moved_bytes),
         )
+
+    def _workspace_bytes(self, first: Op, second: Op) -> int:
+        size_bytes = self.int_at(first.workspace_bytes, second.workspace_bytes)
+        if self._is_cpu or "convolution" not in first.name:
+            return size_bytes
+        return min(size_bytes, max(CONVOLUTION_WORKSPACE_BYTES, first.workspace_bytes, second.workspace_bytes))
 
     def saved(self, first: SavedTensor, second: SavedTensor) -> SavedTensor:
         return replace(

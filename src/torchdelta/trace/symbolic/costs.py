@@ -6,10 +6,10 @@ counts a multiply-add as two, and by the same formula for the attention kernel o
 [Note: workspaces]
 What a kernel allocates inside itself cannot be seen on fake tensors. The rule, which is ours and an estimate:
 on CUDA a matrix product takes cuBLAS' workspace of torch's default configuration (8,519,680 bytes), a convolution a
-copy of what it reads and makes, at most 128 MiB; on CPU a convolution in a plain layout takes three quarters of all
-that it reads and makes, for copies in oneDNN's blocked layouts (0.5 to 1.2 times were measured: docs/design/0003), in
-channels-last nothing. Everything else takes none. It stands in `workspace_bytes` and not in the buffers, so that who
-wants the tensors alone has them.
+copy of what it reads and makes, at most 128 MiB (at batches that are priced from two others too: `scale`); on CPU a
+convolution in a plain layout takes three quarters of all that it reads and makes, for copies in oneDNN's blocked
+layouts (0.5 to 1.2 times were measured: docs/design/0003), in channels-last nothing. Everything else takes none. It
+stands in `workspace_bytes` and not in the buffers, so that who wants the tensors alone has them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from torchdelta.trace.scale import CONVOLUTION_WORKSPACE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm"})
 _CONVOLUTIONS: Final = frozenset({"convolution", "convolution_backward"})
 _CUBLAS_BYTES: Final = 8_519_680
-_CONVOLUTION_BYTES: Final = 128 * 2**20
 
 # They read of their first argument only what they give, not all of it.
 _GATHERS: Final = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward"})
@@ -90,7 +91,7 @@ def workspace_bytes(base_name: str, args: Sequence[Any], outputs: Sequence[torch
         tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
         around_bytes = sum(_view_bytes(tensor) for tensor in (*tensors, *outputs))
         if device != "cpu":
-            return min(around_bytes, _CONVOLUTION_BYTES)
+            return min(around_bytes, CONVOLUTION_WORKSPACE_BYTES)
         is_blocked = any(tensor.dim() == 4 and _is_channels_last(tensor) for tensor in tensors)
         return 0 if is_blocked else around_bytes * 3 // 4
     return _CUBLAS_BYTES if device == "cuda" and base_name in _PRODUCTS else 0
