@@ -1,8 +1,5 @@
-"""The default planner: within budget, deterministic, no worse than trying everything where that can be tried."""
+"""The default planner: deterministic, dearer with less room, and never worse with more freedom."""
 
-from itertools import product
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,27 +9,9 @@ from torchdelta import planners
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners.torchdelta import choose, least_peak
-from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
-
-
-@settings(max_examples=15, deadline=None)
-@given(blocks().filter(lambda drawn: len(drawn) <= 3), st.floats(0, 1))
-def test_no_combination_is_much_better(drawn, share):
-    """On steps of a few candidates every combination of actions is tried: `best` finds one within 2 % of the best."""
-    problem = Problem.of(chain(drawn), MACHINE)
-    floor = least_peak(problem)
-    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
-    scores = [
-        problem.score(np.array(codes, np.int8), budget_bytes)
-        for codes in product((Code.KEEP, Code.SWAP, Code.RECOMPUTE), repeat=len(problem.gaps))
-    ]
-    least_s = min(score.time_s for score in scores if score.is_feasible)
-    found = problem.score(choose(problem, budget_bytes, "best"), budget_bytes)
-    assert found.is_feasible
-    assert found.time_s <= least_s * 1.02 + 1e-9
 
 
 @settings(max_examples=8, deadline=None)

@@ -138,8 +138,11 @@ class Play:
 
     def _evict(self, id_: int) -> None:
         gap = int(self.open_gap[id_])
-        # The second time within one gap: a replay met it, and it left again before its own use.
-        self.codes[gap] = _AGAIN if self.codes[gap] != _KEEP else self._policy.action(self, id_)
+        if self.codes[gap] == _KEEP:
+            self.codes[gap] = self._policy.action(self, id_)
+        elif self.gaps[gap].can_recompute:
+            # The second time within one gap: a replay met it, and it left again before its own use.
+            self.codes[gap] = _AGAIN
         self._resident[id_] = False
         self._used_bytes -= int(self.size_bytes[id_])
         self._policy.left(self, id_)

@@ -37,6 +37,12 @@ def finished(
     score = simulation.score
     if score.is_feasible:
         return simulation.plan
+    if score.time_s == float("inf"):
+        raise InfeasibleError(
+            f"{planner}: its decisions drop a buffer that cannot be made again when it is used; take another planner, "
+            "or allow the device more",
+            least_budget_bytes=None,
+        )
     if score.excess_bytes == 0:
         what = "host" if score.host_excess_bytes else "disk"
         excess_bytes = score.host_excess_bytes or score.disk_excess_bytes

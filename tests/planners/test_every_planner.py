@@ -1,0 +1,147 @@
+"""What holds of every registered planner, on steps made by hand, on random ones and on real ones."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.planners import steps
+from tests.planners.chains import MACHINE, MIB, blocks, chain
+from tests.trace.strategies import traces
+from torchdelta.errors import InfeasibleError
+from torchdelta.plan.validate import validate
+from torchdelta.planners import get, names
+from torchdelta.planners.exact import MAX_CANDIDATES, milp_bound
+from torchdelta.planners.lp_bound import bound
+from torchdelta.planners.torchdelta import choose, least_peak
+from torchdelta.simulate import simulate_plan
+from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import peak
+
+FAST = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e12, host_in_bytes_per_s=1e12)
+SLOW = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e6, host_in_bytes_per_s=1e6)
+OTHERS = [name for name in names() if name != "exact"]
+# What a solver leaves open, and sums in another order.
+RELATIVE = 1e-6
+
+
+def plan_or_none(name, trace, machine, budget_bytes, effort="fast"):
+    """Return a planner's plan after the independent validator has accepted it; None where it says that none fits."""
+    try:
+        plan = get(name)(trace, machine, budget_bytes, effort)
+    except InfeasibleError as error:
+        refusal = error
+        plan = None
+    if plan is None:
+        assert refusal.least_budget_bytes is None or refusal.least_budget_bytes > budget_bytes
+        assert " 0 B" not in str(refusal)
+        return None
+    validate(trace, plan, machine)
+    assert plan.header.planner == name
+    assert plan.header.budget_bytes == budget_bytes
+    assert simulate_plan(trace, machine, plan).peak.size_bytes <= budget_bytes
+    return plan
+
+
+def between(problem, share):
+    """Return a budget between the least peak that is known and the plain one."""
+    floor = least_peak(problem)
+    return int(floor + share * (problem.plain_peak_bytes - floor))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@settings(max_examples=10)
+@given(drawn=blocks(), percent=st.integers(30, 100), machine=st.sampled_from([MACHINE, FAST, SLOW]))
+def test_plans_of_networks_made_by_hand(name, drawn, percent, machine):
+    """Valid, within the budget, and the same every time."""
+    trace = chain(drawn)
+    budget_bytes = peak(trace, with_workspace=True).size_bytes * percent // 100
+    plan = plan_or_none(name, trace, machine, budget_bytes)
+    assert plan_or_none(name, trace, machine, budget_bytes) == plan
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(trace=traces(), percent=st.integers(30, 100))
+def test_plans_of_random_steps(name, trace, percent):
+    """Whatever may stand in a trace: writes in place, phases in any order, ops that cannot run again, huge sizes."""
+    plan_or_none(name, trace, MACHINE, peak(trace, with_workspace=True).size_bytes * percent // 100)
+
+
+@pytest.mark.parametrize("model", steps.STEPS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_plans_of_real_steps(model, name):
+    """A transformer, a ResNet and a U-Net, from little to all that can leave."""
+    trace = steps.real_step(model)
+    problem = Problem.of(trace, steps.MACHINE)
+    for share in (0.8, 0.4, 0.1, 0.0):
+        plan_or_none(name, trace, steps.MACHINE, between(problem, share))
+
+
+@pytest.mark.parametrize("model", steps.STEPS)
+def test_no_plan_of_a_real_step_beats_the_bound(model):
+    """The linear program's time is below every plan of its class, the best effort's too where that is quick."""
+    trace = steps.real_step(model)
+    problem = Problem.of(trace, steps.MACHINE)
+    for share in (0.6, 0.3):
+        budget_bytes = between(problem, share)
+        proved = bound(trace, steps.MACHINE, budget_bytes)
+        ours = [("torchdelta", "best")] if model != "unet" else []
+        for name, effort in [*((name, "fast") for name in OTHERS), *ours]:
+            plan = plan_or_none(name, trace, steps.MACHINE, budget_bytes, effort)
+            if plan is not None and plan.header.decision_class == proved.decision_class:
+                assert simulate_plan(trace, steps.MACHINE, plan).time_s >= proved.time_s * (1 - RELATIVE), name
+
+
+@pytest.mark.parametrize(
+    ("model", "effort"), [("gpt2", "fast"), ("gpt2", "best"), ("resnet", "fast"), ("resnet", "best"), ("unet", "fast")]
+)
+def test_a_smaller_budget_never_takes_less_time(model, effort):
+    """By more than 0.2 points of the plain step."""
+    problem = Problem.of(steps.real_step(model), steps.MACHINE)
+    before_s = problem.plain_time_s
+    for share in (0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0):
+        budget_bytes = between(problem, share)
+        score = problem.score(choose(problem, budget_bytes, effort), budget_bytes)
+        assert score.is_feasible
+        assert score.time_s >= before_s - 0.002 * problem.plain_time_s, share
+        before_s = max(before_s, score.time_s)
+
+
+def check_small(trace, budget_bytes):
+    """LP <= MILP <= best of all combinations <= what any planner of the class `saved` finds."""
+    relaxed = bound(trace, MACHINE, budget_bytes, num_moments=len(trace.ops), min_candidate_bytes=1)
+    whole = milp_bound(trace, MACHINE, budget_bytes)
+    tolerance_s = RELATIVE * relaxed.plain_time_s
+    found = plan_or_none("exact", trace, MACHINE, budget_bytes)
+    best_s = math.inf if found is None else simulate_plan(trace, MACHINE, found).time_s
+    assert relaxed.time_s <= whole.time_s + tolerance_s
+    assert whole.time_s <= best_s + tolerance_s
+    for name in OTHERS:
+        plan = plan_or_none(name, trace, MACHINE, budget_bytes)
+        if plan is not None and plan.header.decision_class == "saved":
+            assert simulate_plan(trace, MACHINE, plan).time_s >= best_s - tolerance_s, name
+    if found is not None:
+        ours = plan_or_none("torchdelta", trace, MACHINE, budget_bytes, "best")
+        assert ours is not None
+        assert simulate_plan(trace, MACHINE, ours).time_s <= best_s * 1.02 + 1e-9
+
+
+@settings(max_examples=15)
+@given(drawn=blocks().filter(lambda drawn: len(drawn) <= 3), percent=st.integers(30, 100))
+def test_exhaustive_search_lies_between_the_bounds_and_everybody_else(drawn, percent):
+    """And the default's best effort is within 2 % of it, and fits wherever anything does."""
+    trace = chain(drawn)
+    check_small(trace, peak(trace, with_workspace=True).size_bytes * percent // 100)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.2])
+def test_exhaustive_search_of_ten_candidates(share):
+    """As many as it takes: blocks of different shape, so that who leaves and how matters."""
+    drawn = [(8 * MIB, 2e-3, 1e-4), (3 * MIB, 8e-3, 5e-4), (12 * MIB, 5e-4, 2e-3), (5 * MIB, 2e-3, 8e-3)]
+    trace = chain([*drawn, (8 * MIB, 1e-4, 5e-4)])
+    problem = Problem.of(trace, MACHINE)
+    assert len(problem.gaps) == MAX_CANDIDATES
+    check_small(trace, between(problem, share))
