@@ -37,6 +37,7 @@ def test_decisions_are_a_name_or_a_callable(decisions):
         ({"disk_budget": "50%"}, ["disk_budget '50%'", "'8GiB'"]),
         ({"disk_budget": 0}, ["disk_budget 0"]),
         ({"checksum": "crc32"}, ["checksum='crc32'", "True", "False"]),
+        ({"arena": "cpu"}, ["arena='cpu'", "True", "False"]),
     ],
 )
 def test_a_wrong_value_is_named_with_the_allowed_ones(options, parts):

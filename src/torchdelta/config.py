@@ -65,6 +65,10 @@ class Config:
         verify: "first-step" hashes what is dropped in the first step and compares it when it is recomputed.
         count_allocations: On CPU, count at the allocator what every op takes, to the byte. It needs a C++ compiler at
             its first use, once; without one, and when False, what ops allocate inside themselves is estimated.
+        arena: On CPU, give the allocations of steps that repeat planned addresses in one region, so that memory does
+            not fragment. It needs a C++ compiler at its first use, once, and the extra "plan"; without them, and on
+            other devices, memory is allocated as ever, and a warning says so. `torchdelta.native.arena.arena_status`
+            tells what it does.
 
     Raises:
         ConfigError: A value is not allowed; the message names those that are.
@@ -79,6 +83,7 @@ class Config:
     checksum: bool = False
     verify: Literal["first-step"] | None = None
     count_allocations: bool = True
+    arena: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -92,6 +97,7 @@ class Config:
         _check_size("host_budget", self.host_budget)
         _check_size("disk_budget", self.disk_budget)
         _check_flag("checksum", self.checksum)
+        _check_flag("arena", self.arena)
 
     @property
     def host_budget_bytes(self) -> int | None:

@@ -108,11 +108,12 @@ def _torch_facts() -> dict[str, Any]:
 
 def _native_facts() -> dict[str, Any]:
     try:
+        from torchdelta.native.arena import arena_status
         from torchdelta.native.counting import counting_status
     except ImportError:
         return {}  # without torch, which _torch_facts has said already
-    status = counting_status()
-    return {"counting_allocator": f"{'on' if status.is_on else 'off'}: {status.reason}"}
+    statuses = {"counting_allocator": counting_status(), "arena_allocator": arena_status()}
+    return {name: f"{'on' if status.is_on else 'off'}: {status.reason}" for name, status in statuses.items()}
 
 
 def _swap_facts() -> dict[str, Any]:

@@ -40,7 +40,9 @@ def cache_directory() -> Path:
 
 def built_path(source: Path) -> Path:
     """Return the path of the module that belongs to a source: another text, torch or Python is another module."""
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    header = source.with_suffix(".h")
+    text = source.read_bytes() + (header.read_bytes() if header.exists() else b"")
+    digest = hashlib.sha256(text).hexdigest()[:12]
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     return cache_directory() / f"{source.stem}-{digest}-torch{torch.__version__}{suffix}"
 
@@ -49,7 +51,7 @@ def load(source: Path, module_name: str, self_test_code: str) -> Any:
     """Import the module of a source, building it when it is not there.
 
     Args:
-        source: The C++ file; it includes nothing but Python's and torch's headers.
+        source: The C++ file; it includes nothing but Python's and torch's headers, and the header of its own name.
         module_name: The name that its init function has.
         self_test_code: Python that the new module has to survive, with `module` bound to it.
 

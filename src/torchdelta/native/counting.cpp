@@ -48,8 +48,9 @@ constexpr size_t kNumShards = 64;
 std::array<Shard, kNumShards>& shards = *new std::array<Shard, kNumShards>;
 std::atomic<int64_t> num_entries{0};
 thread_local Counter* current = nullptr;
-c10::Allocator* previous = nullptr;
-c10::DeleterFnPtr previous_deleter = nullptr;
+// Another one of ours may be put below later on (arena.cpp): it frees what came from the one before it as well.
+std::atomic<c10::Allocator*> previous{nullptr};
+std::atomic<c10::DeleterFnPtr> previous_deleter{nullptr};
 
 Shard& shard_of(void* pointer) {
   return shards[(reinterpret_cast<uintptr_t>(pointer) >> 6) * 0x9E3779B97F4A7C15ull >> 58];
@@ -74,12 +75,12 @@ void count_and_delete(void* pointer) {
       counter->release();
     }
   }
-  previous_deleter(pointer);
+  previous_deleter.load(std::memory_order_acquire)(pointer);
 }
 
 struct CountingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size_bytes) override {
-    void* pointer = previous->raw_allocate(size_bytes);
+    void* pointer = previous.load(std::memory_order_acquire)->raw_allocate(size_bytes);
     Counter* counter = current;
     if (counter != nullptr && pointer != nullptr) {
       const auto size = static_cast<int64_t>(size_bytes);
@@ -116,14 +117,14 @@ void forget_in_child() {
 }
 
 PyObject* install(PyObject*, PyObject*) {
-  if (previous == nullptr) {
+  if (previous.load() == nullptr) {
     c10::Allocator* found = c10::GetCPUAllocator();
     if (found->raw_deleter() == nullptr) {
       PyErr_SetString(PyExc_RuntimeError, "the CPU allocator in use gives no raw deleter");
       return nullptr;
     }
-    previous = found;
-    previous_deleter = found->raw_deleter();
+    previous_deleter.store(found->raw_deleter());
+    previous.store(found);
     pthread_atfork(lock_all, unlock_all, forget_in_child);
     c10::SetCPUAllocator(&counting);
   }
@@ -131,6 +132,22 @@ PyObject* install(PyObject*, PyObject*) {
 }
 
 PyObject* is_installed(PyObject*, PyObject*) { return PyBool_FromLong(c10::GetCPUAllocator() == &counting); }
+
+constexpr const char* kAllocator = "c10::Allocator";
+
+PyObject* get_previous(PyObject*, PyObject*) {
+  c10::Allocator* found = previous.load();
+  if (found == nullptr) Py_RETURN_NONE;
+  return PyCapsule_New(found, kAllocator, nullptr);
+}
+
+PyObject* set_previous(PyObject*, PyObject* capsule) {
+  auto* allocator = static_cast<c10::Allocator*>(PyCapsule_GetPointer(capsule, kAllocator));
+  if (allocator == nullptr) return nullptr;
+  previous_deleter.store(allocator->raw_deleter(), std::memory_order_release);  // first: nothing is its own yet
+  previous.store(allocator, std::memory_order_release);
+  Py_RETURN_NONE;
+}
 
 struct CounterObject {
   PyObject_HEAD
@@ -225,6 +242,8 @@ PyType_Spec counter_spec = {"torchdelta_counting.Counter", sizeof(CounterObject)
 PyMethodDef module_methods[] = {
     {"install", install, METH_NOARGS, "Put the counting allocator before the one in use. Repeats change nothing."},
     {"is_installed", is_installed, METH_NOARGS, "Say whether it is the one in use."},
+    {"previous", get_previous, METH_NOARGS, "Return a capsule with the allocator below, None before the installation."},
+    {"set_previous", set_previous, METH_O, "Put an allocator below that forwards to the one that is there."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_counting", nullptr, -1, module_methods};

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 from torchdelta.errors import NativeError
 from torchdelta.native.build import built_path, load
 
-__all__ = ["Counter", "NativeStatus", "counting_status", "is_switched_off", "new_counter"]
+__all__ = ["Counter", "NativeStatus", "counting_status", "installed_module", "is_switched_off", "new_counter"]
 
 _SOURCE: Final = Path(__file__).with_name("counting.cpp")
 _MODULE_NAME: Final = "torchdelta_counting"
@@ -124,6 +124,12 @@ def _module() -> Any:
     except RuntimeError as error:
         return NativeError(str(error))
     return module if is_installed else NativeError("another CPU allocator was installed with a higher priority")
+
+
+def installed_module() -> Any:
+    """Return the C++ side if this process has installed it, else None."""
+    module = _module() if _module.cache_info().currsize else None
+    return None if isinstance(module, NativeError) else module
 
 
 def is_switched_off() -> bool:

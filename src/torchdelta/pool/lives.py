@@ -70,7 +70,7 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
             ids.append(str(storage_id))
             spans.append((0, end))
             sizes.append(size)
-    starts, ends = _turned(spans, sizes, num_ops)
+    starts, ends = turned(spans, sizes, num_ops)
     return make_instance(
         ids=ids,
         starts=starts,
@@ -81,8 +81,12 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
     )
 
 
-def _turned(spans: list[tuple[int, int]], sizes: list[int], num_ops: int) -> tuple[list[int], list[int]]:
-    """Begin the step where the fewest bytes of lives that do not last cross, and stretch those over all of it."""
+def turned(spans: list[tuple[int, int]], sizes: list[int], num_ops: int) -> tuple[list[int], list[int]]:
+    """Begin the step where the fewest bytes of lives that do not last cross, and stretch those over all of it.
+
+    A span's end above the number of ops wraps around. Returns the starts and the ends. See [Note: across the end of a
+    step].
+    """
     crossing = np.zeros(num_ops + 1, np.int64)  # at each moment, what is alive both before and at it
     for (start, end), size in zip(spans, sizes, strict=True):
         if end - start >= num_ops or end == start:

@@ -45,6 +45,7 @@ from torchdelta.runtime.device_saved import DeviceSavedTensors
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.optimizers import first_step_bytes, is_trial
+from torchdelta.runtime.placing import Placing, arena_for
 from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.recorder import Recorder, execute
 from torchdelta.runtime.rematerialize import Rematerializer
@@ -131,6 +132,7 @@ class Session:
         self._is_stopped = False
         self._process_id = os.getpid()
         self._trace: Trace | None = None
+        self.placing = Placing(arena_for(config, self.ledger.device))
 
     def _open_tier(self) -> Any:
         return open_tier(
@@ -160,6 +162,7 @@ class Session:
                     remove_mode(self.recorder)
                 self._take_hooks_off()
                 _unpatch()
+            self.placing.stop()
             interrupts.stop()
             raise
 
@@ -178,6 +181,7 @@ class Session:
         self._hooks.__enter__()
         self.resizes.start()
         self.recorder.__enter__()
+        self.placing.start()
 
     def _count(self) -> None:
         """Count at the allocator where that can be had, else say what is done in its place."""
@@ -207,6 +211,7 @@ class Session:
 
     def _take_off(self) -> None:
         self._is_stopped = True
+        self.placing.stop()
         if self.ledger.counter is not None:
             self.ledger.counter.stop()
         if self.steps.is_after_backward and self.survey is None:
@@ -234,6 +239,7 @@ class Session:
             remove_mode(self.recorder)
         self._take_hooks_off()
         self.resizes.leave_child()
+        self.placing.leave_child()
 
     def _take_hooks_off(self) -> None:
         if self._hooks is not None:
@@ -313,6 +319,7 @@ class Session:
             self._log_first_step()
         if self.ledger.trace is not None:
             self._end_trace()
+        self.placing.on_step_end()
 
     def _log_first_step(self) -> None:
         counters = self.counters

@@ -1,0 +1,317 @@
+// A CPU allocator that gives a training step the addresses that were planned for it: see [Note: the arena] in arena.h.
+#include <Python.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#include <array>
+#include <unordered_map>
+
+#include "arena.h"
+
+namespace {
+
+struct Block {
+  Arena* arena;
+  Region* region;  // null for outside
+  size_t offset;
+  int64_t serial, index;
+};
+
+std::unordered_map<void*, Block>& blocks = *new std::unordered_map<void*, Block>;
+std::array<std::atomic<int32_t>, 1 << 14>& filter = *new std::array<std::atomic<int32_t>, 1 << 14>{};
+thread_local Arena* current = nullptr;
+c10::Allocator* previous = nullptr;
+c10::DeleterFnPtr previous_deleter = nullptr;
+
+std::atomic<int32_t>& filter_of(void* pointer) {
+  return filter[(reinterpret_cast<uintptr_t>(pointer) >> 6) * 0x9E3779B97F4A7C15ull >> 50];
+}
+
+void note(void* pointer, const Block& block) {
+  blocks[pointer] = block;
+  ++block.arena->num_references;
+  filter_of(pointer).fetch_add(1);
+}
+
+void finish(const Block& block) {
+  block.arena->freed(block.serial, block.index);
+  block.arena->release();
+}
+
+void delete_block(void* pointer) {
+  if (pointer == nullptr) return;
+  if (filter_of(pointer).load(std::memory_order_acquire) > 0) {
+    Block block{};
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      auto found = blocks.find(pointer);
+      if (found != blocks.end()) {
+        block = found->second;
+        blocks.erase(found);
+        filter_of(pointer).fetch_sub(1);
+        if (block.region == nullptr) finish(block);
+      }
+    }
+    if (block.region != nullptr) {
+      c10::profiledCPUMemoryReporter().Delete(pointer);  // before the place can be given out again
+      std::lock_guard<std::mutex> guard(lock);
+      block.region->give_back(block.offset);
+      finish(block);
+      return;
+    }
+  }
+  previous_deleter(pointer);
+}
+
+struct ArenaAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size_bytes) override {
+    Arena* arena = current;
+    if (arena == nullptr || size_bytes < arena->least_bytes || size_bytes > kMost) {
+      return wrap(previous->raw_allocate(size_bytes));
+    }
+    int64_t index = 0;
+    int64_t serial = 0;
+    bool trims = false;
+    Place place;
+    char* start = nullptr;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      place = arena->take(size_bytes, index, trims);
+      serial = arena->step.serial;
+      if (place.region != nullptr) {
+        start = place.region->start + place.offset;
+        note(start, {arena, place.region, place.offset, serial, index});
+        arena->step.ends[index] = kOutlives;
+      }
+    }
+#ifdef __GLIBC__
+    if (trims) malloc_trim(0);  // what the unplanned step before has left in the heap
+#endif
+    if (start != nullptr) {
+      c10::profiledCPUMemoryReporter().New(start, size_bytes);
+      return wrap(start);
+    }
+    void* pointer = previous->raw_allocate(size_bytes);
+    if (index >= 0 && pointer != nullptr) {
+      std::lock_guard<std::mutex> guard(lock);
+      note(pointer, {arena, nullptr, 0, serial, index});
+      arena->step.ends[index] = kOutlives;
+    }
+    return wrap(pointer);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &delete_block; }
+  bool is_simple_data_ptr(const c10::DataPtr& data) const override { return data.get() == data.get_context(); }
+  void copy_data(void* target, const void* source, std::size_t size_bytes) const override {
+    default_copy_data(target, source, size_bytes);
+  }
+
+ private:
+  static c10::DataPtr wrap(void* pointer) {
+    return {pointer, pointer, &delete_block, c10::Device(c10::DeviceType::CPU)};
+  }
+};
+
+ArenaAllocator& placing = *new ArenaAllocator;
+constexpr const char* kAllocator = "c10::Allocator";
+
+// A child of fork() has one thread only: nobody else may hold the lock at that moment.
+void take_lock() { lock.lock(); }
+void give_lock() { lock.unlock(); }
+void forget_in_child() {
+  lock.unlock();
+  current = nullptr;
+}
+
+bool adopt(c10::Allocator* found) {
+  if (found->raw_deleter() == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "the CPU allocator in use gives no raw deleter");
+    return false;
+  }
+  previous = found;
+  previous_deleter = found->raw_deleter();
+  pthread_atfork(take_lock, give_lock, forget_in_child);
+  return true;
+}
+
+PyObject* install(PyObject*, PyObject*) {
+  if (previous == nullptr) {
+    if (!adopt(c10::GetCPUAllocator())) return nullptr;
+    c10::SetCPUAllocator(&placing);
+  }
+  return PyBool_FromLong(c10::GetCPUAllocator() == &placing);
+}
+
+PyObject* install_before(PyObject*, PyObject* capsule) {
+  auto* found = static_cast<c10::Allocator*>(PyCapsule_GetPointer(capsule, kAllocator));
+  if (found == nullptr || (previous == nullptr && found != &placing && !adopt(found))) return nullptr;
+  return PyCapsule_New(&placing, kAllocator, nullptr);
+}
+
+PyObject* is_allocator(PyObject*, PyObject* capsule) {
+  auto* found = capsule == Py_None ? c10::GetCPUAllocator() : PyCapsule_GetPointer(capsule, kAllocator);
+  return found == nullptr ? nullptr : PyBool_FromLong(found == &placing);
+}
+
+PyObject* as_dict(const Figures& figures) {
+  return Py_BuildValue(
+      "{s:L,s:L,s:L,s:L,s:L,s:L,s:L,s:L}", "num_steps", figures.num_steps,  //
+      "num_planned_steps", figures.num_planned_steps, "num_left_plans", figures.num_left_plans,  //
+      "num_loose_steps", figures.num_loose_steps, "num_placed", figures.num_placed,  //
+      "num_outside", figures.num_outside, "num_clashes", figures.num_clashes, "num_plans", figures.num_plans);
+}
+
+PyObject* total_figures(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> guard(lock);
+  return as_dict(totals);
+}
+
+PyObject* mapped_bytes(PyObject*, PyObject*) { return PyLong_FromLongLong(region_bytes.load()); }
+
+struct ArenaObject {
+  PyObject_HEAD
+  Arena* arena;
+};
+
+Arena* arena_of(PyObject* self) { return reinterpret_cast<ArenaObject*>(self)->arena; }
+
+PyObject* arena_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  long long least_bytes = 0, max_plans = 0, max_length = 0;
+  if (!PyArg_ParseTuple(arguments, "LLL", &least_bytes, &max_plans, &max_length)) return nullptr;
+  if (least_bytes < 1 || max_plans < 1 || max_length < 1) {
+    PyErr_SetString(PyExc_ValueError, "every limit of an arena is at least 1");
+    return nullptr;
+  }
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* arena = reinterpret_cast<ArenaObject*>(self)->arena = new Arena;
+  arena->least_bytes = static_cast<size_t>(least_bytes);
+  arena->max_plans = static_cast<size_t>(max_plans);
+  arena->max_length = static_cast<size_t>(max_length);
+  return self;
+}
+
+void arena_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    arena_of(self)->close();
+    arena_of(self)->release();
+  }
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* arena_start(PyObject* self, PyObject*) {
+  if (current != nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "this thread has an arena already");
+    return nullptr;
+  }
+  current = arena_of(self);
+  Py_INCREF(self);  // the thread holds it until `stop`
+  Py_RETURN_NONE;
+}
+
+PyObject* arena_stop(PyObject* self, PyObject*) {
+  if (current == arena_of(self)) {
+    current = nullptr;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      arena_of(self)->close();
+    }
+    Py_DECREF(self);
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* arena_cut(PyObject* self, PyObject*) {
+  std::lock_guard<std::mutex> guard(lock);
+  return PyLong_FromLong(arena_of(self)->cut());
+}
+
+PyObject* as_bytes(const Sequence& values) {
+  const auto size_bytes = static_cast<Py_ssize_t>(8 * values.size());
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()), size_bytes);
+}
+
+PyObject* arena_recording(PyObject* self, PyObject*) {
+  Sequence sizes, ends;
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    if (!arena_of(self)->take_ready()) Py_RETURN_NONE;
+    sizes = arena_of(self)->planning.sizes;
+    ends = arena_of(self)->planning.ends;
+  }
+  return Py_BuildValue("(NN)", as_bytes(sizes), as_bytes(ends));
+}
+
+PyObject* arena_plan(PyObject* self, PyObject* argument) {
+  char* data = nullptr;
+  Py_ssize_t length = 0;
+  if (PyBytes_AsStringAndSize(argument, &data, &length) < 0) return nullptr;
+  const auto* first = reinterpret_cast<const int64_t*>(data);
+  Sequence offsets(first, first + length / 8);
+  std::lock_guard<std::mutex> guard(lock);
+  const Sequence& sizes = arena_of(self)->planning.sizes;
+  int64_t capacity_bytes = 0;
+  bool is_right = sizes.size() == offsets.size() && !sizes.empty();
+  for (size_t i = 0; is_right && i < sizes.size(); ++i) {
+    if (offsets[i] == kOutlives) continue;
+    is_right = offsets[i] >= 0 && offsets[i] % 64 == 0 && offsets[i] <= INT64_MAX / 2 - sizes[i];
+    if (is_right) capacity_bytes = std::max(capacity_bytes, offsets[i] + sizes[i]);
+  }
+  if (!is_right) {
+    PyErr_SetString(PyExc_ValueError, "these are no offsets for the recording");
+    return nullptr;
+  }
+  arena_of(self)->add_plan(std::move(offsets), static_cast<size_t>(capacity_bytes));
+  Py_RETURN_NONE;
+}
+
+PyObject* arena_figures(PyObject* self, PyObject*) {
+  std::lock_guard<std::mutex> guard(lock);
+  return as_dict(arena_of(self)->figures);
+}
+
+PyMethodDef arena_methods[] = {
+    {"start", arena_start, METH_NOARGS, "Place what this thread allocates from now on."},
+    {"stop", arena_stop, METH_NOARGS, "Place no more, forget all plans. What lives keeps its place until it is freed."},
+    {"cut", arena_cut, METH_NOARGS, "End a step. 2: a recording waits to be planned, 1: one will after the next step."},
+    {"recording", arena_recording, METH_NOARGS, "Return sizes and ends of a step to be planned, int64 bytes, or None."},
+    {"plan", arena_plan, METH_O, "Take the offsets of the last recording, int64 bytes; -1 is outside."},
+    {"figures", arena_figures, METH_NOARGS, "Return what has happened."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot arena_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(arena_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(arena_dealloc)},
+    {Py_tp_methods, arena_methods},
+    {0, nullptr}};
+
+PyType_Spec arena_spec = {"torchdelta_arena.Arena", sizeof(ArenaObject), 0, Py_TPFLAGS_DEFAULT, arena_slots};
+
+PyMethodDef module_methods[] = {
+    {"install", install, METH_NOARGS, "Put this allocator before the one in use. Repeats change nothing."},
+    {"install_before", install_before, METH_O, "Put it before the one in a capsule. Returns a capsule with it."},
+    {"is_allocator", is_allocator, METH_O, "Say whether it is the one in a capsule, or with None the one in use."},
+    {"figures", total_figures, METH_NOARGS, "Return what has happened in this process."},
+    {"mapped_bytes", mapped_bytes, METH_NOARGS, "Return the bytes that all arenas have mapped."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_arena", nullptr, -1, module_methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_torchdelta_arena() {
+  PyObject* self = PyModule_Create(&module);
+  if (self == nullptr) return nullptr;
+  PyObject* type = PyType_FromSpec(&arena_spec);
+  if (type == nullptr || PyModule_AddObject(self, "Arena", type) < 0) {
+    Py_XDECREF(type);
+    Py_DECREF(self);
+    return nullptr;
+  }
+  return self;
+}

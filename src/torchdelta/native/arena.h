@@ -1,0 +1,359 @@
+// What an arena knows and decides, without the allocator around it (arena.cpp).
+//
+// [Note: the arena]
+// An arena belongs to one thread, which it is started on. Of that thread it notes the sizes of all allocations of a
+// step in their order (but small ones), and when each is freed, on whatever thread. A plan is an offset for each
+// position of such a sequence. While the sizes of a step are those of a plan, each allocation gets its planned place in
+// one mapped region; those that the plan leaves outside, and all else, come from the allocator that was there before.
+//
+// What makes it safe is not the plan: a place is given out only when no living block reaches into it, whoever made that
+// one, under which plan, however long ago. A plan that is wrong costs allocations from outside (`num_clashes`), no
+// more.
+//
+// A step that begins like no plan is recorded. Its large blocks are mapped one by one meanwhile, which is slow but
+// leaves no holes: else the high-water mark of the process would be that of the steps before the first plan. As streams
+// that never repeat must not pay for it again and again, it is done for a few steps, and then for one in several
+// planned ones.
+//
+// When a size differs, another plan with the same beginning takes over; without one the rest of the step comes from
+// outside. Free pages go back to the system when a smaller plan takes over or none fits: then the region holds what
+// lives in it. A region that has become too small, or whose arena has closed, is unmapped with its last block.
+//
+// c10's contract for `raw_allocate` is kept: context equals data pointer, one fixed deleter. As a deleter is told
+// nothing but the pointer, there is a table of the blocks that matter, behind one lock. `filter` says without the lock
+// that a pointer is not in it: who frees a block has had it from the thread that took it, so the count is seen. Other
+// threads, which have no arena, therefore take the lock only to free what an armed one has made. Below the lock no
+// other is taken.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+using Sequence = std::vector<int64_t>;
+constexpr int64_t kOutlives = -1;
+constexpr size_t kMaxSeen = 4096;
+constexpr size_t kLeastLoose = 1 << 18;
+constexpr size_t kMost = size_t(1) << 46;  // above it the allocator before may say no
+constexpr int64_t kFirstLooseSteps = 16, kPlannedStepsForALooseOne = 8;
+
+const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+// Of all below but what is atomic. Never destroyed, like the table: storages die after static objects.
+std::mutex& lock = *new std::mutex;
+std::atomic<int64_t> num_regions{0}, region_bytes{0};
+
+struct Region {
+  char* start;
+  size_t size_bytes;
+  std::map<size_t, size_t> live;  // first offset of each block -> the one after its last
+  size_t touched{0};              // above it no page is resident
+  bool drops{false};              // free pages go back at once
+  bool is_retired{false};         // unmapped with the last block
+
+  static Region* make(size_t size_bytes) {
+    void* start = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED) return nullptr;
+    num_regions.fetch_add(1);
+    region_bytes.fetch_add(static_cast<int64_t>(size_bytes));
+    return new Region{static_cast<char*>(start), size_bytes};
+  }
+  bool is_free(size_t begin, size_t end) const {
+    auto after = live.lower_bound(begin);
+    if (after != live.end() && after->first < end) return false;
+    return after == live.begin() || std::prev(after)->second <= begin;
+  }
+  void drop(size_t begin, size_t end) {  // whole pages of a free range
+    begin = (begin + page - 1) / page * page;
+    end = end / page * page;
+    if (begin < end) madvise(start + begin, end - begin, MADV_DONTNEED);
+  }
+  void drop_free(size_t from) {
+    if (touched <= from) return;
+    size_t begin = from;
+    auto block = live.upper_bound(from);
+    if (block != live.begin() && std::prev(block)->second > from) begin = std::prev(block)->second;
+    for (; block != live.end(); ++block) {
+      drop(begin, block->first);
+      begin = block->second;
+    }
+    drop(begin, (touched + page - 1) / page * page);
+    touched = begin;
+  }
+  void put(size_t begin, size_t end) {
+    live[begin] = end;
+    touched = std::max(touched, end);
+  }
+  void give_back(size_t begin) {
+    auto block = live.find(begin);
+    const size_t end = block->second;
+    live.erase(block);
+    if (is_retired && live.empty()) {
+      unmap();
+    } else if (drops || is_retired) {
+      drop(begin, end);
+    }
+  }
+  void retire() {
+    is_retired = true;
+    if (live.empty()) unmap();
+    else drop_free(0);
+  }
+  void unmap() {
+    munmap(start, size_bytes);
+    num_regions.fetch_sub(1);
+    region_bytes.fetch_sub(static_cast<int64_t>(size_bytes));
+    delete this;
+  }
+};
+
+struct Plan {
+  Sequence sizes, ends, offsets;  // an offset of kOutlives is outside
+  size_t capacity_bytes{0};
+  int num_made{1};
+};
+
+// What a step has allocated so far. The end of a life is the number of allocations before it ended; above the length of
+// the step it is that length and the number in the next one.
+struct Step {
+  int64_t serial{0};
+  Sequence sizes, ends;
+  int64_t num_clashes{0};
+  bool wants_plan{false};
+  bool follows_its_like{false};
+};
+
+// What has happened, for one arena and for the process.
+struct Figures {
+  int64_t num_steps{0}, num_planned_steps{0}, num_left_plans{0}, num_placed{0}, num_outside{0}, num_clashes{0};
+  int64_t num_plans{0}, num_loose_steps{0};
+};
+Figures& totals = *new Figures;
+
+struct Place {
+  Region* region{nullptr};
+  size_t offset{0};
+};
+
+struct Arena {
+  int64_t num_references{1};  // the Python object, and every block in the table
+  size_t least_bytes, max_plans, max_length;
+  Region* region{nullptr};
+  std::list<std::shared_ptr<Plan>> plans;  // the last used one first
+  std::shared_ptr<Plan> plan;              // of this step, as long as it fits
+  Step step, before;
+  std::list<Step> ready;       // whole, and to be planned
+  Step planning;               // the one whose plan is awaited
+  bool was_planned{false};     // all of the step before was
+  bool is_loose{false};        // large blocks of this step are mapped one by one
+  std::unordered_set<uint64_t> seen;
+  Figures figures;
+
+  void release() {
+    if (--num_references == 0) delete this;
+  }
+
+  void count(int64_t Figures::*what, int64_t change = 1) {
+    figures.*what += change;
+    totals.*what += change;
+  }
+
+  // Give the next allocation its place; its region is null for outside. `trims`: the heap's free pages should leave.
+  Place take(size_t size_bytes, int64_t& index, bool& trims) {
+    const auto size = static_cast<int64_t>(size_bytes);
+    index = static_cast<int64_t>(step.sizes.size());
+    if (step.sizes.size() >= max_length) {
+      leave_plan();
+      index = -1;
+      return {};
+    }
+    step.sizes.push_back(size);
+    step.ends.push_back(index + 1);  // until it is there
+    if (index == 0) {
+      choose(size);
+      trims = plan != nullptr && !was_planned;
+    } else if (plan != nullptr && !fits(*plan, index)) {
+      change(index);
+    }
+    if (plan == nullptr && is_loose && size_bytes >= kLeastLoose) return take_alone(size_bytes);
+    if (plan == nullptr || region == nullptr) return {};
+    const int64_t offset = plan->offsets[index];
+    if (offset == kOutlives) {
+      count(&Figures::num_outside);
+      return {};
+    }
+    const auto begin = static_cast<size_t>(offset), end = begin + size_bytes;
+    if (end > region->size_bytes || !region->is_free(begin, end)) {
+      ++step.num_clashes;
+      count(&Figures::num_clashes);
+      return {};
+    }
+    region->put(begin, end);
+    count(&Figures::num_placed);
+    return {region, begin};
+  }
+
+  static Place take_alone(size_t size_bytes) {
+    Region* own = Region::make((size_bytes + page - 1) / page * page);
+    if (own == nullptr) return {};
+    own->put(0, size_bytes);
+    own->is_retired = true;
+    return {own, 0};
+  }
+
+  bool fits(const Plan& candidate, int64_t index) const {
+    return static_cast<size_t>(index) < candidate.sizes.size() && candidate.sizes[index] == step.sizes[index];
+  }
+
+  void choose(int64_t size) {
+    is_loose = false;
+    for (auto& candidate : plans) {
+      if (candidate->sizes[0] == size) return take_over(candidate);
+    }
+    leave_plan();
+    is_loose = figures.num_loose_steps < kFirstLooseSteps + figures.num_planned_steps / kPlannedStepsForALooseOne;
+    count(&Figures::num_loose_steps, is_loose);
+  }
+
+  void change(int64_t index) {
+    for (auto& candidate : plans) {
+      if (fits(*candidate, index) && std::equal(step.sizes.begin(), step.sizes.end(), candidate->sizes.begin())) {
+        return take_over(candidate);
+      }
+    }
+    count(&Figures::num_left_plans);
+    leave_plan();
+  }
+
+  void take_over(const std::shared_ptr<Plan>& candidate) {
+    plan = candidate;
+    if (region != nullptr && region->size_bytes < plan->capacity_bytes) {
+      region->retire();
+      region = nullptr;
+    }
+    if (region == nullptr && plan->capacity_bytes > 0) region = Region::make(plan->capacity_bytes);
+    if (region == nullptr) return;
+    region->drops = false;
+    region->drop_free(plan->capacity_bytes);
+  }
+
+  void leave_plan() {
+    plan = nullptr;
+    if (region == nullptr) return;
+    region->drops = true;
+    region->drop_free(0);
+  }
+
+  void freed(int64_t serial, int64_t index) {
+    const auto now = static_cast<int64_t>(step.sizes.size());
+    if (serial == step.serial) {
+      step.ends[index] = now;
+    } else if (serial == before.serial) {
+      const auto length = static_cast<int64_t>(before.sizes.size());
+      before.ends[index] = now <= index ? length + now : kOutlives;  // later, there are two at a time
+    }
+  }
+
+  std::list<std::shared_ptr<Plan>>::iterator find(const Sequence& sizes) {
+    return std::find_if(plans.begin(), plans.end(), [&](const auto& known) { return known->sizes == sizes; });
+  }
+
+  int cut() {
+    count(&Figures::num_steps);
+    step.follows_its_like = before.sizes == step.sizes;
+    if (before.wants_plan) {
+      before.wants_plan = false;
+      ready.push_back(std::move(before));
+    }
+    auto known = find(step.sizes);
+    was_planned = plan != nullptr && known != plans.end() && *known == plan;
+    if (known != plans.end()) {
+      count(&Figures::num_planned_steps, was_planned);
+      step.wants_plan = step.num_clashes > 0 && step.follows_its_like && (*known)->num_made < 4;
+      plans.splice(plans.begin(), plans, known);
+    } else {
+      const bool is_new = std::none_of(ready.begin(), ready.end(), [&](auto& s) { return s.sizes == step.sizes; });
+      step.wants_plan = is_new && !step.sizes.empty() && step.sizes.size() < max_length &&
+                        (plans.size() < max_plans || seen.count(hash(step.sizes)) > 0);
+      if (seen.size() >= kMaxSeen) seen.clear();
+      seen.insert(hash(step.sizes));
+    }
+    plan = nullptr;
+    const int64_t serial = step.serial + 1;
+    before = std::move(step);
+    step = Step{};
+    step.serial = serial;
+    step.sizes.reserve(before.sizes.size());
+    step.ends.reserve(before.sizes.size());
+    return !ready.empty() ? 2 : before.wants_plan ? 1 : 0;
+  }
+
+  static uint64_t hash(const Sequence& sizes) {
+    uint64_t value = 1469598103934665603ull;
+    for (int64_t size : sizes) value = (value ^ static_cast<uint64_t>(size)) * 1099511628211ull;
+    return value;
+  }
+
+  // Take the oldest step that is to be planned. What was seen of an earlier one with the same sizes holds as well.
+  bool take_ready() {
+    if (ready.empty()) return false;
+    planning = std::move(ready.front());
+    ready.pop_front();
+    auto known = find(planning.sizes);
+    if (known != plans.end()) {
+      for (size_t i = 0; i < planning.ends.size(); ++i) {
+        const int64_t other = (*known)->ends[i];
+        const bool outlives = planning.ends[i] == kOutlives || other == kOutlives;
+        planning.ends[i] = outlives ? kOutlives : std::max(planning.ends[i], other);
+      }
+    }
+    return true;
+  }
+
+  void add_plan(Sequence offsets, size_t capacity_bytes) {
+    auto made = std::make_shared<Plan>();
+    auto known = find(planning.sizes);
+    if (known != plans.end()) {
+      made->num_made = (*known)->num_made + 1;
+      plans.erase(known);
+      count(&Figures::num_plans, -1);
+    } else if (plans.size() >= max_plans) {
+      plans.pop_back();
+      count(&Figures::num_plans, -1);
+    }
+    made->sizes = std::move(planning.sizes);
+    made->ends = std::move(planning.ends);
+    made->offsets = std::move(offsets);
+    made->capacity_bytes = (capacity_bytes + page - 1) / page * page;
+    planning = Step{};
+    plans.push_front(std::move(made));
+    count(&Figures::num_plans);
+  }
+
+  void close() {
+    count(&Figures::num_plans, -static_cast<int64_t>(plans.size()));
+    plans.clear();
+    ready.clear();
+    seen.clear();
+    plan = nullptr;
+    const int64_t serial = step.serial + 2;  // what lives now belongs to no step any more
+    step = before = planning = Step{};
+    step.serial = serial;
+    before.serial = serial - 1;
+    was_planned = false;
+    if (region != nullptr) region->retire();
+    region = nullptr;
+  }
+};
+
+}  // namespace

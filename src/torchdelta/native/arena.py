@@ -1,0 +1,225 @@
+"""The CPU arena: planned addresses for the allocations of training steps that repeat. The C++ side is arena.cpp.
+
+Installed once for a process, at the first budget that asks for it, and never taken out again; a thread that has no
+arena allocates as before. Where the counting allocator is installed too, it stands before the arena, in whichever order
+the two came: it counts what is placed like everything else. TORCHDELTA_NATIVE=0 leaves both out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from torchdelta.errors import NativeError
+from torchdelta.native.build import built_path, load
+from torchdelta.native.counting import NativeStatus, installed_module, is_switched_off
+
+__all__ = ["Arena", "ArenaFigures", "ArenaStatus", "arena_status", "new_arena"]
+
+_SOURCE: Final = Path(__file__).with_name("arena.cpp")
+_MODULE_NAME: Final = "torchdelta_arena"
+_LEAST_BYTES: Final = 1 << 14  # smaller ones stay where they are: many, and the heap is good at them
+_MAX_PLANS: Final = 16
+_MAX_LENGTH: Final = 100_000  # allocations of a step that are followed
+
+# What a broken build would get wrong: places given out while somebody lives there, blocks of older plans and of other
+# allocators, frees on another thread, raw allocations inside ops, resizing, a fork, events of the profiler.
+_SELF_TEST: Final = """
+import array, os, threading
+old = torch.ones(10000)
+assert module.install() and module.install() and module.is_allocator(None)
+arena = module.Arena(4096, 4, 1000)
+arena.start()
+def step():
+    a = torch.full((5000,), 1.0)
+    b = torch.full((7000,), 2.0)
+    total = (a.sum() + b.sum()).item()
+    del a
+    c = torch.randn(80, 80).softmax(-1)
+    return b, c, total
+for turn in range(4):
+    held = step()
+    assert held[2] == 19000.0
+    if arena.cut() == 2:
+        sizes = array.array("q", arena.recording()[0])
+        offsets, top = array.array("q"), 0
+        for size in sizes:
+            offsets.append(top)
+            top += (size + 63) // 64 * 64
+        arena.plan(offsets.tobytes())
+    if turn < 3:
+        held = None
+figures = arena.figures()
+assert figures["num_plans"] == 1 and figures["num_placed"] >= 3, figures
+assert held[0].data_ptr() % 64 == 0 and module.mapped_bytes() > 0
+again = step()  # nobody may write into what is held
+assert held[0].eq(2).all() and again[0].eq(2).all() and again[0].data_ptr() != held[0].data_ptr()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.ones(5000).sum() == 5000 and held[0].eq(2).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+other = threading.Thread(target=held[0].untyped_storage().resize_, args=(8,))
+other.start()
+other.join()
+with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    torch.ones(5000)
+events = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+assert sum(events) == 0 and 20000 in events, events
+arena.stop()
+assert again[0].eq(2).all() and module.mapped_bytes() > 0
+del held, again
+assert module.mapped_bytes() == 0
+del old, arena
+"""
+
+
+class Arena(Protocol):
+    """The arena of one thread; see the methods' own words in arena.cpp."""
+
+    def start(self) -> None:
+        """Place what this thread allocates from now on."""
+
+    def stop(self) -> None:
+        """Place no more and forget all plans. What lives keeps its place until it is freed."""
+
+    def cut(self) -> int:
+        """End a step. 2: a recording waits to be planned; 1: one will after the next step; 0: none."""
+        ...
+
+    def recording(self) -> tuple[bytes, bytes] | None:
+        """Return sizes and ends of a step to be planned, as int64; None if there is none.
+
+        The life of allocation i begins at moment i. An end above the number of allocations is in the next step; -1 is
+        later than the same moment there.
+        """
+        ...
+
+    def plan(self, offsets_bytes: bytes, /) -> None:
+        """Take the offsets of the last recording, as int64 and multiples of 64; -1 leaves an allocation outside."""
+
+    def figures(self) -> dict[str, int]:
+        """Return the fields of `ArenaFigures` by name, without `mapped_bytes`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaFigures:
+    """What the arenas of this process have done.
+
+    Attributes:
+        num_steps: Steps that ended while an arena was on.
+        num_planned_steps: Those whose allocations were the ones of a plan, from the first to the last.
+        num_left_plans: Steps that began like a plan and went on differently: the rest was allocated as ever.
+        num_loose_steps: Steps that began like no plan and whose large allocations were mapped one by one.
+        num_placed: Allocations that got their planned address.
+        num_outside: Allocations that a plan leaves to the allocator before, as they outlive their step.
+        num_clashes: Allocations whose place was still taken, and which therefore went outside.
+        num_plans: Plans that are kept now.
+        mapped_bytes: Bytes of the regions now. What is free in them is not always resident.
+    """
+
+    num_steps: int = 0
+    num_planned_steps: int = 0
+    num_left_plans: int = 0
+    num_loose_steps: int = 0
+    num_placed: int = 0
+    num_outside: int = 0
+    num_clashes: int = 0
+    num_plans: int = 0
+    mapped_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaStatus(NativeStatus):
+    """Whether arenas can be had, and what those of this process have done.
+
+    Attributes:
+        figures: All zero before the first.
+    """
+
+    figures: ArenaFigures
+
+
+def new_arena(
+    *, least_bytes: int = _LEAST_BYTES, max_plans: int = _MAX_PLANS, max_length: int = _MAX_LENGTH
+) -> Arena | NativeError:
+    """Return an arena, building and installing the allocator first where that is still to be done.
+
+    A NativeError is returned, not raised, where there is none to be had: the caller allocates as ever and says so.
+
+    Args:
+        least_bytes: Smaller allocations are none of its business.
+        max_plans: Plans that are kept; the one that was not used for longest gives way.
+        max_length: Allocations of a step that are followed; longer steps get no plan.
+    """
+    reason = _cannot()
+    if reason is not None:
+        return NativeError(reason)
+    module = _module()
+    if isinstance(module, NativeError):
+        return module
+    if not _is_in_use(module):
+        return NativeError("another CPU allocator has been installed since")
+    return module.Arena(least_bytes, max_plans, max_length)
+
+
+def arena_status() -> ArenaStatus:
+    """Say whether arenas can be had in this process, and what they have done. Builds nothing."""
+    reason = _cannot()
+    if reason is not None:
+        return ArenaStatus(is_on=False, reason=reason, figures=ArenaFigures())
+    if _module.cache_info().currsize:
+        module = _module()
+        if isinstance(module, NativeError):
+            return ArenaStatus(is_on=False, reason=str(module), figures=ArenaFigures())
+        is_on = _is_in_use(module)
+        return ArenaStatus(
+            is_on=is_on,
+            reason="installed" if is_on else "another CPU allocator took its place",
+            figures=ArenaFigures(**module.figures(), mapped_bytes=module.mapped_bytes()),
+        )
+    if built_path(_SOURCE).exists():
+        return ArenaStatus(is_on=True, reason="built; for budgets with Config(arena=True)", figures=ArenaFigures())
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        reason = f"no C++ compiler ({compiler}) to build it: install one, or set CXX"
+        return ArenaStatus(is_on=False, reason=reason, figures=ArenaFigures())
+    reason = f"to be built with {compiler} at the first budget with Config(arena=True)"
+    return ArenaStatus(is_on=True, reason=reason, figures=ArenaFigures())
+
+
+def _cannot() -> str | None:
+    if is_switched_off():
+        return "TORCHDELTA_NATIVE switches it off"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed to plan with: pip install 'torchdelta[plan]'"
+    return None
+
+
+@functools.cache
+def _module() -> Any:
+    """Return the installed module, or the NativeError that says why there is none."""
+    try:
+        module = load(_SOURCE, _MODULE_NAME, _SELF_TEST)
+        counting = installed_module()
+        if counting is None:
+            module.install()
+        else:
+            counting.set_previous(module.install_before(counting.previous()))
+    except NativeError as error:
+        return error
+    except RuntimeError as error:
+        return NativeError(str(error))
+    return module if _is_in_use(module) else NativeError("another CPU allocator was installed with a higher priority")
+
+
+def _is_in_use(module: Any) -> bool:
+    if module.is_allocator(None):
+        return True
+    counting = installed_module()
+    return counting is not None and counting.is_installed() and module.is_allocator(counting.previous())

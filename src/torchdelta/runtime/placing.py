@@ -1,0 +1,179 @@
+"""The arena of a session: it learns the steps, has them placed, and gives the places to the allocator.
+
+[Note: placing in another process]
+The solvers of torchdelta.pool are compiled by numba, and what numba takes (some 120 MiB) is more than an arena saves on
+a small model. So a helper process places; it is started when the first recording is foreseen, which is a step before
+it is complete, and ended when there was nothing to place for a while. A helper that fails ends the placing: steps with
+a plan keep it, others allocate as ever.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import logging
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from torchdelta.errors import NativeError, PoolError
+from torchdelta.native.arena import new_arena
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchdelta.config import Config
+    from torchdelta.native.arena import Arena
+
+__all__ = ["Placing", "arena_for"]
+
+_ALIGNMENT_BYTES: Final = 64  # c10's
+_OUTSIDE: Final = -1
+_FORESEEN, _READY = 1, 2
+_IDLE_STEPS: Final = 32  # after so many the helper ends
+_ANSWER_TIME_S: Final = 300.0  # a helper that says nothing for so long is broken; the first one may have to compile
+
+_logger = logging.getLogger("torchdelta")
+
+
+def arena_for(config: Config, device: torch.device) -> Arena | None:
+    """Return the arena that the options ask for; None where they do not, and with a warning where it cannot be had."""
+    if not config.arena:
+        return None
+    if device.type != "cpu":
+        _say_once(f"no arena: it places allocations on the CPU only, and those of {device.type} are left as they are")
+        return None
+    arena = new_arena()
+    if isinstance(arena, NativeError):
+        _say_once(f"no arena ({arena}): memory is allocated as ever")
+        return None
+    return arena
+
+
+class Placing:
+    """The arena of one session with its helper process. Without an arena it does nothing. Mutable."""
+
+    def __init__(self, arena: Arena | None) -> None:
+        self.arena = arena
+        self._helper: subprocess.Popen[bytes] | None = None
+        self._num_idle_steps = 0
+        self._is_on = False
+        self._is_given_up = False
+
+    def start(self) -> None:
+        """Place what this thread allocates."""
+        if self.arena is not None:
+            self.arena.start()
+            self._is_on = True
+
+    def stop(self) -> None:
+        """Place nothing more."""
+        if self.arena is not None:
+            self._is_on = False
+            self.arena.stop()
+            self._end_helper()
+
+    def leave_child(self) -> None:
+        """Leave the helper alone in a forked child: it is the parent's."""
+        if self._helper is not None:
+            self._helper.returncode = 0  # not to be waited for here
+        self._is_given_up = True
+
+    def on_step_end(self) -> None:
+        """Have planned what can be planned now."""
+        if self.arena is None or not self._is_on:
+            return
+        status = self.arena.cut()
+        if self._is_given_up:
+            return
+        try:
+            if status == _READY:
+                self._num_idle_steps = 0
+                self._plan_recordings(self.arena)
+            elif status == _FORESEEN:
+                self._num_idle_steps = 0
+                self._start_helper()
+            elif self._helper is not None:
+                self._num_idle_steps += 1
+                if self._num_idle_steps >= _IDLE_STEPS:
+                    self._end_helper()
+        except (OSError, PoolError) as error:
+            self._is_given_up = True
+            _say_once(f"the arena plans no more steps: {error}")
+            self._end_helper()
+        except BaseException:  # an interrupt: what the helper says next would be the answer to something else
+            self._end_helper()
+            raise
+
+    def _plan_recordings(self, arena: Arena) -> None:
+        while (recording := arena.recording()) is not None:
+            sizes, ends = (array.array("q", values) for values in recording)
+            placed = [index for index, end in enumerate(ends) if end != _OUTSIDE]
+            offsets = array.array("q", [_OUTSIDE]) * len(sizes)
+            if placed:
+                answer = self._ask([sizes[index] for index in placed], placed, [ends[i] for i in placed], len(sizes))
+                for index, offset in zip(placed, answer, strict=True):
+                    offsets[index] = offset
+            arena.plan(offsets.tobytes())
+
+    def _ask(self, sizes: list[int], starts: list[int], ends: list[int], num_moments: int) -> array.array[int]:
+        helper = self._start_helper()
+        assert helper.stdin is not None
+        assert helper.stdout is not None
+        try:
+            helper.stdin.write(f"{len(sizes)} {num_moments} {_ALIGNMENT_BYTES}\n".encode())
+            helper.stdin.write(array.array("q", [*sizes, *starts, *ends]).tobytes())
+            helper.stdin.flush()
+        except BrokenPipeError:
+            pass  # what it said before it ended tells why
+        if not select.select([helper.stdout], [], [], _ANSWER_TIME_S)[0]:
+            raise PoolError(f"its helper process gave no answer within {_ANSWER_TIME_S:.0f} s")
+        head = helper.stdout.readline().decode()
+        answer = array.array("q")
+        if head.startswith("ok "):
+            answer.frombytes(helper.stdout.read(8 * len(sizes)))
+        if len(answer) != len(sizes):
+            raise PoolError(f"its helper process {'said: ' + head.strip() if head else 'has ended'}")
+        footprint_bytes, lower_bound_bytes = map(int, head.split()[1:])
+        _logger.info(
+            "arena: %d of %d allocations of a step placed in %d bytes, %.2f %% above the lower bound",
+            len(sizes),
+            num_moments,
+            footprint_bytes,
+            100 * (footprint_bytes / lower_bound_bytes - 1),
+        )
+        return answer
+
+    def _start_helper(self) -> subprocess.Popen[bytes]:
+        if self._helper is None:
+            paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            # Safe path: the directory that the program runs in may have anything in it.
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+            self._helper = subprocess.Popen(
+                [sys.executable, "-m", "torchdelta.pool.helper"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C at the terminal is not meant for it
+            )
+        return self._helper
+
+    def _end_helper(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.kill()
+            for pipe in (helper.stdin, helper.stdout):
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+            helper.wait()
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _logger.warning(message)
