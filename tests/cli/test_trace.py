@@ -95,7 +95,10 @@ REFUSED = {
     "no machine": (["models:linear", "--machine", "a101"], "unknown machine 'a101': did you mean a100-80g"),
     "no device": (["models:linear", "--device", "tpu"], "device 'tpu' cannot be traced"),
     "no optimizer": (["models:linear", "--optimizer", "lion"], "unknown optimizer 'lion'"),
-    "no directory": (["models:linear", "-o", "there/step.trace"], "no directory 'there' for the trace"),
+    "no directory": (
+        ["models:linear", "-o", "there/step.trace"],
+        "cannot write 'there/step.trace': there is no directory 'there'",
+    ),
 }
 
 

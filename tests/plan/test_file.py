@@ -1,61 +1,92 @@
 """Plan files come back as they were written, and what is no plan file is one clear error."""
 
 import gzip
+import json
 
 import pytest
 
 from torchdelta.errors import PlanError
 from torchdelta.plan.file import read_plan, write_plan
 
+HEADER = b'{"record":"header","format":"torchdelta-plan","version":2,"planner":"p","machine":"m","budget_bytes":1,'
+HEADER += b'"num_ops":1,"num_buffers":1}\n'
+END = b'{"record":"end","num_absences":0,"num_replays":0}\n'
+
+
+def refused(path):
+    """Return the one line that says why a file is no plan."""
+    with pytest.raises(PlanError) as caught:
+        read_plan(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    return message
+
 
 def test_a_plan_comes_back(tmp_path, plan):
-    """Equal, and the same bytes each time."""
+    """Equal, and the same bytes each time: a header, a line for each absence and replay, and the end."""
     write_plan(plan, tmp_path / "a.plan")
     write_plan(plan, tmp_path / "b.plan")
     assert read_plan(tmp_path / "a.plan") == plan
     assert (tmp_path / "a.plan").read_bytes() == (tmp_path / "b.plan").read_bytes()
-    assert gzip.decompress((tmp_path / "a.plan").read_bytes()).count(b"\n") == 1 + len(plan.absences) + len(
-        plan.replays
-    )
+    lines = [json.loads(line) for line in gzip.decompress((tmp_path / "a.plan").read_bytes()).splitlines()]
+    assert len(lines) == 2 + len(plan.absences) + len(plan.replays)
+    assert lines[-1] == {"record": "end", "num_absences": len(plan.absences), "num_replays": len(plan.replays)}
+
+
+def test_a_plan_of_version_1_is_read(tmp_path, plan):
+    """It had no end record."""
+    write_plan(plan, tmp_path / "new.plan")
+    lines = gzip.decompress((tmp_path / "new.plan").read_bytes()).splitlines(keepends=True)
+    old = b"".join([lines[0].replace(b'"version":2', b'"version":1'), *lines[1:-1]])
+    (tmp_path / "old.plan").write_bytes(gzip.compress(old, mtime=0))
+    assert read_plan(tmp_path / "old.plan") == plan
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "No such file"),
-        (b"", "damaged|not a plan's header"),
-        (b"no gzip", "damaged"),
-        (gzip.compress(b"", mtime=0), "not a plan's header"),
-        (gzip.compress(b"{}", mtime=0), "line 1"),
-        (gzip.compress(b'{"record":"absence"}', mtime=0), "line 1"),
-        (gzip.compress(b'{"record":"nonsense"}', mtime=0), "line 1"),
+        (b"", "the file is empty"),
+        (b"no gzip", "not a plan: the file is not gzip-compressed"),
+        (gzip.compress(b""), "the file is empty"),
+        (gzip.compress(b"{}"), "line 1: not the header of a plan"),
+        (gzip.compress(b"\xff\xfe"), "line 1: not the header of a plan"),
+        (gzip.compress(HEADER.replace(b"-plan", b"-trace")), "line 1: not a plan: its format is 'torchdelta-trace'"),
+        (gzip.compress(HEADER.replace(b":2", b":3")), "newer torchdelta: format version 3, this one reads 2"),
+        (gzip.compress(HEADER.replace(b":2", b":0")), "unknown format version 0, this torchdelta reads 1, 2"),
+        (gzip.compress(HEADER + b'{"record":"nonsense"}\n'), "line 2: no record of a plan"),
+        (gzip.compress(HEADER + b'{"record":"absence"}\n'), "line 2: no record of a plan"),
+        (gzip.compress(HEADER), "line 2: the file ends without an end record: it was cut short"),
+        (gzip.compress(HEADER + END.replace(b"0", b"7", 1)), "announces 7 absences and 0 replays; the file has 0"),
+        (gzip.compress(HEADER + END + END), "line 3: there is a record after the end record"),
     ],
 )
 def test_what_is_no_plan_file_is_one_line(tmp_path, content, said):
     """The error names the file and what is wrong with it."""
-    path = tmp_path / "x.plan"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(PlanError, match=said) as caught:
-        read_plan(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    (tmp_path / "x.plan").write_bytes(content)
+    assert said in refused(tmp_path / "x.plan")
 
 
 def test_a_truncated_file_is_refused(tmp_path, plan):
-    """Half of a file is no plan."""
-    path = tmp_path / "half.plan"
-    write_plan(plan, path)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(PlanError, match="damaged"):
-        read_plan(path)
+    """Wherever it was cut, before or after compression."""
+    write_plan(plan, tmp_path / "whole.plan")
+    whole = (tmp_path / "whole.plan").read_bytes()
+    lines = gzip.decompress(whole).splitlines(keepends=True)
+    cut = tmp_path / "cut.plan"
+    for length in range(len(whole)):
+        cut.write_bytes(whole[:length])
+        refused(cut)
+    for count in range(1, len(lines)):
+        cut.write_bytes(gzip.compress(b"".join(lines[:count])))
+        assert "cut short" in refused(cut)
 
 
-def test_a_newer_version_is_refused(tmp_path, plan):
-    """What it means is not known here."""
-    path = tmp_path / "new.plan"
-    write_plan(plan, path)
-    text = gzip.decompress(path.read_bytes()).replace(b'"version":1', b'"version":99')
-    path.write_bytes(gzip.compress(text, mtime=0))
-    with pytest.raises(PlanError, match="version 99 is newer"):
-        read_plan(path)
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path, plan):
+    """A file that is not there, a directory, a directory that is not there; nothing is left behind."""
+    assert "cannot read the plan: No such file" in refused(tmp_path / "none.plan")
+    (tmp_path / "folder").mkdir()
+    assert "cannot read the plan: Is a directory" in refused(tmp_path / "folder")
+    for path in (tmp_path / "folder", tmp_path / "none" / "x.plan"):
+        with pytest.raises(PlanError, match="cannot write the plan"):
+            write_plan(plan, path)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

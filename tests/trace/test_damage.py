@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.trace.strategies import example
 from torchdelta.errors import TraceFileError
-from torchdelta.trace import file as trace_file
+from torchdelta.trace import frame
 from torchdelta.trace.file import read_header, read_trace
 from torchdelta.trace.validate import find_fault
 
@@ -243,7 +243,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path, read: Callable[[Path], obje
 
 def test_endless_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that would fill the memory is refused when it passes the limit."""
-    monkeypatch.setattr(trace_file, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(frame, "MAX_LINE_BYTES", 1000)
     assert message_of(tmp_path / "step.trace", GOLDEN) is None
     hostile = lines_of(LINES[0], b" " * 1001)
     assert message_of(tmp_path / "step.trace", hostile) == "line 2: longer than 1000 bytes"

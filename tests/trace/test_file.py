@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.trace.strategies import example, traces
 from torchdelta.errors import TraceFileError
-from torchdelta.trace import file as trace_file
+from torchdelta.trace import frame
 from torchdelta.trace.file import TraceWriter, read_header, read_records, read_trace, write_trace
 from torchdelta.trace.model import Buffer, Trace
 
@@ -50,7 +50,7 @@ def test_round_trip_of_a_stream(trace: Trace, data: st.DataObject, tmp_path: Pat
 def test_large_trace_in_several_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the writer flushes between the lines makes no difference."""
     write_trace(example(), tmp_path / "once.trace")
-    monkeypatch.setattr(trace_file, "_FLUSH_BYTES", 1)
+    monkeypatch.setattr(frame, "_FLUSH_BYTES", 1)
     write_trace(example(), tmp_path / "often.trace")
     once, often = (gzip.decompress((tmp_path / name).read_bytes()) for name in ("once.trace", "often.trace"))
     assert once == often
@@ -183,7 +183,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush_bytes:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(trace_file, "_FLUSH_BYTES", flush_bytes)
+    monkeypatch.setattr(frame, "_FLUSH_BYTES", flush_bytes)
     monkeypatch.setattr(gzip.GzipFile, "write", full)
     with pytest.raises(TraceFileError, match=r"cannot write the trace: No space left on device$"):
         write_trace(example(), tmp_path / "step.trace")

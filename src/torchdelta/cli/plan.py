@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from torchdelta.cli.prediction import facts_of, show
-from torchdelta.cli.step import EXIT_USAGE, fail, one_line_errors, priced, progress, read_step
+from torchdelta.cli.step import EXIT_USAGE, check_output, fail, one_line_errors, priced, progress, read_step
 from torchdelta.units import parse_size
 
 __all__ = ["plan"]
@@ -43,6 +43,8 @@ def plan(
     wanted: Literal["fast", "best"] = "fast" if effort == "fast" else "best"
     if effort not in {"fast", "best"}:
         fail(f"unknown effort {effort!r}: use fast or best", EXIT_USAGE)
+    if output is not None:
+        check_output(output)
     with one_line_errors(), progress() as say:
         from torchdelta.machine.catalog import find
         from torchdelta.plan.file import write_plan

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from torchdelta.errors import MachineError
+from torchdelta.cli.step import one_line_errors
 from torchdelta.machine.cache import CachedMachine, read_cached, write_cached
 from torchdelta.machine.model import Machine
 from torchdelta.units import format_bytes
@@ -32,7 +32,7 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure this machine: arithmetic, memory, links to host and disk. Other commands know it as 'local'."""
-    try:
+    with one_line_errors():
         import torch
 
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,9 +48,6 @@ def probe(
             path = None if quick else write_cached(chosen, cached)
             if path is not None and sys.stderr.isatty():
                 typer.echo(f"kept in {path}", err=True)
-    except MachineError as error:
-        typer.echo(f"torchdelta: {error}", err=True)
-        raise typer.Exit(1) from error
     facts = msgspec.to_builtins(cached)
     typer.echo(json.dumps(facts["machine"] | {"measured_at": cached.measured_at}) if as_json else _text(cached))
 

@@ -1,5 +1,6 @@
 """What the planning commands share: reading a trace, pricing it, progress, and saying in one line what went wrong."""
 
+import os
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -13,7 +14,17 @@ from torchdelta.errors import InfeasibleError, SizeError, TorchdeltaError
 from torchdelta.machine.model import Machine
 from torchdelta.trace.model import Trace
 
-__all__ = ["EXIT_FAILED", "EXIT_INFEASIBLE", "EXIT_USAGE", "fail", "one_line_errors", "priced", "progress", "read_step"]
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_INFEASIBLE",
+    "EXIT_USAGE",
+    "check_output",
+    "fail",
+    "one_line_errors",
+    "priced",
+    "progress",
+    "read_step",
+]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -40,8 +51,8 @@ def one_line_errors() -> Generator[None]:
         fail(str(error))
     except FileNotFoundError as error:
         fail(f"no file {error.filename!r}", EXIT_USAGE)
-    except (IsADirectoryError, PermissionError) as error:
-        fail(f"{error.filename!r} cannot be used as a file: {error.strerror}", EXIT_USAGE)
+    except OSError as error:
+        fail(f"{error.filename!r} cannot be used: {error.strerror or error}", EXIT_USAGE)
     except ModuleNotFoundError as error:
         if error.name not in {"numpy", "numba", "highspy"}:
             raise
@@ -58,6 +69,16 @@ def progress() -> Generator[Callable[[str], None]]:
             bar.update()
 
         yield say
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work that would fill it is done."""
+    if path.is_dir():
+        fail(f"cannot write {str(path)!r}: it is a directory")
+    if not path.parent.is_dir():
+        fail(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
+    if not os.access(path.parent, os.W_OK):
+        fail(f"cannot write {str(path)!r}: no permission to write into {str(path.parent)!r}")
 
 
 def read_step(path: Path) -> Trace:

@@ -4,11 +4,11 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from torchdelta.errors import TorchdeltaError
+from torchdelta.cli.step import check_output, one_line_errors
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.trace.file import write_trace
@@ -51,10 +51,9 @@ def trace(
     log or a memory snapshot, plain or gzip-compressed, the iteration is found by its repetition.
     """
     start_s = time.monotonic()
-    try:
+    check_output(output)
+    with one_line_errors():
         priced_on = find(machine) if machine is not None else None
-        if not output.parent.is_dir():
-            _fail(f"no directory {str(output.parent)!r} for the trace")
         if sys.stderr.isatty():
             typer.echo(f"tracing {function} ...", err=True)
         step = _imported(function, whole=whole)
@@ -68,8 +67,6 @@ def trace(
         if priced_on is not None:
             step = price(step, priced_on)
         write_trace(step, output)
-    except TorchdeltaError as error:
-        _fail(str(error))
     facts = {"path": str(output), "function": function, **_facts(step), "machine": priced_on and priced_on.name}
     facts["tracing_s"] = round(time.monotonic() - start_s, 3)
     typer.echo(json.dumps(facts) if as_json else _text(facts))
@@ -120,8 +117,3 @@ def _text(facts: dict[str, Any]) -> str:
     if facts["machine"] is not None:
         lines.append(f"  {facts['time_s'] * 1e3:.2f} ms on {facts['machine']} by roofline")
     return "\n".join(lines)
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"torchdelta: {message}", err=True)
-    raise typer.Exit(1)

@@ -28,7 +28,10 @@ from typing import Literal
 import msgspec
 
 FORMAT_NAME = "torchdelta-plan"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written. Version 1 had no end record, and is read."""
+
+READABLE_VERSIONS = (1, 2)
 
 Action = Literal["swap", "recompute"]
 """How a buffer leaves; one that stays is not mentioned in a plan."""

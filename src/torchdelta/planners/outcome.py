@@ -39,22 +39,22 @@ def finished(
         return simulation.plan
     if score.time_s == float("inf"):
         raise InfeasibleError(
-            f"{planner}: its decisions drop a buffer that cannot be made again when it is used; take another planner, "
-            "or allow the device more",
+            f"planner {planner}: its decisions drop a buffer that cannot be made again when it is used; take another "
+            "planner, or allow the device more",
             least_budget_bytes=None,
         )
     if score.excess_bytes == 0:
         what = "host" if score.host_excess_bytes else "disk"
         excess_bytes = score.host_excess_bytes or score.disk_excess_bytes
         raise InfeasibleError(
-            f"{planner}: the plan passes the {what}'s budget by {format_bytes(excess_bytes)}; allow the {what} "
+            f"planner {planner}: the plan passes the {what}'s budget by {format_bytes(excess_bytes)}; allow the {what} "
             "that much more, or the device",
             least_budget_bytes=None,
         )
     least_bytes = score.peak_bytes if least_bytes is None else least_bytes
     op = problem.trace.ops[score.peak_op]
     raise InfeasibleError(
-        f"{planner}: no plan within {format_bytes(budget_bytes)} was found; the least budget found is "
+        f"planner {planner}: no plan within {format_bytes(budget_bytes)} was found; the least budget found is "
         f"{format_bytes(least_bytes)} ({least_bytes} bytes), set by op {op.index} {op.name!r}",
         least_budget_bytes=least_bytes,
     )

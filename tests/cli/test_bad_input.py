@@ -1,0 +1,141 @@
+"""Whatever is wrong with what a command is given: one clear line, an exit code that is not 0, and nothing written."""
+
+import gzip
+
+import pytest
+from msgspec import structs
+from typer.testing import CliRunner
+
+from tests.planners.chains import MIB, chain
+from torchdelta.cli.app import make_app
+from torchdelta.machine.catalog import find
+from torchdelta.plan.file import write_plan
+from torchdelta.planners import get
+from torchdelta.trace.file import write_trace
+from torchdelta.trace.model import peak
+
+_TIMED = chain([(64 * MIB, 8e-3, 2e-3)] * 4)
+# With FLOPs, or the commands would say that they take the recorded times.
+STEP = structs.replace(_TIMED, ops=tuple(structs.replace(op, flops=10**9, dtype="float32") for op in _TIMED.ops))
+ON = ("--machine", "a100-80g")
+MODELS = """
+import torch
+
+def linear(batch_size=2):
+    return torch.nn.Linear(8, 4), torch.randn(batch_size, 8)
+
+def nothing(batch_size=2):
+    return None
+
+def failing(batch_size=2):
+    def step(model, inputs):
+        raise ValueError("of the\\nstep")
+    return torch.nn.Linear(8, 4), torch.randn(batch_size, 8), step
+
+def asking(batch_size=2):
+    def step(model, inputs):
+        if model(inputs).sum() > 0:
+            pass
+    return torch.nn.Linear(8, 4), torch.randn(batch_size, 8), step
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory: a step, its plan, and both damaged in every way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    write_trace(STEP, "step.trace")
+    write_plan(get("delta-2024")(STEP, find("a100-80g"), peak(STEP).size_bytes * 6 // 10), "step.plan")
+    for name in ("step.trace", "step.plan"):
+        whole = (tmp_path / name).read_bytes()
+        lines = gzip.decompress(whole).splitlines(keepends=True)
+        damaged = {
+            "cut": whole[:-30],
+            "short": gzip.compress(b"".join(lines[:-2])),
+            "newer": gzip.compress(b"".join([lines[0].replace(b'"version":2', b'"version":9'), *lines[1:]])),
+            "flipped": whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :],
+            "text": b"".join(lines),
+            "empty": b"",
+        }
+        for kind, content in damaged.items():
+            (tmp_path / name.replace("step", kind)).write_bytes(content)
+    (tmp_path / "bad_models.py").write_text(MODELS)
+    (tmp_path / "directory").mkdir()
+    return tmp_path
+
+
+def plan(trace, *more):
+    """The words of `plan`, with a planner that is quick."""
+    return ("plan", trace, *ON, "--planner", "delta-2024", "--memory-budget", "80%", *more)
+
+
+def fit(function, *more):
+    """The words of `fit`."""
+    return ("fit", function, *ON, "--planner", "delta-2024", *more)
+
+
+CASES = {
+    "no trace": (("simulate", "none.trace", *ON), "none.trace: cannot read the trace: No such file"),
+    "a directory for a trace": (("simulate", "directory", *ON), "directory: cannot read the trace: Is a directory"),
+    "a cut trace": (("simulate", "cut.trace", *ON), "the compressed data end too soon: the file was cut short"),
+    "a trace without its end": (plan("short.trace"), "the file ends without an end record: it was cut short"),
+    "a newer trace": (plan("newer.trace"), "newer torchdelta: format version 9, this one reads 2"),
+    "a flipped bit": (plan("flipped.trace"), "flipped.trace: line"),
+    "a trace that is text": (plan("text.trace"), "text.trace: not a trace: the file is not gzip-compressed"),
+    "an empty trace file": (plan("empty.trace"), "empty.trace: the file is empty"),
+    "no plan": (("simulate", "step.trace", "none.plan"), "none.plan: cannot read the plan: No such file"),
+    "a directory for a plan": (("simulate", "step.trace", "directory"), "cannot read the plan: Is a directory"),
+    "a cut plan": (("simulate", "step.trace", "cut.plan"), "the compressed data end too soon: the file was cut short"),
+    "a plan without its end": (("simulate", "step.trace", "short.plan"), "without an end record: it was cut short"),
+    "a newer plan": (("simulate", "step.trace", "newer.plan"), "newer torchdelta: format version 9"),
+    "a plan that is text": (("simulate", "step.trace", "text.plan"), "not a plan: the file is not gzip-compressed"),
+    "an empty plan file": (("simulate", "step.trace", "empty.plan"), "empty.plan: the file is empty"),
+    "a trace for a plan": (("simulate", "step.trace", "step.trace"), "not a plan: its format is 'torchdelta-trace'"),
+    "a plan for a trace": (plan("step.plan"), "not a trace: its format is 'torchdelta-plan'"),
+    "no machine": (("simulate", "step.trace", "--machine", "abacus"), "unknown machine 'abacus'"),
+    "a plan into a directory": (plan("step.trace", "-o", "directory"), "cannot write 'directory': it is a directory"),
+    "a plan into nowhere": (plan("step.trace", "-o", "no/x.plan"), "there is no directory 'no'"),
+    "a trace into a directory": (("trace", "bad_models:linear", "-o", "directory"), "it is a directory"),
+    "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return (model, inputs)"),
+    "a step that fails": (fit("bad_models:failing"), "bad_models:failing cannot be traced: ValueError: of the step"),
+    "a step that asks": (fit("bad_models:asking"), "bad_models:asking cannot be traced: it asks for the value"),
+    "no function": (fit("bad_models:lineer"), "bad_models has no function 'lineer': did you mean linear?"),
+    "no module": (fit("bat_models:linear"), "no module 'bat_models'"),
+    "no optimizer": (fit("bad_models:linear", "--optimizer", "lion"), "unknown optimizer 'lion'"),
+    "no planner": (("fit", "bad_models:linear", *ON, "--planner", "keeper"), "unknown planner 'keeper'"),
+    "no device": (("probe", "--device", "tpu"), "device 'tpu' cannot be probed: use cpu or cuda"),
+    "no disk": (("probe", "--quick", "--device", "cpu", "--disk", "no"), "'no'"),
+}
+
+
+def refused(words):
+    """Run a command and return its one line."""
+    done = CliRunner().invoke(make_app(), [str(word) for word in words])
+    assert done.exit_code in {1, 2, 78}
+    assert done.stdout == ""
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("torchdelta: ")
+    assert "torchdelta: torchdelta" not in done.stderr
+    return done.stderr, done.exit_code
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_line(folder, case):
+    """It names what was given and what is wrong with it."""
+    before = sorted(folder.iterdir())
+    words, said = CASES[case]
+    line, _ = refused(words)
+    assert said in line
+    assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.parametrize("planner", ["torchdelta", "keep", "checkpoint", "exact"])
+def test_an_impossible_budget(folder, planner):
+    """Exit code 78, who planned, and the least budget that was found."""
+    line, code = refused(("plan", "step.trace", *ON, "--planner", planner, "--memory-budget", "1MiB", "-o", "x.plan"))
+    assert code == 78
+    assert f"planner {planner}: no plan within 1.00 MiB was found; the least budget found is" in line
+    assert not (folder / "x.plan").exists()
