@@ -12,7 +12,7 @@ from torchdelta.errors import PlanError
 from torchdelta.plan.model import FORMAT_NAME, FORMAT_VERSION, READABLE_VERSIONS, Absence, Plan, PlanHeader, Replay
 from torchdelta.trace.frame import FileKind, LineWriter, check_version, damaged, one_line, read_lines
 
-__all__ = ["read_plan", "write_plan"]
+__all__ = ["End", "read_plan", "write_plan"]
 
 _KIND = FileKind(noun="plan", format=FORMAT_NAME, versions=READABLE_VERSIONS, error=PlanError)
 
