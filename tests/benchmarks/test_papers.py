@@ -15,6 +15,7 @@ def options():
     """What the command line gives for one case, two planners, and nothing written."""
     parser = build_parser({"papers": command})
     arguments = ["papers", "--no-write", "--cases", "resnet50@v100-32g", "--shares", "0.6", "--tables", "overheads"]
+    arguments.append("floors")
     return parser.parse_args([*arguments, "--planners", "keep", "delta-2024"])
 
 
@@ -38,6 +39,15 @@ def test_a_cell_has_the_bound_below_every_plan(options: argparse.Namespace, caps
     printed = capsys.readouterr().out
     assert "| resnet50@v100-32g | 60%" in printed
     assert "Least budgets found" in printed
+
+
+def test_runs_of_single_cases_make_one_file():
+    """A new row replaces the old one and keeps its other planners; cases come in their order."""
+    old = {"case": "resnet50@a100-80g", "share": 0.6, "planners": {"keep": 1, "dtr": 2}}
+    new = {"case": "resnet50@a100-80g", "share": 0.6, "planners": {"dtr": 3}}
+    first = {"case": "resnet50@v100-32g", "share": 0.6, "planners": {}}
+    both = command.merged({"overheads": [old], "floors": []}, {"overheads": [new, first]})
+    assert both == {"overheads": [first, {**new, "planners": {"keep": 1, "dtr": 3}}]}
 
 
 def test_autoswap_saves_something_without_waiting():

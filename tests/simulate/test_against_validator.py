@@ -10,6 +10,7 @@ from tests.trace.strategies import traces
 from torchdelta.plan.validate import find_fault
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
+from torchdelta.trace.model import Buffer, Header, Op, SavedTensor, Trace
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3)
 DISKY = msgspec.structs.replace(MACHINE, disk_write_bytes_per_s=3e8, disk_read_bytes_per_s=5e8)
@@ -48,6 +49,40 @@ def test_what_the_simulator_says_of_memory_is_so(data, drawn, decision_class):
     assert find_fault(trace, msgspec.structs.replace(found.plan, header=tight)) is None
     less = msgspec.structs.replace(header, budget_bytes=found.peak.size_bytes - 1)
     assert find_fault(trace, msgspec.structs.replace(found.plan, header=less)) is not None
+
+
+def test_a_replay_finds_what_the_op_after_it_writes_over():
+    """A version that an op overwrites without reading it is there until that op runs, for both."""
+
+    def op(index, phase, reads, writes):
+        return Op(index=index, name="aten.mm.default", phase=phase, reads=reads, writes=writes, recomputable=True)
+
+    def buffer(id_, storage_id, birth_op, death_op):
+        return Buffer(
+            id=id_,
+            storage_id=storage_id,
+            size_bytes=MIB,
+            kind="activation",
+            birth_op=birth_op,
+            death_op=death_op,
+            saved=id_ == 1,
+        )
+
+    trace = Trace(
+        header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
+        buffers=(buffer(0, 0, 0, 3), buffer(1, 1, 1, 4), buffer(2, 0, 3, 4)),
+        ops=(
+            op(0, "forward", (), (0,)),
+            op(1, "forward", (0,), (1,)),
+            op(2, "forward", (), ()),
+            op(3, "backward", (1,), (2,)),
+        ),
+        saved_tensors=(SavedTensor(op=1, buffer_id=1, shape=(1,), stride=(1,), offset=0, dtype="float32"),),
+    )
+    problem = Problem.of(trace, MACHINE)
+    found = problem.simulation(np.array([Code.RECOMPUTE], np.int8), 2 * MIB)
+    assert found.score.is_feasible
+    assert find_fault(trace, found.plan) is None
 
 
 def test_a_buffer_that_is_wanted_back_before_it_has_left_counts_once():

@@ -132,8 +132,11 @@ class _Walk:
         """Return what is wrong first, None if nothing is."""
         self._add(buffer.id for buffer in self.trace.buffers if buffer.birth_op == BEFORE_STEP)
         for op in self.trace.ops:
-            overwritten = [id_ for id_ in self.deaths[op.index] if id_ in op.reads]
-            self._remove(id_ for id_ in self.deaths[op.index] if id_ not in op.reads)
+            # What this very op writes over is there until it runs: a replay before it finds it.
+            written = {self.trace.buffers[id_].storage_id for id_ in op.writes}
+            dying = self.deaths[op.index]
+            overwritten = [i for i in dying if i in op.reads or self.trace.buffers[i].storage_id in written]
+            self._remove(set(dying).difference(overwritten))
             self._remove([id_ for id_, until in self.until.items() if until <= op.index])
             self.until = {id_: until for id_, until in self.until.items() if until > op.index}
             self._remove(absence.buffer_id for absence in self.leaving[op.index])

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.simulate.arrays import Codes, Static, Work
+from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["Flags", "improve", "release", "shake"]
@@ -120,6 +120,43 @@ def release(
 
 
 @njit(cache=True)
+def _alone(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    limits: NDArray[np.int64],
+    allowed: Flags,
+    gap: int,
+    now: tuple[int, float],
+    changed: NDArray[np.int64],
+) -> tuple[int, float]:
+    """Drop a buffer, and let its replay free again what it meets on the way; undone if that is not better.
+
+    One move, because its halves are none: what a replay meets stays from there on, which is too much where memory is
+    short, and to free it again gains nothing while nobody replays over it.
+    """
+    old = codes[gap]
+    codes[gap] = RECOMPUTE
+    measure(s, w, codes, limits, NO_CUT, np.inf)
+    num_changed = 0
+    for other in range(codes.shape[0]):
+        met = w.return_op[other] == s.gap_next[gap] and s.gap_next[other] > s.gap_next[gap]
+        if codes[other] == RECOMPUTE and met and allowed[other, AGAIN]:
+            codes[other] = AGAIN
+            changed[num_changed] = other
+            num_changed += 1
+    if num_changed:
+        most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
+        found = measure(s, w, codes, limits, now[0], most_s)
+        if found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9)):
+            return found
+    for number in range(num_changed):
+        codes[changed[number]] = RECOMPUTE
+    codes[gap] = old
+    return now
+
+
+@njit(cache=True)
 def improve(
     s: Static,
     w: Work,
@@ -129,8 +166,9 @@ def improve(
     order: NDArray[np.int64],
     rounds: int,
 ) -> tuple[int, float]:
-    """Try every other code, KEEP first, gap by gap in the given order, and keep what is better."""
+    """Try every other code, KEEP first, gap by gap in the given order, and keep what is better; then `_alone`."""
     now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    freed = np.empty(codes.shape[0], np.int64)
     for _ in range(rounds):
         changed = False
         for index in range(order.shape[0]):
@@ -156,6 +194,10 @@ def improve(
                     best = code
                     changed = True
             codes[gap] = best
+            if allowed[gap, AGAIN] and (now[0] > 0 or old != 0):
+                found = _alone(s, w, codes, limits, allowed, gap, now, freed)
+                changed = changed or found != now
+                now = found
         if not changed:
             break
     return now

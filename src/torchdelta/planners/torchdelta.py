@@ -36,18 +36,18 @@ Codes = NDArray[np.int8]
 
 _log = logging.getLogger(__name__)
 
-_FAST_STARTS = ((0.0, 1),)
-_SMALL_STARTS = ((0.0, 1), (0.0, 0))
-_BEST_STARTS = ((0.0, 3), (0.05, 1))
-_SMALL_BEST_STARTS = ((0.0, 3), (0.05, 3), (0.3, 1))
+_FAST_STARTS = ((0.1, 0), (0.3, 0))
+_SMALL_STARTS = ((0.0, 1), (0.05, 0), (0.1, 0), (0.3, 0), (1.0, 0))
+_BEST_STARTS = ((0.0, 3), (0.05, 1), (0.1, 1), (0.2, 0))
+_SMALL_BEST_STARTS = ((0.0, 3), (0.05, 3), (0.1, 1), (0.2, 0), (0.3, 1))
 """Price of a link's byte as a share of its time, and how many neighbours are priced anew."""
 
-_SMALL = 200
+_SMALL = 300
 """Up to this many gaps a problem can afford more starts."""
 
-_FEW_SHAKES = 40
-_SHAKES_A_GAP = 40
-_SHAKEN_OPS = 500_000_000
+_FEW_SHAKES = 20
+_SHAKES_A_GAP = 160
+_SHAKEN_OPS = 2_000_000_000
 """How many times `best` shakes: so many over gaps times ops, and not more often than that for each gap."""
 
 
