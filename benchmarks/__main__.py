@@ -12,7 +12,19 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ALL = "all"
-NAMES = ("budget", "counting", "policies", "oom_proof", "growth", "sweep", "checksum", "soak", "pool", "fidelity")
+NAMES = (
+    "budget",
+    "counting",
+    "policies",
+    "oom_proof",
+    "growth",
+    "sweep",
+    "checksum",
+    "soak",
+    "pool",
+    "fidelity",
+    "arena",
+)
 ON_REQUEST = ("gpu", "papers")  # `all` leaves out what needs more than this machine, or runs nothing on it
 
 

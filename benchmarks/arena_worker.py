@@ -144,7 +144,8 @@ def main(arguments: list[str] | None = None) -> int:
 
             status = arena_status()
             record["arena"] = {"is_on": status.is_on, "reason": status.reason, **asdict(status.figures)}
-    record["outcome"] = "finished"
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    record["allocator"] = next((name for name in ("jemalloc", "tcmalloc") if name in maps), "glibc")
     record["losses_sha256"] = hashlib.sha256(" ".join(record.pop("losses")).encode()).hexdigest()
     warm = min(WARM_STEPS, options.steps // 2)
     for name in ("times_s", "cpu_times_s", "page_faults"):

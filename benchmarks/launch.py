@@ -46,15 +46,18 @@ def run_worker(*arguments: object, threads: int = 1, timeout_s: float = 600) -> 
     return record
 
 
-def run_module(module: str, *arguments: object, threads: int, timeout_s: float) -> dict[str, Any]:
+def run_module(
+    module: str, *arguments: object, threads: int, timeout_s: float, variables: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Run a module of this package in a process of its own and return the JSON object that it prints last.
 
-    Its messages on stderr are passed on only when it fails.
+    Its messages on stderr are passed on only when it fails. `variables` are added to its environment.
 
     Raises:
         WorkerError: It printed no object, or exceeded `timeout_s`.
     """
-    return _run_json(f"benchmarks.{module}", [*map(str, arguments), "--threads", str(threads)], threads, timeout_s)
+    words = [*map(str, arguments), "--threads", str(threads)]
+    return _run_json(f"benchmarks.{module}", words, threads, timeout_s, variables)
 
 
 def run_script_peak(script: Path, arguments: list[str], *, threads: int, timeout_s: float) -> int:
@@ -66,7 +69,9 @@ def run_script_peak(script: Path, arguments: list[str], *, threads: int, timeout
     return _run_json("benchmarks.script_peak", [str(script), *arguments], threads, timeout_s)["peak_bytes"]
 
 
-def _run_json(module: str, words: list[str], threads: int, timeout_s: float) -> dict[str, Any]:
+def _run_json(
+    module: str, words: list[str], threads: int, timeout_s: float, variables: dict[str, str] | None = None
+) -> dict[str, Any]:
     command = [sys.executable, "-m", module, *words]
     try:
         finished = subprocess.run(
@@ -74,7 +79,7 @@ def _run_json(module: str, words: list[str], threads: int, timeout_s: float) -> 
             capture_output=True,
             check=False,
             cwd=REPOSITORY,
-            env=worker_environment(threads),
+            env=worker_environment(threads) | (variables or {}),
             text=True,
             timeout=timeout_s,
         )
