@@ -188,6 +188,24 @@ def test_the_number_of_plans_is_bounded(arena: Arena) -> None:
     assert arena.figures()["num_planned_steps"] >= 1
 
 
+def test_a_stream_that_never_repeats_is_soon_left_alone(arena: Arena) -> None:
+    """Steps that begin alike and go on differently: plans are forgotten, and no more of them are made."""
+    num_made = 0
+    for number in range(80):
+        held = [block(10, number), block(11 + number, number)]
+        assert all(is_full_of(tensor, number) for tensor in held)
+        del held
+        num_made += cut(arena)
+    figures = arena.figures()
+    assert num_made == 16
+    assert figures["num_planned_steps"] == 0
+    assert figures["num_left_plans"] <= 2 * num_made
+    assert figures["num_plans"] == 0
+    assert figures["num_loose_steps"] <= 16
+    settle(arena, lambda: [block(10), block(20)], 6)  # what repeats is placed all the same
+    assert arena.figures()["num_planned_steps"] >= 2
+
+
 def test_a_step_without_end_is_not_followed(arena: Arena) -> None:
     """Past the limit allocations are none of the arena's business."""
     for _ in range(3):
@@ -465,6 +483,14 @@ def test_it_lives_with_the_counting_allocator(order: str, arena: Arena) -> None:
     assert arena.figures()["num_steps"] == 0
     done = subprocess.run([sys.executable, "-c", PROGRAM, order], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_without_the_planning_extra_it_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The solvers need numba; without it there is no arena, and the message says what to install."""
+    monkeypatch.setattr("torchdelta.native.arena.importlib.util.find_spec", lambda _name: None)
+    assert "torchdelta[plan]" in str(new_arena())
+    assert arena_status().is_on is False
+    assert "torchdelta[plan]" in arena_status().reason
 
 
 def test_the_status_tells_figures(arena: Arena) -> None:

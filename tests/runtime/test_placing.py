@@ -102,7 +102,9 @@ def figures(session: Session) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("_helper_here")
-@pytest.mark.parametrize("options", [{}, {"decisions": "keep"}, {"count_allocations": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"decisions": "keep"}, {"decisions": "recompute"}, {"count_allocations": False}]
+)
 def test_same_bits_and_every_step_planned(options: dict[str, object]) -> None:
     """From the fourth step on all allocations are placed: the first has the optimizer's states, two are to learn."""
 

@@ -15,6 +15,10 @@
 // that never repeat must not pay for it again and again, it is done for a few steps, and then for one in several
 // planned ones.
 //
+// A plan that steps begin like and do not follow is forgotten again, and a sequence that came only once is planned only
+// as long as such guesses have been right often enough: a stream that never repeats soon runs as if there were no
+// arena.
+//
 // When a size differs, another plan with the same beginning takes over; without one the rest of the step comes from
 // outside. Free pages go back to the system when a smaller plan takes over or none fits: then the region holds what
 // lives in it. A region that has become too small, or whose arena has closed, is unmapped with its last block.
@@ -47,6 +51,8 @@ constexpr size_t kMaxSeen = 4096;
 constexpr size_t kLeastLoose = 1 << 18;
 constexpr size_t kMost = size_t(1) << 46;  // above it the allocator before may say no
 constexpr int64_t kFirstLooseSteps = 16, kPlannedStepsForALooseOne = 8;
+constexpr int64_t kFirstGuesses = 16, kPlannedStepsForAGuess = 4;
+constexpr int kFirstTrust = 2, kMostTrust = 8;
 
 const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 // Of all below but what is atomic. Never destroyed, like the table: storages die after static objects.
@@ -121,6 +127,7 @@ struct Plan {
   Sequence sizes, ends, offsets;  // an offset of kOutlives is outside
   size_t capacity_bytes{0};
   int num_made{1};
+  int trust{kFirstTrust};  // falls when a step leaves it
 };
 
 // What a step has allocated so far. The end of a life is the number of allocations before it ended; above the length of
@@ -131,6 +138,7 @@ struct Step {
   int64_t num_clashes{0};
   bool wants_plan{false};
   bool follows_its_like{false};
+  bool began_planned{false};
 };
 
 // What has happened, for one arena and for the process.
@@ -154,9 +162,9 @@ struct Arena {
   Step step, before;
   std::list<Step> ready;       // whole, and to be planned
   Step planning;               // the one whose plan is awaited
-  bool was_planned{false};     // all of the step before was
   bool is_loose{false};        // large blocks of this step are mapped one by one
   std::unordered_set<uint64_t> seen;
+  int64_t num_guesses{0};  // plans for what had come only once
   Figures figures;
 
   void release() {
@@ -181,7 +189,7 @@ struct Arena {
     step.ends.push_back(index + 1);  // until it is there
     if (index == 0) {
       choose(size);
-      trims = plan != nullptr && !was_planned;
+      trims = plan != nullptr && !before.began_planned;
     } else if (plan != nullptr && !fits(*plan, index)) {
       change(index);
     }
@@ -218,7 +226,10 @@ struct Arena {
   void choose(int64_t size) {
     is_loose = false;
     for (auto& candidate : plans) {
-      if (candidate->sizes[0] == size) return take_over(candidate);
+      if (candidate->sizes[0] == size) {
+        step.began_planned = true;
+        return take_over(candidate);
+      }
     }
     leave_plan();
     is_loose = figures.num_loose_steps < kFirstLooseSteps + figures.num_planned_steps / kPlannedStepsForALooseOne;
@@ -232,7 +243,14 @@ struct Arena {
       }
     }
     count(&Figures::num_left_plans);
+    distrust();
     leave_plan();
+  }
+
+  void distrust() {
+    if (--plan->trust > 0) return;
+    plans.remove(plan);
+    count(&Figures::num_plans, -1);
   }
 
   void take_over(const std::shared_ptr<Plan>& candidate) {
@@ -276,15 +294,21 @@ struct Arena {
       ready.push_back(std::move(before));
     }
     auto known = find(step.sizes);
-    was_planned = plan != nullptr && known != plans.end() && *known == plan;
+    const bool was_planned = plan != nullptr && known != plans.end() && *known == plan;
+    if (plan != nullptr && !was_planned) distrust();  // it ended early
     if (known != plans.end()) {
       count(&Figures::num_planned_steps, was_planned);
+      if (was_planned) plan->trust = std::min(plan->trust + 2, kMostTrust);
       step.wants_plan = step.num_clashes > 0 && step.follows_its_like && (*known)->num_made < 4;
       plans.splice(plans.begin(), plans, known);
     } else {
       const bool is_new = std::none_of(ready.begin(), ready.end(), [&](auto& s) { return s.sizes == step.sizes; });
-      step.wants_plan = is_new && !step.sizes.empty() && step.sizes.size() < max_length &&
-                        (plans.size() < max_plans || seen.count(hash(step.sizes)) > 0);
+      const bool is_seen = seen.count(hash(step.sizes)) > 0;
+      const bool may_guess = plans.size() < max_plans &&
+                             num_guesses < kFirstGuesses + figures.num_planned_steps / kPlannedStepsForAGuess;
+      step.wants_plan =
+          is_new && !step.sizes.empty() && step.sizes.size() < max_length && (is_seen || may_guess);
+      num_guesses += step.wants_plan && !is_seen;
       if (seen.size() >= kMaxSeen) seen.clear();
       seen.insert(hash(step.sizes));
     }
@@ -350,7 +374,6 @@ struct Arena {
     step = before = planning = Step{};
     step.serial = serial;
     before.serial = serial - 1;
-    was_planned = false;
     if (region != nullptr) region->retire();
     region = nullptr;
   }
