@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_SHARE = 0.01
 NUM_STEPS = 4  # a block; the first, which records the trace, is left out
 BUDGET = "1TiB"
-NUM_CALLS = 100_000
+NUM_CALLS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> Outcome:
         outcome.check("counting allocator", str(counter), passed=False)
         return outcome
     rows = []
-    unit_s = _unit_times_s(counter)
+    unit_s = unit_times_s(counter)
     for name in options.models:
         found = _measure(name, 3 if options.quick else options.rounds)
         parts_s = found["num_allocations"] * unit_s["allocation"] + found["num_ops"] * unit_s["op"]
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Outcome:
     return outcome
 
 
-def _unit_times_s(counter: Counter) -> dict[str, float]:
+def unit_times_s(counter: Counter, num_calls: int = NUM_CALLS) -> dict[str, float]:
     """Return the seconds that counting adds to one allocation and its free, and to one op."""
 
     def allocate() -> None:
@@ -70,9 +70,9 @@ def _unit_times_s(counter: Counter) -> dict[str, float]:
     differences = []
     for _ in range(15):
         counter.start()
-        counted_s = timeit.timeit(allocate, number=NUM_CALLS // 10)
+        counted_s = timeit.timeit(allocate, number=num_calls)
         counter.stop()
-        differences.append((counted_s - timeit.timeit(allocate, number=NUM_CALLS // 10)) / (NUM_CALLS // 10))
+        differences.append((counted_s - timeit.timeit(allocate, number=num_calls)) / (num_calls))
 
     with MemoryBudget(BUDGET):
         torch.randn(8, 8, requires_grad=True).exp()
@@ -87,11 +87,11 @@ def _unit_times_s(counter: Counter) -> dict[str, float]:
         def ask() -> None:
             # What the recorder does more for an op: room before it, a mark, the growth after it, whose each output is.
             recorder.ledger.ask_counter()
-            recorder._mark()
+            recorder._mark(need)
             recorder._measure_inside(need, 0)
             counter.owns(x.data_ptr())
 
-        asked_s = statistics.median(timeit.repeat(ask, number=NUM_CALLS // 10, repeat=5)) / (NUM_CALLS // 10)
+        asked_s = statistics.median(timeit.repeat(ask, number=num_calls, repeat=5)) / (num_calls)
     return {"allocation": max(0.0, statistics.median(differences)), "op": asked_s}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
-from benchmarks.pool import subjects
+from benchmarks.papers.subjects import CASES
+from benchmarks.pool import plans, subjects
 from tests.pool.instances import guillotine
 from torchdelta.pool.csv_file import capacity_in_name, read_instance
 from torchdelta.pool.lives import lives_of_trace
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 QUICK = ("gpt2, 6 layers", "resnet-50", "recurrence, 100 steps")
 CUT_INTO = (200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
 CUT_TIME_LIMIT_S = 20.0
+PARTS = ("steps", "rectangles", "public", "plans")
 ALIGNMENT_BYTES = 64  # of torch's CPU allocator
 MOST_FRAGMENTATION = 0.001
 MOST_FAST_FRAGMENTATION = 0.01
@@ -33,6 +35,8 @@ CAPACITY_TIME_S = 9.7  # google/minimalloc on a machine like the reference's, al
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
     parser.add_argument("--data", type=Path, help="directory of google/minimalloc's challenging instances")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="of the part 'plans'")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -40,10 +44,14 @@ def run(options: argparse.Namespace) -> Outcome:
     """Place everything with every solver."""
     outcome = Outcome()
     _warm()
-    _steps(outcome, options)
-    _rectangles(outcome, options)
-    if options.data is not None:
+    if "steps" in options.parts:
+        _steps(outcome, options)
+    if "rectangles" in options.parts:
+        _rectangles(outcome, options)
+    if "public" in options.parts and options.data is not None:
         _public(outcome, options)
+    if "plans" in options.parts:
+        _plans(outcome, options)
     return outcome
 
 
@@ -166,6 +174,23 @@ def _public(outcome: Outcome, options: argparse.Namespace) -> None:
         "proved optimal without the capacity",
         f"{proved} of {len(rows)} with each of five seeds, {slowest_s:.2f} s at most",
         passed=proved == len(rows),
+    )
+
+
+def _plans(outcome: Outcome, options: argparse.Namespace) -> None:
+    rows: list[dict[str, Any]] = []
+    cases, shares = (options.cases[:1], (0.5,)) if options.quick else (options.cases, plans.SHARES)
+    for row in plans.pooled_plans(cases, shares):
+        rows.append(row)
+        figures = {name: row[name] for name in ("num_lives", "fragmentation_at_98", "num_tries", "time_s") if name in row}
+        print(f"    {row['case']} at {row['share']:.0%}: {figures or row['why']}", flush=True)
+    outcome.data["plans"] = rows
+    feasible = [row for row in rows if row["feasible"]]
+    fits = sum(row["fits"] for row in feasible)
+    outcome.check(
+        "plans: footprint within the budget",
+        f"{fits} of {len(feasible)} that have a plan at {plans.FEASIBLE_SHARE:.0%} of it",
+        passed=fits == len(feasible) > 0,
     )
 
 
