@@ -182,7 +182,9 @@ def _plans(outcome: Outcome, options: argparse.Namespace) -> None:
     cases, shares = (options.cases[:1], (0.5,)) if options.quick else (options.cases, plans.SHARES)
     for row in plans.pooled_plans(cases, shares):
         rows.append(row)
-        figures = {name: row[name] for name in ("num_lives", "fragmentation_at_98", "num_tries", "time_s") if name in row}
+        figures = {
+            name: row[name] for name in ("num_lives", "fragmentation_at_98", "num_tries", "time_s") if name in row
+        }
         print(f"    {row['case']} at {row['share']:.0%}: {figures or row['why']}", flush=True)
     outcome.data["plans"] = rows
     feasible = [row for row in rows if row["feasible"]]

@@ -5,9 +5,9 @@
    for more than 15,000 lives.
 2. Rounds of growing effort (Luby et al. 1993), until the footprint is the bound, the search is exhausted, or the tries
    or the time are used up: one restart of `corner.search` with the bound for its capacity, its order drawn at random
-   around a static key; and some tries of local search from the best orders.
-3. Where the bound was shown to be out of reach, or nothing was found there, the capacity is halved in between: what is
-   found below the incumbent replaces it.
+   around a static key; and one of `ejection.house` for a little less than the best footprint so far, with the lives
+   that are no crumbs: these fill the crevices afterwards.
+3. Every fourth round asks exact search for half-way to the best footprint, in case the bound is out of reach.
 
 Asking for the bound outright first is what makes the hard instances easy: see [Note: corners] in corner.py.
 """
@@ -15,25 +15,31 @@ Asking for the bound outright first is what makes the hard instances easy: see [
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from torchdelta.pool import corner, greedy
-from torchdelta.pool.local_search import improve
+from torchdelta.pool.ejection import house
 from torchdelta.pool.online import place_like_cnmem
+from torchdelta.pool.sections import Sections
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from torchdelta.pool.sections import Sections
-
 MAX_ROUNDS: Final = 2000
 _NODES_A_LIFE: Final = 16  # what a descent takes on real steps, waste included
 _SCANNED: Final = 1_500_000  # sections that a restart of length 1 may look at beside that
-_TRIES: Final = 40  # of local search in a round
-_MOST_FOR_LOCAL_SEARCH: Final = 40_000
+_SCANS_A_S: Final = 5e8  # with a wide margin: what would pass the time limit is not begun
+_SCANS_A_PUSH: Final = 4  # for each life that it houses: what a push of ejection search costs
+_MOST_EFFORT: Final = 4.0
+_LEAST_EFFORT: Final = 0.125
+_MOST_FOR_EJECTION: Final = 8_000  # lives that are no crumbs
+_FIRST_STEPS: Final = 6
+_LEAST_STEPS: Final = 3
+_MOST_STEPS: Final = 64
+_FIRST_CRUMBS: Final = 64
 _MOST_FOR_CORNERS: Final = 20_000_000  # sections that lives cover, one by one
 _MOST_AT_A_GLANCE: Final = 15_000
 _NOISE: Final = 0.3
@@ -48,7 +54,11 @@ class _State:
     bound: int  # no footprint is below it
     best: int
     offsets: NDArray[np.int64]
-    ranked: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)  # static orders by their footprint
+    effort: float = (
+        1.0  # of ejection search, for each section that exact search looks at: as long as it gains, it gets more
+    )
+    steps: int = _FIRST_STEPS  # ejection search asks for so many-th of the gap between best and bound
+    crumbs: int = _FIRST_CRUMBS  # and leaves out what is smaller than so many-th of it
 
     @property
     def is_done(self) -> bool:
@@ -92,30 +102,23 @@ def solve(
     problem = None
     if max_rounds and not state.is_done and int((sections.last - sections.first).sum()) <= _MOST_FOR_CORNERS:
         problem = corner.make_problem(sections, sizes)
-    target = state.bound
     for number in range(1, max_rounds + 1):
         if state.is_done or state.best <= enough or time.perf_counter() >= end_s:
             break
-        if problem is not None:
-            nodes = _NODES_A_LIFE * len(sizes) + _SCANNED // sections.num_sections * _luby(number)
-            status, offsets, _ = corner.search(problem, target, _random_order(state, generator), nodes)
+        nodes = _NODES_A_LIFE * len(sizes) + _SCANNED // sections.num_sections * _luby(number)
+        scans = nodes * sections.num_sections
+        target = _next_target(state, number)
+        if problem is not None and scans / _SCANS_A_S < end_s - time.perf_counter():
+            status, offsets, num_nodes = corner.search(problem, target, _random_order(state, generator), nodes)
+            scans = num_nodes * sections.num_sections
             if status == corner.FOUND:
                 state.take(int((offsets + sizes).max()), offsets)
-                target = state.bound
                 continue
             if status == corner.EXHAUSTED:
                 state.bound = target + 1
-                target = state.bound
-            elif number % _ROUNDS_A_TARGET == 0:
-                target = _next_target(state, target)
-        if len(sizes) <= _MOST_FOR_LOCAL_SEARCH:
-            _, order = state.ranked[number % min(_NUM_STARTS, len(state.ranked))]
-            state.take(*improve(sections, sizes, order, bound=state.bound, num_tries=_TRIES, seed=seed + number))
+        if not state.is_done:
+            _try_ejection(state, enough, scans, seed + number)
     return state.best, state.offsets, min(state.bound, state.best)
-
-
-_ROUNDS_A_TARGET: Final = 64
-_NUM_STARTS: Final = 4
 
 
 def _try_online(state: _State) -> None:
@@ -129,7 +132,6 @@ def _try_online(state: _State) -> None:
 def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
     for name in names:
         order = greedy.static_order(name, state.sections, state.sizes)
-        reached = 1 << 62
         for best_fit in (False, True):
             if state.is_done or time.perf_counter() >= end_s:
                 break
@@ -137,9 +139,40 @@ def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
                 state.sections, state.sizes, order, best_fit=best_fit, limit=state.best
             )
             state.take(footprint, offsets)
-            reached = min(reached, footprint)
-        state.ranked.append((reached, order))
-    state.ranked.sort(key=lambda each: each[0])
+
+
+def _try_ejection(state: _State, enough: int, scans: int, seed: int) -> None:
+    """Move lives below a capacity that is a little less than the best footprint."""
+    sections, sizes = state.sections, state.sizes
+    gap = state.best - state.bound
+    always = (sections.first == 0) & (sections.last == sections.num_sections)  # at the bottom nobody is in their way
+    is_crumb = ~always & (sizes < gap // state.crumbs)
+    large = np.flatnonzero(~always & ~is_crumb)
+    target = max(enough, state.best - max(1, gap // state.steps)) - int(sizes[always].sum())
+    if not 0 < len(large) <= _MOST_FOR_EJECTION or sizes[large].max() > target:
+        return
+    of_large = Sections(
+        first=sections.first[large], last=sections.last[large], num_sections=sections.num_sections, load=sections.load
+    )
+    start = np.argsort(state.offsets[large], kind="stable")
+    _, offsets = greedy.place_in_order(of_large, sizes[large], start, best_fit=False, limit=1 << 62)
+    max_pushes = 1 + int(state.effort * scans) // (_SCANS_A_PUSH * len(large))
+    found, offsets = house(of_large, sizes[large], offsets, capacity=target, max_pushes=max_pushes, seed=seed)
+    before = state.best
+    if found:
+        crumbs = np.flatnonzero(is_crumb)
+        crumbs = crumbs[np.argsort(-sizes[crumbs], kind="stable")]
+        order = np.concatenate([np.flatnonzero(always), large[np.argsort(offsets, kind="stable")], crumbs])
+        for best_fit in (False, True):
+            state.take(*greedy.place_in_order(sections, sizes, order, best_fit=best_fit, limit=state.best))
+    if state.best < before:
+        state.effort = min(_MOST_EFFORT, 2.0 * state.effort)
+        state.steps = max(_LEAST_STEPS, 2 * state.steps // 3)
+    else:
+        state.effort = max(_LEAST_EFFORT, 0.7 * state.effort)
+        state.steps = min(_MOST_STEPS, 2 * state.steps)
+        if found and len(crumbs):
+            state.crumbs *= 2
 
 
 def _random_order(state: _State, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -150,10 +183,9 @@ def _random_order(state: _State, generator: np.random.Generator) -> NDArray[np.i
     return np.argsort(-key * np.exp(noise), kind="stable")
 
 
-def _next_target(state: _State, target: int) -> int:
-    """Return another capacity to ask for: half-way to the incumbent, and the bound again when that is near."""
-    middle = (target + state.best) // 2
-    return middle if state.bound < middle < state.best - 1 else state.bound
+def _next_target(state: _State, number: int) -> int:
+    """Return the capacity to ask for: the bound, and every fourth time, when a short round comes, half-way from it."""
+    return state.bound if number % 4 != 1 or number == 1 else (state.bound + state.best - 1) // 2
 
 
 def _luby(number: int) -> int:
