@@ -12,7 +12,7 @@ under a plan.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -93,21 +93,21 @@ def _remove(lives: Ints, keys: Ints, num: int, life: int, key: int) -> None:
 
 
 @njit(cache=True)
-def _move_in(h: _Homes, life: int, low: int, size: int) -> None:
+def _move_in(h: _Homes, life: int, low: Any, size: Any) -> None:
     _insert(h.by_low, h.low, h.num[0], life, low)
     _insert(h.by_high, h.high, h.num[0], life, low + size)
     h.num[0] += 1
 
 
 @njit(cache=True)
-def _move_out(h: _Homes, life: int, low: int, size: int) -> None:
+def _move_out(h: _Homes, life: int, low: Any, size: Any) -> None:
     _remove(h.by_low, h.low, h.num[0], life, low)
     _remove(h.by_high, h.high, h.num[0], life, low + size)
     h.num[0] -= 1
 
 
 @njit(cache=True)
-def _cheapest(h: _Homes, life: int, first: Ints, last: Ints, size: int, weight: Ints, ceiling: int) -> tuple[int, int]:
+def _cheapest(h: _Homes, life: int, first: Ints, last: Ints, size: Any, weight: Ints, ceiling: Any) -> Any:
     """Return an offset up to a ceiling, of equal ones any, and the weight of what stands in the way there.
 
     Offsets that matter: the ground, the ceiling, on top of another and right below another. They come in ascending

@@ -93,6 +93,9 @@ def solve(
     Returns:
         The footprint, the offsets, and a lower bound of every footprint.
     """
+    always = (sections.first == 0) & (sections.last == sections.num_sections)
+    if always.any() and not always.all():
+        return _solve_above(always, sections, sizes, enough=enough, seed=seed, end_s=end_s, max_rounds=max_rounds)
     bound = int(sections.load.max())
     state = _State(sections=sections, sizes=sizes, bound=bound, best=int(sizes.sum()) + 1, offsets=np.zeros_like(sizes))
     _try_online(state)
@@ -121,6 +124,33 @@ def solve(
     return state.best, state.offsets, min(state.bound, state.best)
 
 
+def _solve_above(
+    always: NDArray[np.bool_],
+    sections: Sections,
+    sizes: NDArray[np.int64],
+    *,
+    enough: int,
+    seed: int,
+    end_s: float,
+    max_rounds: int,
+) -> tuple[int, NDArray[np.int64], int]:
+    """Put the lives that are always there at the bottom, where they are in nobody's way, and solve for the others."""
+    bottom = int(sizes[always].sum())
+    others = Sections(
+        first=sections.first[~always],
+        last=sections.last[~always],
+        num_sections=sections.num_sections,
+        load=sections.load - bottom,
+    )
+    footprint, above, bound = solve(
+        others, sizes[~always], enough=enough - bottom, seed=seed, end_s=end_s, max_rounds=max_rounds
+    )
+    offsets = np.zeros_like(sizes)
+    offsets[always] = np.cumsum(sizes[always]) - sizes[always]
+    offsets[~always] = above + bottom
+    return footprint + bottom, offsets, bound + bottom
+
+
 def _try_online(state: _State) -> None:
     """Serve the lives as they come, forwards and backwards in time: next to no work, and close on real steps."""
     first, last = state.sections.first, state.sections.last
@@ -145,10 +175,9 @@ def _try_ejection(state: _State, enough: int, scans: int, seed: int) -> None:
     """Move lives below a capacity that is a little less than the best footprint."""
     sections, sizes = state.sections, state.sizes
     gap = state.best - state.bound
-    always = (sections.first == 0) & (sections.last == sections.num_sections)  # at the bottom nobody is in their way
-    is_crumb = ~always & (sizes < gap // state.crumbs)
-    large = np.flatnonzero(~always & ~is_crumb)
-    target = max(enough, state.best - max(1, gap // state.steps)) - int(sizes[always].sum())
+    is_crumb = sizes < gap // state.crumbs
+    large = np.flatnonzero(~is_crumb)
+    target = max(enough, state.best - max(1, gap // state.steps))
     if not 0 < len(large) <= _MOST_FOR_EJECTION or sizes[large].max() > target:
         return
     of_large = Sections(
@@ -159,12 +188,12 @@ def _try_ejection(state: _State, enough: int, scans: int, seed: int) -> None:
     max_pushes = 1 + int(state.effort * scans) // (_SCANS_A_PUSH * len(large))
     found, offsets = house(of_large, sizes[large], offsets, capacity=target, max_pushes=max_pushes, seed=seed)
     before = state.best
+    crumbs = np.flatnonzero(is_crumb)
+    crumbs = crumbs[np.argsort(-sizes[crumbs], kind="stable")]
     if found:
-        crumbs = np.flatnonzero(is_crumb)
-        crumbs = crumbs[np.argsort(-sizes[crumbs], kind="stable")]
-        order = np.concatenate([np.flatnonzero(always), large[np.argsort(offsets, kind="stable")], crumbs])
+        order = np.concatenate([large[np.argsort(offsets, kind="stable")], crumbs])
         for best_fit in (False, True):
-            state.take(*greedy.place_in_order(sections, sizes, order, best_fit=best_fit, limit=state.best))
+            state.take(*greedy.place_in_order(sections, sizes, order, best_fit=best_fit, limit=state.best - 1))
     if state.best < before:
         state.effort = min(_MOST_EFFORT, 2.0 * state.effort)
         state.steps = max(_LEAST_STEPS, 2 * state.steps // 3)
