@@ -33,8 +33,9 @@ _NODES_A_LIFE: Final = 16  # what a descent takes on real steps, waste included
 _SCANNED: Final = 1_500_000  # sections that a restart of length 1 may look at beside that
 _SCANS_A_S: Final = 5e8  # with a wide margin: what would pass the time limit is not begun
 _SCANS_A_PUSH: Final = 4  # for each life that it houses: what a push of ejection search costs
-_MOST_EFFORT: Final = 4.0
-_LEAST_EFFORT: Final = 0.125
+_MOST_EFFORT: Final = 8.0
+_LEAST_EFFORT: Final = 0.25
+_PUSHES: Final = 10_000  # of a try of length 1
 _MOST_FOR_EJECTION: Final = 8_000  # lives that are no crumbs
 _FIRST_STEPS: Final = 6
 _LEAST_STEPS: Final = 3
@@ -54,9 +55,9 @@ class _State:
     bound: int  # no footprint is below it
     best: int
     offsets: NDArray[np.int64]
-    effort: float = (
-        1.0  # of ejection search, for each section that exact search looks at: as long as it gains, it gets more
-    )
+    effort: float = 1.0  # of ejection search, a section that exact search looks at; as long as it gains, more
+    credit: float = 0.0  # effort that it has not yet spent
+    num_tries: int = 0  # of it
     steps: int = _FIRST_STEPS  # ejection search asks for so many-th of the gap between best and bound
     crumbs: int = _FIRST_CRUMBS  # and leaves out what is smaller than so many-th of it
 
@@ -183,9 +184,15 @@ def _try_ejection(state: _State, enough: int, scans: int, seed: int) -> None:
     of_large = Sections(
         first=sections.first[large], last=sections.last[large], num_sections=sections.num_sections, load=sections.load
     )
+    max_pushes = _PUSHES * _luby(state.num_tries + 1)
+    state.credit += state.effort * scans
+    cost = float(max_pushes) * _SCANS_A_PUSH * len(large)
+    if state.num_tries and state.credit < cost:
+        return
+    state.credit = max(0.0, state.credit - cost)
+    state.num_tries += 1
     start = np.argsort(state.offsets[large], kind="stable")
     _, offsets = greedy.place_in_order(of_large, sizes[large], start, best_fit=False, limit=1 << 62)
-    max_pushes = 1 + int(state.effort * scans) // (_SCANS_A_PUSH * len(large))
     found, offsets = house(of_large, sizes[large], offsets, capacity=target, max_pushes=max_pushes, seed=seed)
     before = state.best
     crumbs = np.flatnonzero(is_crumb)
