@@ -147,10 +147,11 @@ def test_an_impossible_budget_is_one_line_and_its_own_code(script):
     assert "Traceback" not in done.stderr
 
 
-def test_a_training_script_gives_the_same_bits_and_a_summary(script, tmp_path):
+@pytest.mark.parametrize("options", [(), ("--arena",)])
+def test_a_training_script_gives_the_same_bits_and_a_summary(script, tmp_path, options):
     """An unchanged training loop prints the same losses; the summary goes to stderr and into a file."""
     path = script(TRAIN)
-    inside = torchdelta("run", *BUDGET, "--json", "--summary-json", tmp_path / "summary-{rank}.json", path)
+    inside = torchdelta("run", *BUDGET, *options, "--json", "--summary-json", tmp_path / "summary-{rank}.json", path)
     assert inside.stdout == python(path, cwd=tmp_path).stdout
     assert len(inside.stdout.split()) == 3
     summary = json.loads(inside.stderr.splitlines()[-1])

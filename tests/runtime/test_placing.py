@@ -242,7 +242,7 @@ def test_the_helper_process_places_and_is_ended(
     """The real one: its plan is as good as the bound or near it, it ends when idle, and none is left at the stop."""
     monkeypatch.setattr(placing, "_IDLE_STEPS", 2)
     program = Program()
-    with caplog.at_level("INFO", "torchdelta"), running(arena=True) as (_, session):
+    with caplog.at_level("DEBUG", "torchdelta"), running(arena=True) as (_, session):
         assert session.placing.arena is not None
         program.step()
         helper = session.placing._helper
@@ -251,6 +251,7 @@ def test_the_helper_process_places_and_is_ended(
             program.step()
         assert session.placing._helper is None
         assert helper.returncode is not None
+    assert any("steps had planned addresses" in record.message for record in caplog.records)
     said = [record.args for record in caplog.records if "placed in" in record.msg]
     assert said
     assert all(args[3] < 2 for args in said)  # type: ignore[index, operator, misc]

@@ -48,6 +48,7 @@ def run(
     ] = None,
     host_budget: Annotated[str | None, typer.Option(help="Most host memory for swapped data.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Most disk space for swapped data.")] = None,
+    arena: Annotated[bool, typer.Option("--arena", help="On CPU: planned addresses, less fragmentation.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The summary (on stderr) as one line of JSON.")] = False,
     summary_json: Annotated[
         Path | None,
@@ -66,7 +67,7 @@ def run(
 
     try:
         # Typer cannot know the allowed names; Config does, and its message lists them.
-        options: dict[str, Any] = {"policy": policy, "tier": tier, "swap_dir": swap_dir}
+        options: dict[str, Any] = {"policy": policy, "tier": tier, "swap_dir": swap_dir, "arena": arena}
         config = Config(**options, host_budget=host_budget, disk_budget=disk_budget)
         budget = MemoryBudget(_number_or_text(memory_budget), config)
         budget.start()

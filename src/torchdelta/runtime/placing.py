@@ -73,6 +73,9 @@ class Placing:
     def stop(self) -> None:
         """Place nothing more."""
         if self.arena is not None:
+            if self._is_on:
+                figures = self.arena.figures()
+                _logger.info("arena: %(num_planned_steps)d of %(num_steps)d steps had planned addresses", figures)
             self._is_on = False
             self.arena.stop()
             self._end_helper()
@@ -139,7 +142,7 @@ class Placing:
         if len(answer) != len(sizes):
             raise PoolError(f"its helper process {'said: ' + head.strip() if head else 'has ended'}")
         footprint_bytes, lower_bound_bytes = map(int, head.split()[1:])
-        _logger.info(
+        _logger.debug(
             "arena: %d of %d allocations of a step placed in %d bytes, %.2f %% above the lower bound",
             len(sizes),
             num_moments,
