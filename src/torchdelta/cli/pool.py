@@ -157,7 +157,7 @@ def _show(facts: dict[str, Any], rows: list[dict[str, Any]], as_json: bool) -> N
     for name, value in facts.items():
         shown = value
         if name.endswith("_bytes"):
-            shown = f"{format_bytes(value)} ({value} bytes)"
+            shown = f"{format_bytes(value)} ({value} bytes)" if value >= 1024 else format_bytes(value)
         elif name == "fragmentation":
             shown = f"{value:.4%}"
         elif name == "time_s":

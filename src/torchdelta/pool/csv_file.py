@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchdelta.errors import PoolError
-from torchdelta.pool.model import Instance, make_instance
+from torchdelta.pool.model import Instance, make_instance, quoted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,7 @@ def read_offsets(path: Path, instance: Instance) -> NDArray[np.int64]:
     by_id = {row["id"]: _number(path, row, "offset") for row in _rows(path, ("id", "offset"))}
     missing = [each for each in instance.ids if each not in by_id]
     if missing:
-        raise PoolError(f"{path} has no offset for {missing[0]!r} and {len(missing) - 1} others")
+        raise PoolError(f"{path} has no offset for {quoted(missing[0])} and {len(missing) - 1} others")
     try:
         return np.array([by_id[each] for each in instance.ids], np.int64)
     except OverflowError:
@@ -102,4 +102,4 @@ def _number(path: Path, row: dict[str, str], column: str) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):
-        raise PoolError(f"{path}: the {column} of {row['id']!r} is {text!r}, not a whole number") from None
+        raise PoolError(f"{path}: the {column} of {quoted(row['id'])} is {quoted(text)}, not a whole number") from None

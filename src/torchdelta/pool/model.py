@@ -7,6 +7,7 @@ bound of every footprint, and `footprint / load - 1` is the fragmentation.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,13 @@ class Placement:
         return self.footprint_bytes / self.lower_bound_bytes - 1 if self.lower_bound_bytes else 0.0
 
 
+def quoted(text: object) -> str:
+    """Return an id, or what stands in its place in a file, for a message: a long one is cut in its middle."""
+    short = reprlib.Repr()
+    short.maxstring = 60
+    return short.repr(text)
+
+
 def make_instance(
     *,
     ids: Sequence[str],
@@ -113,11 +121,15 @@ def make_instance(
     if len(set(ids)) < len(ids):
         seen: set[str] = set()
         twice = next(each for each in ids if each in seen or seen.add(each))  # pyright: ignore[reportUnknownArgumentType]
-        raise PoolError(f"the id {twice!r} occurs twice: every life needs one of its own")
+        raise PoolError(f"the id {quoted(twice)} occurs twice: every life needs one of its own")
     for position in np.flatnonzero(end < start)[:1]:
-        raise PoolError(f"{ids[position]!r} ends at {end[position]} before it starts at {start[position]}")
+        raise PoolError(f"{quoted(ids[position])} ends at {end[position]} before it starts at {start[position]}")
     for position in np.flatnonzero(size < 0)[:1]:
-        raise PoolError(f"{ids[position]!r} has a size of {size[position]} bytes: it must be 0 or more")
+        raise PoolError(f"{quoted(ids[position])} has a size of {size[position]} bytes: it must be 0 or more")
+    if alignment_bytes * len(ids) >= MAX_BYTES:
+        raise PoolError(
+            f"an alignment of {alignment_bytes:.3g} bytes is too large: {len(ids)} lives would pass 2**62 bytes"
+        )
     if float(size.sum(dtype=np.float64)) + alignment_bytes * len(ids) >= MAX_BYTES:
         raise PoolError(f"the sizes add up to {size.sum(dtype=np.float64):.3g} bytes: at most 2**62 can be placed")
     instance = Instance(
@@ -131,7 +143,7 @@ def make_instance(
     if capacity_bytes is not None:
         for position in np.flatnonzero(instance.is_placed & (instance.padded_bytes > capacity_bytes))[:1]:
             raise PoolError(
-                f"{ids[position]!r} needs {instance.padded_bytes[position]} bytes, more than the capacity of "
+                f"{quoted(ids[position])} needs {instance.padded_bytes[position]} bytes, more than the capacity of "
                 f"{capacity_bytes} bytes"
             )
     return instance

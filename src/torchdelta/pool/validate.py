@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 from torchdelta.errors import PoolError
+from torchdelta.pool.model import quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,12 +32,14 @@ def find_fault(instance: Instance, offsets_bytes: NDArray[np.int64]) -> str | No
     events: list[tuple[int, int, int]] = []
     for life, offset in enumerate(offsets):
         if offset < 0:
-            return f"{ids[life]!r} is placed at {offset} bytes: addresses begin at 0"
+            return f"{quoted(ids[life])} is placed at {offset} bytes: addresses begin at 0"
         if offset % alignment:
-            return f"{ids[life]!r} is placed at {offset} bytes, no multiple of the alignment of {alignment} bytes"
+            return f"{quoted(ids[life])} is placed at {offset} bytes, no multiple of the alignment of {alignment} bytes"
         if sizes[life] and ends[life] > starts[life]:
             if capacity is not None and offset + padded[life] > capacity:
-                return f"{ids[life]!r} ends at {offset + padded[life]} bytes, above the capacity of {capacity} bytes"
+                return (
+                    f"{quoted(ids[life])} ends at {offset + padded[life]} bytes, above the capacity of {capacity} bytes"
+                )
             events.append((starts[life], 1, life))
             events.append((ends[life], 0, life))  # ends before starts of the same moment
     events.sort()
@@ -51,7 +54,8 @@ def find_fault(instance: Instance, offsets_bytes: NDArray[np.int64]) -> str | No
             below, above = sorted((neighbour, entry))
             if below[0] + sizes[below[1]] > above[0]:
                 return (
-                    f"{ids[life]!r} at {offsets[life]} bytes and {ids[neighbour[1]]!r} at {neighbour[0]} bytes "
+                    f"{quoted(ids[life])} at {offsets[life]} bytes and "
+                    f"{quoted(ids[neighbour[1]])} at {neighbour[0]} bytes "
                     f"share addresses at moment {moment}"
                 )
         insort(in_use, entry)
