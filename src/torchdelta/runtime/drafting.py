@@ -8,18 +8,18 @@ ids of their records and buffers.
 from __future__ import annotations
 
 import collections
-from importlib import metadata
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from msgspec import structs
 
-from torchdelta.trace.model import Buffer, Header, SavedTensor, Trace
+from torchdelta.trace.draft import Saved, Version, created_by, finished
+from torchdelta.trace.model import Header
 
 if TYPE_CHECKING:
     from torchdelta.runtime.buffer import StorageRecord
     from torchdelta.runtime.optime import OpClock, Timing
-    from torchdelta.trace.model import BufferKind, Op, Phase
+    from torchdelta.trace.model import BufferKind, Op, Phase, Trace
 
 # Gradients that died between two nodes and may be what the engine has just added up.
 NUM_RECENT: Final = 8
@@ -46,7 +46,7 @@ class PlainStorage:
         self.id = id_
         self.birth_phase = birth_phase  # None: before the step
         self.kind: BufferKind | None = None  # once it is known for sure
-        self.current: Version
+        self.current: PlainVersion
         self.is_alive = True
         self.is_external = False  # no op made it
         self.is_read = False  # by the forward
@@ -68,39 +68,7 @@ class PlainStorage:
         return "optimizer_state" if self.is_optimizers and self.is_alive else "temporary"
 
 
-class Version:
-    """One version of its content: a buffer of the trace."""
-
-    __slots__ = ("birth_op", "death_op", "id", "size_bytes", "storage")
-
-    def __init__(self, id_: int, storage: PlainStorage, size_bytes: int, birth_op: int) -> None:
-        self.id = id_
-        self.storage = storage
-        self.size_bytes = size_bytes
-        self.birth_op = birth_op
-        self.death_op: int | None = None
-
-
-class Saved:
-    """A saved tensor: how it looks at which version."""
-
-    __slots__ = ("dtype", "offset", "op", "shape", "stride", "version")
-
-    def __init__(
-        self,
-        op: int,
-        version: Version,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        offset: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.op = op
-        self.version = version
-        self.shape = shape
-        self.stride = stride
-        self.offset = offset
-        self.dtype = dtype
+PlainVersion: TypeAlias = Version[PlainStorage]
 
 
 class Draft:
@@ -109,10 +77,10 @@ class Draft:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.ops: list[Op] = []
-        self.versions: list[Version] = []  # by id
-        self.saved: list[Saved] = []
-        self.by_record: dict[int, Version] = {}  # what living storages hold, by the id of their record
-        self.by_buffer: dict[int, Version] = {}  # by the id of the runtime's buffer
+        self.versions: list[PlainVersion] = []  # by id
+        self.saved: list[Saved[PlainStorage]] = []
+        self.by_record: dict[int, PlainVersion] = {}  # what living storages hold, by the id of their record
+        self.by_buffer: dict[int, PlainVersion] = {}  # by the id of the runtime's buffer
         self.num_storages = 0
         self.end_of_op = 0  # index after the last op that is no pseudo-op
         self.recent: collections.deque[PlainStorage] = collections.deque(maxlen=NUM_RECENT)
@@ -133,7 +101,9 @@ class Draft:
             self.ops[index] = structs.replace(self.ops[index], time_s=timing.time_s)
         self._timings.clear()
 
-    def born(self, record: StorageRecord, birth_op: int, phase: Phase | None, *, by_optimizer: bool = False) -> Version:
+    def born(
+        self, record: StorageRecord, birth_op: int, phase: Phase | None, *, by_optimizer: bool = False
+    ) -> PlainVersion:
         """Put down a storage that was not known before."""
         storage = PlainStorage(self.num_storages, phase)
         self.num_storages += 1
@@ -144,7 +114,7 @@ class Draft:
             self.by_buffer[record.current.id] = version
         return version
 
-    def overwritten(self, old: Version, record: StorageRecord, index: int) -> Version:
+    def overwritten(self, old: PlainVersion, record: StorageRecord, index: int) -> PlainVersion:
         """Put down that an op has written a storage."""
         storage = old.storage
         old.death_op = index
@@ -166,12 +136,12 @@ class Draft:
                 saved.version = version
         return version
 
-    def _version(self, storage: PlainStorage, size_bytes: int, birth_op: int) -> Version:
+    def _version(self, storage: PlainStorage, size_bytes: int, birth_op: int) -> PlainVersion:
         version = storage.current = Version(len(self.versions), storage, size_bytes, birth_op)
         self.versions.append(version)
         return version
 
-    def returned(self, version: Version, record: StorageRecord) -> None:
+    def returned(self, version: PlainVersion, record: StorageRecord) -> None:
         """Put down that one more living storage stands for a plain one."""
         storage = version.storage
         if storage.is_alive and storage.current is version:
@@ -218,41 +188,10 @@ class Draft:
 
     def trace(self) -> Trace:
         """Return the trace."""
-        num_ops = len(self.ops)
-        saved_ids = {saved.version.id for saved in self.saved}
-        try:
-            created_by = f"torchdelta {metadata.version('torchdelta')} recorder"
-        except metadata.PackageNotFoundError:  # run from its source
-            created_by = "torchdelta recorder"
-        return Trace(
-            header=Header(
-                torch_version=str(torch.__version__),
-                device=self.device_type,
-                device_name=torch.cuda.get_device_name() if self.device_type == "cuda" else "",
-                created_by=created_by,
-            ),
-            buffers=tuple(
-                Buffer(
-                    id=version.id,
-                    storage_id=version.storage.id,
-                    size_bytes=version.size_bytes,
-                    kind=version.storage.likely_kind(),
-                    birth_op=version.birth_op,
-                    death_op=num_ops if version.death_op is None else version.death_op,
-                    saved=version.id in saved_ids,
-                )
-                for version in self.versions
-            ),
-            ops=tuple(self.ops),
-            saved_tensors=tuple(
-                SavedTensor(
-                    op=saved.op,
-                    buffer_id=saved.version.id,
-                    shape=saved.shape,
-                    stride=saved.stride,
-                    offset=saved.offset,
-                    dtype=str(saved.dtype).removeprefix("torch."),
-                )
-                for saved in self.saved
-            ),
+        header = Header(
+            torch_version=str(torch.__version__),
+            device=self.device_type,
+            device_name=torch.cuda.get_device_name() if self.device_type == "cuda" else "",
+            created_by=created_by("recorder"),
         )
+        return finished(header, self.versions, self.ops, self.saved)

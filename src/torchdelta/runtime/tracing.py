@@ -34,7 +34,8 @@ from msgspec import structs
 
 from torchdelta._torch import storage_address, storage_num_holders
 from torchdelta.modules import ModulePaths
-from torchdelta.runtime.drafting import Draft, Saved
+from torchdelta.runtime.drafting import Draft
+from torchdelta.trace.draft import Saved
 from torchdelta.trace.model import BEFORE_STEP, Op
 from torchdelta.trace.validate import validate
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime import buffer as live
-    from torchdelta.runtime.drafting import PlainStorage, Version
+    from torchdelta.runtime.drafting import PlainStorage, PlainVersion
     from torchdelta.runtime.optime import Timing
     from torchdelta.runtime.session import Session
     from torchdelta.runtime.tape import OpEntry
@@ -367,7 +368,7 @@ class TraceBuilder:
         version.storage.kind = "gradient"
         version.storage.noted_version = _version_counter(gradient)
 
-    def _accumulate(self, record: live.StorageRecord, old: Version | None) -> Version:
+    def _accumulate(self, record: live.StorageRecord, old: PlainVersion | None) -> PlainVersion:
         index = len(self._draft.ops)
         reads = [] if old is None else [old.id]
         reads += self._draft.sources_of_sum(record.size_bytes, 2 - len(reads))
@@ -376,7 +377,7 @@ class TraceBuilder:
         self._add(Op(index=index, name=name, phase="backward", reads=tuple(reads), writes=(version.id,)))
         return version
 
-    def _appear(self, record: live.StorageRecord) -> Version:
+    def _appear(self, record: live.StorageRecord) -> PlainVersion:
         """Give a storage of unknown origin its pseudo-op."""
         index, phase = len(self._draft.ops), self.session.steps.phase
         version = self._born(record, index, phase)
@@ -442,11 +443,11 @@ class TraceBuilder:
         except RuntimeError:  # sparse and other opaque tensors have no storage
             return None
 
-    def _known(self, tensor: torch.Tensor) -> Version | None:
+    def _known(self, tensor: torch.Tensor) -> PlainVersion | None:
         record = self._record(tensor)
         return self._draft.by_record.get(record.id) if record is not None else None
 
-    def _version_of(self, tensor: torch.Tensor) -> Version | None:
+    def _version_of(self, tensor: torch.Tensor) -> PlainVersion | None:
         """Return what a tensor's storage holds, also one of unknown origin; None where the ledger knows none."""
         record = self._record(tensor)
         if record is None:
@@ -460,7 +461,7 @@ class TraceBuilder:
             return version
         return self._appear(record)
 
-    def _born(self, record: live.StorageRecord, birth_op: int, phase: Phase | None) -> Version:
+    def _born(self, record: live.StorageRecord, birth_op: int, phase: Phase | None) -> PlainVersion:
         by_optimizer = phase is not None and self.session.steps.is_in_optimizer
         return self._draft.born(record, birth_op, phase, by_optimizer=by_optimizer)
 
@@ -470,7 +471,7 @@ class TraceBuilder:
             self.give_up(f"no training step ended within {MAX_OPS} ops")
 
 
-def _covers(tensor: torch.Tensor, version: Version) -> bool:
+def _covers(tensor: torch.Tensor, version: PlainVersion) -> bool:
     return tensor.numel() * tensor.element_size() >= version.size_bytes
 
 

@@ -5,21 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from torchdelta.trace.model import BEFORE_STEP, Buffer, BufferKind, Header, Op, Phase, SavedTensor, Trace
+from torchdelta.trace.draft import Saved, Version, finished
+from torchdelta.trace.model import BEFORE_STEP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Version:
-    """One content of one storage: a buffer of the trace."""
-
-    id: int
-    storage: Storage
-    size_bytes: int
-    birth_op: int
-    death_op: int | None = None  # None: alive
+    from torchdelta.trace.model import BufferKind, Header, Op, Phase, Trace
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -29,11 +19,11 @@ class Storage:
     id: int
     draft: Draft
     birth_phase: Phase | None  # None: before the step
-    current: Version = dataclasses.field(init=False)
+    current: Version[Storage] = dataclasses.field(init=False)
     kind: BufferKind | None = None  # once it is known
     num_living: int = 0
 
-    def write(self, op: int) -> Version:
+    def write(self, op: int) -> Version[Storage]:
         """Overwrite the content by an op."""
         if self.current.birth_op == op:
             return self.current  # an op that writes two views of it
@@ -50,25 +40,13 @@ class Storage:
         return "activation" if self.birth_phase == "forward" else "temporary"
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Saved:
-    """A saved tensor: how it looks at which version."""
-
-    op: int
-    version: Version
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: str
-
-
 class Draft:
     """All of it."""
 
     def __init__(self) -> None:
-        self.versions: list[Version] = []  # by id
+        self.versions: list[Version[Storage]] = []  # by id
         self.ops: list[Op] = []
-        self.saved: list[Saved] = []
+        self.saved: list[Saved[Storage]] = []
         self._num_storages = 0
 
     def new_storage(self, size_bytes: int, birth_op: int, phase: Phase) -> Storage:
@@ -78,7 +56,7 @@ class Draft:
         storage.current = self.new_version(storage, size_bytes, birth_op)
         return storage
 
-    def new_version(self, storage: Storage, size_bytes: int, birth_op: int) -> Version:
+    def new_version(self, storage: Storage, size_bytes: int, birth_op: int) -> Version[Storage]:
         """Put down a content."""
         version = Version(len(self.versions), storage, size_bytes, birth_op)
         self.versions.append(version)
@@ -86,32 +64,4 @@ class Draft:
 
     def trace(self, header: Header) -> Trace:
         """Return it as a trace."""
-        return Trace(
-            header=header,
-            buffers=tuple(self._buffers()),
-            ops=tuple(self.ops),
-            saved_tensors=tuple(
-                SavedTensor(
-                    op=saved.op,
-                    buffer_id=saved.version.id,
-                    shape=saved.shape,
-                    stride=saved.stride,
-                    offset=saved.offset,
-                    dtype=saved.dtype,
-                )
-                for saved in self.saved
-            ),
-        )
-
-    def _buffers(self) -> Iterator[Buffer]:
-        saved_ids = {saved.version.id for saved in self.saved}
-        for version in self.versions:
-            yield Buffer(
-                id=version.id,
-                storage_id=version.storage.id,
-                size_bytes=version.size_bytes,
-                kind=version.storage.likely_kind(),
-                birth_op=version.birth_op,
-                death_op=len(self.ops) if version.death_op is None else version.death_op,
-                saved=version.id in saved_ids,
-            )
+        return finished(header, self.versions, self.ops, self.saved)

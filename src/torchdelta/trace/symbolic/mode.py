@@ -35,14 +35,16 @@ from torchdelta._torch import (
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.aten.order import is_fixed_here
 from torchdelta.modules import ModulePaths
+from torchdelta.trace.draft import Saved
 from torchdelta.trace.model import BEFORE_STEP, Op
 from torchdelta.trace.symbolic.costs import flops_of, moved_bytes, workspace_bytes
-from torchdelta.trace.symbolic.draft import Draft, Saved, Storage, Version
+from torchdelta.trace.symbolic.draft import Draft, Storage
 from torchdelta.trace.symbolic.holders import plain_gradient_holders
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torchdelta.trace.draft import Version
     from torchdelta.trace.model import BufferKind, Phase
 
 _ADD = torch.ops.aten.add.Tensor
@@ -78,7 +80,7 @@ class StepMode(TorchDispatchMode):
             if version is not None:
                 version.storage.kind = kind
 
-    def _version(self, tensor: torch.Tensor, birth_op: int) -> Version | None:
+    def _version(self, tensor: torch.Tensor, birth_op: int) -> Version[Storage] | None:
         """Return the content that a tensor has now; one that was never seen is born. None: it has no storage."""
         try:
             address = storage_address(tensor)
@@ -224,7 +226,7 @@ class StepMode(TorchDispatchMode):
     def saved_hooks(self) -> Any:
         """Return the hooks that put down what autograd saves, and when it wants it."""
 
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Saved | None]:
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Saved[Storage] | None]:
             with NoFunction():
                 version = self._version(tensor, BEFORE_STEP)
                 saved = None
@@ -235,12 +237,12 @@ class StepMode(TorchDispatchMode):
                         shape=tuple(tensor.shape),
                         stride=tuple(tensor.stride()),
                         offset=int(tensor.storage_offset()),
-                        dtype=str(tensor.dtype).removeprefix("torch."),
+                        dtype=tensor.dtype,
                     )
                     self.draft.saved.append(saved)
             return tensor, saved
 
-        def unpack(packed: tuple[torch.Tensor, Saved | None]) -> torch.Tensor:
+        def unpack(packed: tuple[torch.Tensor, Saved[Storage] | None]) -> torch.Tensor:
             tensor, saved = packed
             if saved is not None:
                 found = self._version(tensor, BEFORE_STEP)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import torchdelta._torch as torch_api
 from torchdelta._torch_symbolic import converting_fake_modules, without_truncation
 from torchdelta.errors import TraceError
+from torchdelta.trace.draft import created_by
 from torchdelta.trace.model import Header, Trace
 from torchdelta.trace.symbolic.devices import acting_as
 from torchdelta.trace.symbolic.mode import StepMode
@@ -102,7 +103,7 @@ def trace_step(
     header = Header(
         torch_version=str(torch.__version__),
         device=device,
-        created_by=f"torchdelta {_version()} symbolic",
+        created_by=created_by("symbolic"),
         batch_size=batch_size,
         comment=comment or name,
     )
@@ -310,12 +311,3 @@ def _name(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None) or type(function).__name__
     return f"{module}:{name}" if module else name
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("torchdelta")
-    except metadata.PackageNotFoundError:
-        return "unknown"
