@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MODELS = ("transformer-8", "resnet50")
 MODES = ("plain", "scope", "arena")
-NUM_BLOCKS, WIDTH, NUM_HEADS, SEQUENCE = 8, 384, 6, 128
+NUM_BLOCKS, WIDTH, NUM_HEADS, SEQUENCE = 8, 384, 6, 64
 PIXELS = 128
 BATCH = 8
 VARYING = (4, 5, 6, 8)  # batches of a varying run, drawn anew each step
