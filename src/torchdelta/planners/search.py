@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 
-__all__ = ["Flags", "improve", "release", "shake"]
+__all__ = ["Flags", "exchange", "improve", "release", "shake"]
 
 Flags = NDArray[np.bool_]
 
@@ -204,6 +204,55 @@ def improve(
 
 
 @njit(cache=True)
+def exchange(
+    s: Static, w: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, most: int
+) -> tuple[int, float]:
+    """Change two gaps at once where both together are better; return excess and time.
+
+    Each change that would save time and pass the budget is repaired by one other, the first that does. For decisions
+    that hold the budget, and few gaps: ends after `most` evaluations.
+    """
+    num_gaps = codes.shape[0]
+    now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    done = 0
+    since = 0  # gaps tried since the last change
+    gap = 0
+    while now[0] == 0 and since < num_gaps and done < most:
+        old = codes[gap]
+        changed = False
+        for code in range(5):
+            if changed or code == old or not allowed[gap, code]:
+                continue
+            codes[gap] = code
+            done += 1
+            # No sum of bytes is cut here: only what would save time is worth a repair.
+            if measure(s, w, codes, limits, NO_CUT, now[1] * (1 - 1e-6))[1] == np.inf:
+                continue
+            for other in range(num_gaps):
+                was = codes[other]
+                if other == gap or changed:
+                    continue
+                for repair in range(5):
+                    if repair == was or not allowed[other, repair]:
+                        continue
+                    codes[other] = repair
+                    done += 1
+                    found = measure(s, w, codes, limits, 0, now[1] * (1 - 1e-6))
+                    if found[0] == 0:
+                        now = found
+                        changed = True
+                        break
+                    codes[other] = was
+        since += 1
+        if changed:
+            since = 0
+        else:
+            codes[gap] = old
+        gap = (gap + 1) % num_gaps
+    return now
+
+
+@njit(cache=True)
 def shake(
     s: Static,
     w: Work,
@@ -212,16 +261,21 @@ def shake(
     allowed: Flags,
     steps: int,
     reach: int,
+    slack: float,
     seed: int,
 ) -> tuple[int, float]:
-    """Take a few releases back, repair around, and keep the result if it is better; return excess and time.
+    """Take a few releases back, repair around, and go on from the result; leave the best one in `codes`.
 
-    Half of the steps choose gaps that follow one another, whose chains are shared, half choose any.
+    Half of the steps choose gaps that follow one another, whose chains are shared, half choose any. A result that is a
+    little slower is gone on from too, by ever less (threshold accepting): where memory is short, better plans lie
+    behind worse ones. Returns excess and time.
     """
     num_gaps = codes.shape[0]
     now = measure(s, w, codes, limits, NO_CUT, np.inf)
     state = seed
     old = codes.copy()
+    best, best_codes = now, codes.copy()
+    plain_s = s.time_s.sum()
     for step in range(steps):
         old[:] = codes
         state = (state * 1103515245 + 12345) % 2147483648
@@ -252,8 +306,13 @@ def shake(
         if found[0] <= now[0] and found[1] < now[1] * 1.02:
             touched = among[codes[among] != 0]
             found = improve(s, w, codes, limits, allowed, touched, 1)
-        if found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9)):
+        allowed_s = slack * (1 - step / steps) * max(best[1] - plain_s, 0.0)
+        if found[0] < now[0] or (found[0] == now[0] and found[1] < max(now[1] * (1 - 1e-9), best[1] + allowed_s)):
             now = found
+            if now[0] < best[0] or (now[0] == best[0] and now[1] < best[1] * (1 - 1e-9)):
+                best = now
+                best_codes[:] = codes
         else:
             codes[:] = old
-    return now
+    codes[:] = best_codes
+    return best

@@ -36,18 +36,37 @@ Codes = NDArray[np.int8]
 
 _log = logging.getLogger(__name__)
 
-_FAST_STARTS = ((0.1, 0), (0.3, 0))
-_SMALL_STARTS = ((0.0, 1), (0.05, 0), (0.1, 0), (0.3, 0), (1.0, 0))
-_BEST_STARTS = ((0.0, 3), (0.05, 1), (0.1, 1), (0.2, 0))
-_SMALL_BEST_STARTS = ((0.0, 3), (0.05, 3), (0.1, 1), (0.2, 0), (0.3, 1))
-"""Price of a link's byte as a share of its time, and how many neighbours are priced anew."""
+_FAST_STARTS = ((0.1, 0, 1.0), (0.3, 0, 1.0))
+_SMALL_STARTS = ((0.0, 1, 1.0), (0.05, 0, 1.0), (0.1, 0, 1.0), (0.3, 0, 0.8), (1.0, 0, 1.0))
+_BEST_STARTS = ((0.0, 3, 1.0), (0.05, 1, 1.0), (0.1, 1, 1.0), (0.2, 0, 1.0), (0.0, 1, 0.95))
+_SMALL_BEST_STARTS = (
+    (0.0, 3, 1.0),
+    (0.05, 3, 1.0),
+    (0.1, 1, 1.0),
+    (0.2, 0, 1.0),
+    (0.3, 1, 1.0),
+    (0.0, 1, 0.97),
+    (0.0, 1, 0.93),
+    (1.0, 1, 0.88),
+    (0.3, 3, 0.8),
+)
+"""Price of a link's byte as a share of its time, how many neighbours are priced anew, and the share of the budget at
+which the start is made: what is best with a little less memory is a plan here too."""
 
 _SMALL = 300
 """Up to this many gaps a problem can afford more starts."""
 
+_SHAKES = ((4, 0.1), (8, 0.0), (4, 0.0), (8, 0.05))
+"""How far each part of the shakes reaches, and how much slower it may go on from, as a share of the overhead."""
+
+_SHAKEN_PARTS = 4
+_FEW_EXCHANGES = 2_000
+_EXCHANGES = 50_000
+"""The most evaluations of one round of exchanges."""
+
 _FEW_SHAKES = 20
-_SHAKES_A_GAP = 160
-_SHAKEN_OPS = 2_000_000_000
+_SHAKES_A_GAP = 40
+_SHAKEN_OPS = 500_000_000
 """How many times `best` shakes: so many over gaps times ops, and not more often than that for each gap."""
 
 
@@ -129,25 +148,24 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         starts = _SMALL_BEST_STARTS if small else _BEST_STARTS
     else:
         starts = _SMALL_STARTS if small else _FAST_STARTS
-    for link_price, neighbours in starts:
-        hunt.release(keep.copy(), limits, link_price, neighbours)
-    if effort == "best" and start is None:
-        # What is best with a little less memory is a plan here too: the price never falls with the budget.
-        for share in (0.97, 0.93) if small else (0.95,):
-            tighter = limits.copy()
-            tighter[0] = int(share * budget_bytes)
-            hunt.release(keep.copy(), tighter, 0.0, 1)
-        if problem.decision_class == "saved":
-            for codes in _relaxed_starts(problem, budget_bytes):
-                hunt.release(codes, limits, 0.0, 1)
+    for link_price, neighbours, share in starts:
+        tighter = limits.copy()
+        tighter[0] = int(share * budget_bytes)
+        hunt.release(keep.copy(), tighter, link_price, neighbours)
+    if effort == "best" and start is None and problem.decision_class == "saved":
+        for codes in _relaxed_starts(problem, budget_bytes):
+            hunt.release(codes, limits, 0.0, 1)
     if hunt.excess > 0:
         hunt.release(hunt.codes.copy(), limits, 0.0, 0)
     if hunt.excess > 0:
         hunt.follow(np.where(hunt.allowed[:, Code.SWAP], Code.SWAP, Code.KEEP).astype(np.int8), rounds=3)
     if effort == "best":
-        hunt.shake(min(_SHAKES_A_GAP * len(keep), _SHAKEN_OPS // (len(keep) * len(problem.trace.ops))))
+        hunt.exchange(_EXCHANGES)
+        steps = min(_SHAKES_A_GAP * len(keep), _SHAKEN_OPS // (len(keep) * len(problem.trace.ops)))
+        hunt.shake(steps, _SHAKEN_PARTS)
     elif small and start is None:
-        hunt.shake(_FEW_SHAKES)
+        hunt.exchange(_FEW_EXCHANGES)
+        hunt.shake(_FEW_SHAKES, 1)
     return hunt.codes
 
 
@@ -174,13 +192,20 @@ class _Hunt:
         found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, rounds)
         self._take(codes, found)
 
-    def shake(self, steps: int) -> None:
+    def exchange(self, most: int) -> None:
         static, work = self.problem.static, self.problem.work
         codes = self.codes.copy()
-        for seed, reach in ((1, 4), (2, 8)):
-            search.shake(static, work, codes, self.limits, self.allowed, steps // 2, reach, seed)
-        found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
-        self._take(codes, found)
+        self._take(codes, search.exchange(static, work, codes, self.limits, self.allowed, most))
+
+    def shake(self, steps: int, parts: int) -> None:
+        static, work = self.problem.static, self.problem.work
+        for part in range(parts):
+            codes = self.codes.copy()
+            reach, slack = _SHAKES[part % len(_SHAKES)]
+            search.shake(static, work, codes, self.limits, self.allowed, steps // parts, reach, slack, part + 1)
+            found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
+            self._take(codes, found)
+            self.exchange(_EXCHANGES)
 
     def _take(self, codes: Codes, found: tuple[int, float]) -> None:
         if (found[0], found[1]) < (self.excess, self.time_s):
