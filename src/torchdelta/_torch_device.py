@@ -124,6 +124,22 @@ def has_graph_trees() -> bool:
     return "torch._inductor.cudagraph_trees" in sys.modules
 
 
+def begin_pool(device: torch.device) -> Any:
+    """Serve what is allocated on the current CUDA stream, by whatever thread, from a new pool, and return it.
+
+    `torch.cuda.use_mem_pool` does the same for a thread, which autograd's threads are not.
+    """
+    pool = torch.cuda.MemPool()
+    torch._C._cuda_beginAllocateCurrentStreamToPool(device.index, pool.id)
+    return pool
+
+
+def end_pool(device: torch.device, pool: Any) -> None:
+    """Serve from the pool no more. What lives in it goes on."""
+    torch._C._cuda_endAllocateToPool(device.index, pool.id)
+    torch._C._cuda_releasePool(device.index, pool.id)
+
+
 def allocator_statistics(device: torch.device) -> dict[str, Any] | None:
     """Return an accelerator's "active_bytes" (current, peak, allocated, freed); None before its allocator has begun."""
     if not torch._C._accelerator_isAllocatorInitialized():

@@ -68,7 +68,8 @@ class Config:
         arena: On CPU, give the allocations of steps that repeat planned addresses in one region, so that memory does
             not fragment. It needs a C++ compiler at its first use, once, and the extra "plan"; without them, and on
             other devices, memory is allocated as ever, and a warning says so. `torchdelta.native.arena.arena_status`
-            tells what it does.
+            tells what it does. On CUDA, where addresses cannot be chosen, one segment for the large tensors of a step
+            (runtime/region.py); nothing has run there yet.
 
     Raises:
         ConfigError: A value is not allowed; the message names those that are.

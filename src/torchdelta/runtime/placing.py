@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import NativeError, PoolError
 from torchdelta.native.arena import new_arena
+from torchdelta.runtime.region import Region
 
 if TYPE_CHECKING:
     import torch
 
     from torchdelta.config import Config
     from torchdelta.native.arena import Arena
+    from torchdelta.runtime.session import Session
 
-__all__ = ["Placing", "arena_for"]
+__all__ = ["Placing", "arena_for", "open_arena"]
 
 _ALIGNMENT_BYTES: Final = 64  # c10's
 _OUTSIDE: Final = -1
@@ -40,12 +42,24 @@ _ANSWER_TIME_S: Final = 300.0  # a helper that says nothing for so long is broke
 _logger = logging.getLogger("torchdelta")
 
 
+def open_arena(session: Session) -> Placing | Region:
+    """Return what the option `arena` means on the session's device: planned addresses on CPU, one segment on CUDA."""
+    ledger = session.ledger
+    if session.config.arena and ledger.device.type == "cuda":
+
+        def room_bytes() -> int:
+            return max(0, session.budget_bytes - ledger.total_bytes)
+
+        return Region(ledger.device, trace=session.trace, room_bytes=room_bytes)
+    return Placing(arena_for(session.config, ledger.device))
+
+
 def arena_for(config: Config, device: torch.device) -> Arena | None:
     """Return the arena that the options ask for; None where they do not, and with a warning where it cannot be had."""
     if not config.arena:
         return None
     if device.type != "cpu":
-        _say_once(f"no arena: it places allocations on the CPU only, and those of {device.type} are left as they are")
+        _say_once(f"no arena: allocations on {device.type} are left as they are")
         return None
     arena = new_arena()
     if isinstance(arena, NativeError):

@@ -45,7 +45,7 @@ from torchdelta.runtime.device_saved import DeviceSavedTensors
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.optimizers import first_step_bytes, is_trial
-from torchdelta.runtime.placing import Placing, arena_for
+from torchdelta.runtime.placing import open_arena
 from torchdelta.runtime.react import REGISTRY
 from torchdelta.runtime.recorder import Recorder, execute
 from torchdelta.runtime.rematerialize import Rematerializer
@@ -132,7 +132,7 @@ class Session:
         self._is_stopped = False
         self._process_id = os.getpid()
         self._trace: Trace | None = None
-        self.placing = Placing(arena_for(config, self.ledger.device))
+        self.placing = open_arena(self)
 
     def _open_tier(self) -> Any:
         return open_tier(
