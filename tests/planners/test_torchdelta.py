@@ -8,6 +8,7 @@ from tests.planners.chains import MACHINE, MIB, blocks, chain
 from torchdelta import planners
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
+from torchdelta.planners import search
 from torchdelta.planners.torchdelta import choose, least_peak
 from torchdelta.simulate.problem import Problem
 
@@ -27,6 +28,24 @@ def test_the_price_never_falls_with_the_budget(drawn):
         assert score.is_feasible
         assert score.time_s >= before_s - 0.002 * problem.plain_time_s
         before_s = max(before_s, score.time_s)
+
+
+@settings(max_examples=10, deadline=None)
+@given(blocks(), st.floats(0, 1))
+def test_two_changes_at_once_hold_the_budget_and_cost_no_more(drawn, share):
+    """Exchanges start from any decision that holds the budget, and only ever save time."""
+    problem = Problem.of(chain(drawn), MACHINE)
+    floor = least_peak(problem)
+    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
+    allowed = np.zeros((len(codes), len(Code)), np.bool_)
+    allowed[:, [Code.KEEP, Code.SWAP]] = True
+    before = problem.score(codes, budget_bytes)
+    found = search.exchange(problem.static, problem.work, codes, problem.limits(budget_bytes), allowed, 10_000)
+    after = problem.score(codes, budget_bytes)
+    assert after.is_feasible
+    assert after.time_s <= before.time_s
+    assert found == (0, after.time_s)
 
 
 @pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended", "torchdelta-all"])

@@ -123,8 +123,23 @@ class Reference:
             return m.link_latency_s + size / (m.host_in_bytes_per_s if inward else m.host_out_bytes_per_s)
         return m.disk_latency_s + size / (m.disk_read_bytes_per_s if inward else m.disk_write_bytes_per_s)
 
+    def end(self, start, work_s, others):
+        """When a copy ends, beside those of the other direction that were queued before it."""
+        now, share = start, max(2 * self.machine.both_ways_factor - 1, 0.0)
+        for busy_from, busy_until in others:
+            alone_s = max(busy_from - now, 0.0)
+            if work_s <= alone_s:
+                break
+            work_s, now = work_s - alone_s, now + alone_s
+            both_s = max(busy_until - now, 0.0)
+            if work_s <= both_s * share:
+                return now + work_s / share
+            work_s, now = work_s - both_s * share, now + both_s
+        return now + work_s
+
     def run_clock(self):
         """Run the queues."""
+        outs, ins = [], []  # (start, end) of each copy to and from the host
         now, self.stall_s, self.totals = 0.0, 0.0, []
         out_free, in_free, disk_free = 0.0, 0.0, 0.0
         pending = []  # (end of the copy, order, gap)
@@ -158,6 +173,8 @@ class Reference:
                 start = max(in_free if code == Code.SWAP else disk_free, now, out_end[gap])
                 end = start + self.transfer_s(code, size, inward=True)
                 if code == Code.SWAP:
+                    end = self.end(start, end - start, outs)
+                    ins.append((start, end))
                     in_free = end
                 else:
                     disk_free = end
@@ -177,6 +194,8 @@ class Reference:
                     start = max(out_free if code == Code.SWAP else disk_free, now)
                     end = start + self.transfer_s(code, gap.size_bytes, inward=False)
                     if code == Code.SWAP:
+                        end = self.end(start, end - start, ins)
+                        outs.append((start, end))
                         out_free = end
                     else:
                         disk_free = end

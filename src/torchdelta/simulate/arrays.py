@@ -38,7 +38,7 @@ class Static(NamedTuple):
     gap_last: Ints
     gap_next: Ints
     gap_by_next: Ints
-    rates: Floats  # out, in, latency, disk write, disk read, disk latency
+    rates: Floats  # out, in, latency, disk write, disk read, disk latency, what a copy keeps beside one the other way
 
 
 class Work(NamedTuple):

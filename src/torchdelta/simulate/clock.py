@@ -10,6 +10,12 @@ their sizes less those used by `x`, whenever they were issued. So the condition 
 
 with `issued` and `used_by` running sums of sizes that depend on the order alone. The last `x` that breaks it is
 found by bisection in a stack of the positions whose left side is above everything to their right.
+
+[Note: both ways]
+While both directions of the host link are busy each goes at a share `f` of its rate (`Machine.both_ways_factor`). A
+copy's end is settled when it is queued, so the one that comes later pays for both: while the other direction is busy
+with what was queued before, it goes at `2 f - 1` of its rate. Together they carry what two at `f` do; at `f` = 0.5 and
+less they take turns.
 """
 
 from typing import Any
@@ -84,6 +90,17 @@ def issue_moments(s: Static, w: Work, budget: Any, prefetch: bool) -> None:
 
 
 @njit(cache=True)
+def _end(start: Any, work_s: Any, busy_from: Any, busy_until: Any, share: Any) -> Any:
+    """Return when a copy that takes `work_s` alone ends; the other direction is busy in between. [Note: both ways]."""
+    alone_s = min(max(busy_from - start, 0.0), work_s)
+    both_s = max(busy_until - max(start, busy_from), 0.0)
+    left_s = work_s - alone_s
+    if left_s <= both_s * share:
+        return start + alone_s + (left_s / share if left_s else 0.0)
+    return start + alone_s + both_s + (left_s - both_s * share)
+
+
+@njit(cache=True)
 def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most_excess: Any, most_s: Any) -> None:
     """Run the queues. Compute waits for memory that is still on its way out, and for content on its way in.
 
@@ -102,8 +119,9 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
     stalled_s, replayed_s = 0.0, 0.0
     excess, peak_op = 0, 0
     now = 0.0
-    out_free = 0.0
-    in_free = 0.0
+    out_free, out_from = 0.0, 0.0  # until when, and since when, a direction is busy without a pause
+    in_free, in_from = 0.0, 0.0
+    share = rates[6]
     disk_free = 0.0
     leaving = 0  # next gap whose swap-out is queued
     low, high = 0, 0  # swap-outs to the host on their way: queue[low:high]
@@ -162,6 +180,9 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
             if codes[gap] == SWAP:
                 start = max(in_free, now, out_end[gap])
                 end = start + rates[2] + bytes_ / rates[1]
+                if share < 1.0:
+                    end = _end(start, end - start, out_from, out_free, share)
+                    in_from = in_from if start == in_free else start
                 in_free = end
             else:
                 start = max(disk_free, now, out_end[gap])
@@ -203,6 +224,9 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
                 if code == SWAP:
                     start = max(out_free, now)
                     end = start + rates[2] + bytes_ / rates[0]
+                    if share < 1.0:
+                        end = _end(start, end - start, in_from, in_free, share)
+                        out_from = out_from if start == out_free else start
                     out_free = end
                     queue[high] = leaving
                     high += 1

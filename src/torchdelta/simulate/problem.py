@@ -224,6 +224,7 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
                 machine.disk_write_bytes_per_s or 1.0,
                 machine.disk_read_bytes_per_s or 1.0,
                 machine.disk_latency_s,
+                max(2 * machine.both_ways_factor - 1, 0.0),  # [Note: both ways]
             ],
             np.float64,
         ),
