@@ -1,5 +1,6 @@
 """The default planner: deterministic, dearer with less room, and never worse with more freedom."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners import search
 from torchdelta.planners.torchdelta import choose, least_peak
+from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
