@@ -69,7 +69,7 @@ class Play:
         self.size_bytes = np.array([b.size_bytes for b in trace.buffers], dtype=np.int64)
         self.open_gap = np.full(num_buffers, -1, dtype=np.int64)
         self.codes = np.zeros(len(gaps), dtype=np.int8)
-        self._resident = np.array([b.birth_op == BEFORE_STEP for b in trace.buffers])
+        self._resident = np.array([b.birth_op == BEFORE_STEP for b in trace.buffers], dtype=np.bool_)
         self._locked = np.zeros(num_buffers, dtype=np.int64)
         self._producer = {id_: op.index for op in trace.ops for id_ in op.writes}
         self._gap_after = {(gap.buffer_id, gap.last_use_op): index for index, gap in enumerate(gaps)}
