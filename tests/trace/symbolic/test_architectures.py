@@ -11,11 +11,12 @@ import torch
 from benchmarks import models
 from tests.same_bits.architectures import ARCHITECTURES, build_model, training_inputs
 from torchdelta.cli.allocator_peak import AllocatorPeak
+from torchdelta.errors import TraceError
 from torchdelta.trace.model import peak
 from torchdelta.trace.symbolic import trace_step
 
 # One of each way to be: fused attention, experts, state space, relative positions, lengths read off the inputs, windows
-# that look at a mask's values and dropped layers, patches of images.
+# that look at a mask's values and dropped layers, patches of images, experts that are counted, a loss over alignments.
 NAMES = (
     "LlamaForCausalLM",
     "MixtralForCausalLM",
@@ -25,6 +26,8 @@ NAMES = (
     "XLMWithLMHeadModel",
     "LEDForConditionalGeneration",
     "BeitForImageClassification",
+    "JetMoeForCausalLM",
+    "Wav2Vec2ForCTC",
 )
 
 
@@ -58,6 +61,19 @@ def test_the_peak_of_a_tiny_transformer(name, monkeypatch):
 
     trace = trace_step(build, device="cpu")
     assert peak(trace, with_workspace=True).size_bytes == pytest.approx(real_peak_bytes(build), rel=0.02)
+
+
+def test_a_model_that_looks_at_its_activations_is_one_line():
+    """Quantisation that asks for the largest activation: there is no answer without running the step."""
+    architecture = next(a for a in ARCHITECTURES if a.class_name == "IBertForMaskedLM")
+
+    def build() -> Any:
+        model = build_model(architecture)
+        return model, training_inputs(architecture, model), step
+
+    with pytest.raises(TraceError, match="asks for the value of a tensor that is not known") as caught:
+        trace_step(build)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["gpt2-like", "bert-like"])

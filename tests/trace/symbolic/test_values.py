@@ -43,6 +43,27 @@ KNOWN = {
 }
 
 
+def experts_loads() -> list[int]:
+    """How many of 6 tokens each of 4 experts gets, two a token."""
+    scores = torch.nn.Linear(8, 4)(torch.randn(6, 8))
+    return torch.bincount(scores.topk(2, dim=-1)[1].flatten(), minlength=4).tolist()
+
+
+GRANTED = {
+    "no NaN": (lambda: bool(large().isnan().any()), False),
+    "not unequal to itself": (lambda: bool((x := large()).ne(x).any()), False),
+    "no infinity": (lambda: bool(large().isinf().any()), False),
+    "experts that share": (experts_loads, [3, 3, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("case", GRANTED)
+def test_granted(case):
+    """What is taken for granted of values that are not known."""
+    function, expected = GRANTED[case]
+    assert value_of(function) == expected
+
+
 @pytest.mark.parametrize("case", KNOWN)
 def test_known(case):
     """Constants, and all that is computed from them, views and writes in place included."""

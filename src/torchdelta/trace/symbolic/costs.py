@@ -8,8 +8,9 @@ What a kernel allocates inside itself cannot be seen on fake tensors. The rule, 
 on CUDA a matrix product takes cuBLAS' workspace of torch's default configuration (8,519,680 bytes), a convolution a
 copy of what it reads and makes, at most 128 MiB (at batches that are priced from two others too: `scale`); on CPU a
 convolution in a plain layout takes three quarters of all that it reads and makes, for copies in oneDNN's blocked
-layouts (0.5 to 1.2 times were measured: docs/design/0003), in channels-last nothing. Everything else takes none. It
-stands in `workspace_bytes` and not in the buffers, so that who wants the tensors alone has them.
+layouts (0.5 to 1.2 times were measured: docs/design/0003), in channels-last nothing. The backward of the CTC loss
+makes a second table like the one that its forward saved. Everything else takes none. It stands in `workspace_bytes` and
+not in the buffers, so that who wants the tensors alone has them.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ def moved_bytes(
 
 def workspace_bytes(base_name: str, args: Sequence[Any], outputs: Sequence[torch.Tensor], *, device: str) -> int:
     """Return what an op takes inside itself, by rule: see [Note: workspaces]."""
+    if base_name == "_ctc_loss_backward":
+        return _view_bytes(args[6])
     if base_name in _CONVOLUTIONS:
         tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
         around_bytes = sum(_view_bytes(tensor) for tensor in (*tensors, *outputs))

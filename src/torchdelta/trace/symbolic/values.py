@@ -9,7 +9,13 @@ unknown; so is what is written in place from one, with all views of it (a `_Cell
 requires gradients: parameters, and all that is computed from them. The random numbers are those of seed 0, the same at
 every batch size, so that the same layers are dropped.
 
-It is also where ops run whose fake kernel is stricter than the real one: `_grouped_mm` takes float32 on CPU.
+[Note: what is taken for granted]
+Some questions about unknown values have one answer in a step that is worth tracing. Nothing is infinite or not a
+number: `isnan`, `isinf` and a comparison with infinity or with itself say so. What `topk` chooses, it chooses in turn,
+so that the experts of a router share the tokens evenly, and whoever counts them finds equal numbers.
+
+It is also where ops run whose fake kernel is stricter than the real one (`_grouped_mm` takes float32 on CPU) or is
+missing (the CTC loss: the shape of what it saves hangs on the lengths of its targets, which are known).
 """
 
 from __future__ import annotations
@@ -34,6 +40,10 @@ VALUES_WANTED: Final = frozenset({"DataDependentOutputException", "DynamicOutput
 _DEVICE = torch.ops.prim.device.default
 aten = torch.ops.aten
 _GROUPED = aten._grouped_mm.default
+_CTC = aten._ctc_loss.Tensor
+_NEVER: Final = frozenset({aten.isnan.default, aten.isinf.default})
+_INFINITIES: Final = (float("inf"), float("-inf"))
+_MAX_ANSWERS: Final = 1 << 24  # one element stands for all, but whoever sums them up reads all
 _ATTRIBUTE: Final = "_torchdelta_value"
 
 
@@ -68,11 +78,16 @@ class KnownValues(TorchDispatchMode):
             with without_fake_mode():
                 return func(*reals[0], **reals[1])
         try:
-            output = _grouped_mm(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+            output = _FAKE_KERNELS.get(func, func)(*args, **kwargs)
         except Exception as error:
-            # A shape that depends on values (`masked_select`): here they are known.
-            if reals is None or type(error).__name__ not in VALUES_WANTED:
+            if type(error).__name__ not in VALUES_WANTED:
                 raise
+            if reals is None:
+                output = _picked(*args) if func is aten.index.Tensor else None
+                if output is None:
+                    raise
+                return output
+            # A shape that depends on values (`masked_select`): here they are known.
             with without_fake_mode():
                 result = func(*reals[0], **reals[1])
             output = _fake_like(result)
@@ -81,6 +96,8 @@ class KnownValues(TorchDispatchMode):
         if reals is None:
             if facts.kind is Kind.WRITE:
                 _forget(written_tensors(facts, args, kwargs))
+            else:
+                _take_for_granted(func, args, output)
         elif _is_small(output):
             _remember(func, facts, args, reals, output)
         return output
@@ -158,6 +175,44 @@ def _attach(fake: Any, real: Any, cell: _Cell | None) -> None:
             _attach(one, other, cell)
 
 
+def _picked(source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Index by masks that are known a tensor that is not; None where a mask is not known either."""
+    places: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype != torch.bool:
+            places.append(index)
+            continue
+        try:
+            mask = _known(index)
+        except _Unknown:
+            return None
+        with without_fake_mode():
+            count = int(mask.count_nonzero())
+        places += [torch.empty(count, dtype=torch.int64) for _ in range(index.dim())]
+    return aten.index.Tensor(source, places)
+
+
+def _take_for_granted(func: Any, args: Any, output: Any) -> None:
+    """Attach what an op's output must be, whatever its input: see [Note: what is taken for granted]."""
+    if func is aten.topk.default:
+        indices = output[1]
+        if 0 < indices.numel() <= MAX_ELEMENTS:
+            with without_fake_mode():
+                in_turn = torch.arange(indices.numel()).remainder(args[0].shape[args[2] if len(args) > 2 else -1])
+                _attach(indices, in_turn.view(indices.shape), None)
+        return
+    answer = None
+    if func in _NEVER or (func is aten.eq.Scalar and args[1] in _INFINITIES):
+        answer = False
+    elif func in {aten.eq.Tensor, aten.ne.Tensor} and args[0] is args[1]:
+        answer = func is aten.eq.Tensor
+    elif func is aten.ne.Scalar and args[1] in _INFINITIES:
+        answer = True
+    if answer is not None and output.numel() <= _MAX_ANSWERS:
+        with without_fake_mode():
+            _attach(output, torch.full((), answer).expand(output.shape), None)
+
+
 def _fake_like(real: Any) -> Any:
     if isinstance(real, torch.Tensor):
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
@@ -182,3 +237,29 @@ def _grouped_mm(
     half = torch.bfloat16
     result = _GROUPED(self.to(half), mat2.to(half), offs, None if bias is None else bias.to(half))
     return torch.empty_strided(result.shape, result.stride(), dtype=out_dtype or self.dtype)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses and the table of partial sums, in the shapes of LossCTC.cpp and LossCTC.cu."""
+    try:
+        lengths = _known(target_lengths)
+    except _Unknown:
+        return _CTC(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)  # says what it misses
+    with without_fake_mode():
+        longest = int(lengths.max())
+    num_steps, batch_size, _ = log_probs.shape
+    return log_probs.new_empty(batch_size), log_probs.new_empty(batch_size, num_steps, 2 * longest + 1)
+
+
+def _ctc_loss_backward(_grad: torch.Tensor, log_probs: torch.Tensor, *_others: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+_FAKE_KERNELS: Final = {_GROUPED: _grouped_mm, _CTC: _ctc_loss, aten._ctc_loss_backward.Tensor: _ctc_loss_backward}
