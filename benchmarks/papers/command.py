@@ -1,7 +1,8 @@
 """Runs the tables that were asked for, adds them to what is there already, and keeps every figure.
 
 All eight cases take hours, so they may be run one at a time: rows of a case that was run before are replaced, and a
-planner that it had not is added to its rows. `--fresh` forgets what is there.
+planner that it had not is added to its rows. `--fresh` forgets what is there. Runs side by side write files of their
+own (`--tag`), which `--join` then brings together.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planners", nargs="+", default=[*ours, *OTHERS], help="names; ':fast' or ':best' after them")
     parser.add_argument("--effort", choices=("fast", "best"), default="fast", help="of the largest batches")
     parser.add_argument("--no-bound", action="store_true", help="leave the linear program out")
+    parser.add_argument(
+        "--join", nargs="+", default=[], metavar="TAG", help="run nothing, join the files of these runs"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
 
 
@@ -72,17 +76,25 @@ def run(options: argparse.Namespace) -> Outcome:
     if options.quick:
         options.cases, options.shares = options.cases[:1], [0.6, 0.4]
     fill = {"overheads": _overheads, "floors": _floors, "batches": _batches, "autoswap": _autoswap, "times": _times}
-    found: Rows = {name: fill[name](options) for name in TABLES if name in options.tables}
+    wanted = () if options.join else [name for name in TABLES if name in options.tables]
+    found: Rows = {name: fill[name](options) for name in wanted}
+    if wanted:
+        found["runs"] = [{"commit": commit(), "options": _asked_for(options)}]
     name = options.name + ("-quick" if options.quick else "") + (f"-{options.tag}" if options.tag else "")
-    before: Rows = {}
-    if not (options.no_write or options.fresh) and (RESULTS / f"{name}.json").exists():
-        before = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["data"]
-    outcome.data.update(merged(before, found))
-    outcome.data["runs"] = [*before.get("runs", ()), {"commit": commit(), "options": _asked_for(options)}]
+    parts = [_kept(f"{options.name}-{tag}") for tag in options.join]
+    before = {} if options.no_write or options.fresh else _kept(name)
+    for part in (*parts, found):
+        before = merged(before, part)
+    outcome.data.update(before)
     text = report(outcome, outcome.data)
     if not options.no_write:
         (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     return outcome
+
+
+def _kept(name: str) -> Rows:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["data"] if path.exists() else {}
 
 
 def merged(before: Rows, found: Rows) -> Rows:
@@ -101,7 +113,8 @@ def merged(before: Rows, found: Rows) -> Rows:
         if rows:
             ordered = sorted(rows.values(), key=lambda row: (order.get(row.get("case", ""), 0), -row.get("share", 0)))
             result[table] = ordered
-    return result
+    runs = [*before.get("runs", ()), *found.get("runs", ())]
+    return {**result, "runs": runs} if runs else result
 
 
 def _asked_for(options: argparse.Namespace) -> str:

@@ -2,8 +2,9 @@
 
 A decision is *better* than another if it passes the budget by less (summed over the ops) or, at equal excess, takes
 less time. `release` goes downhill in excess, best gain for a second first; `improve` tries other codes one gap at a
-time; `shake` takes some releases back and repairs at another place. All end after a number of steps that depends on
-the problem alone, and chance comes from a generator with a fixed seed: the same problem gives the same plan.
+time, `exchange` two gaps at once; `shake` takes some releases back and repairs at another place. What is surely worse
+is not simulated to its end. All end after a number of steps that depends on the problem alone, and chance comes from a
+generator with a fixed seed: the same problem gives the same plan.
 """
 
 import numpy as np

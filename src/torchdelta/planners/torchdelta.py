@@ -2,16 +2,17 @@
 
 Ours. It starts with everything on the device and lets go of what relieves the moments above the budget the most for
 each second that it costs; that cost is the difference of two simulations, so replay chains that grow and links that
-fill are in it. Then it takes back what is no longer needed and exchanges swaps for replays. Starts differ in the
-price of a link's byte (a small one makes cheap replays leave the link to others) and in how far they look around;
-`best` also starts from the linear program of the bound, if its solver is there.
+fill are in it. Then it takes back what is no longer needed, exchanges swaps for replays, and changes two gaps at once.
+Starts differ in the price of a link's byte (a small one makes cheap replays leave the link to others), in how far they
+look around and in how much of the budget they use; `best` also starts from the linear program of the bound, if its
+solver is there, and shakes.
 
 Guarantees: never a plan above the budget; within the class *saved* it finds a plan whenever there is one and the host
 has room, because swapping everything reaches the least peak of the class, and the search may start there.
-Deterministic. Known weakness: below about 1.3 times the least peak it is a local optimum of single moves and of small
-random repairs.
+Deterministic. Known weakness: below about 1.3 times the least peak it is a local optimum of single moves, of pairs and
+of small random repairs.
 
-Each simulation is linear in the ops; `fast` takes some thousands of them, `best` some tens of thousands.
+Each simulation is linear in the ops; `fast` takes some thousands of them, `best` some hundreds of thousands.
 """
 
 import logging
