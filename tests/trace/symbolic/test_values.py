@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from torchdelta._torch import FakeTensor, FakeTensorMode
-from torchdelta.trace.symbolic.values import MAX_ELEMENTS, VALUES_WANTED, KnownValues
+from torchdelta.errors import TraceError
+from torchdelta.trace.symbolic.values import MAX_ELEMENTS, VALUES_WANTED, KnownValues, usual_methods
 
 
 def value_of(function: Any) -> Any:
@@ -103,6 +105,32 @@ def test_unknown(case):
     with pytest.raises(Exception) as caught:
         value_of(UNKNOWN[case])
     assert type(caught.value).__name__ in VALUES_WANTED
+
+
+def test_a_copy_has_its_own_value():
+    """Models are built of copies of layers; what is written into one is not in the other."""
+
+    def values() -> list[list[float]]:
+        module = torch.nn.BatchNorm1d(2)
+        with usual_methods():
+            other = copy.deepcopy(module)
+        other.running_mean.add_(3)
+        assert isinstance(other.weight, torch.nn.Parameter)
+        return [module.running_mean.tolist(), other.running_mean.tolist()]
+
+    assert value_of(values) == [[0, 0], [3, 3]]
+
+
+def test_numpy_gets_what_is_known():
+    """What is not known is one clear line."""
+
+    def ask(tensor: torch.Tensor) -> Any:
+        with usual_methods():
+            return tensor.numpy().tolist()
+
+    assert value_of(lambda: ask(torch.arange(3))) == [0, 1, 2]
+    with pytest.raises(TraceError, match="the value of a tensor that is not known"):
+        value_of(lambda: ask(large()))
 
 
 def test_everything_stays_fake():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import logging
 import random
 import sys
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -23,7 +24,7 @@ from torchdelta.trace.draft import created_by
 from torchdelta.trace.model import Header, Trace
 from torchdelta.trace.symbolic.devices import acting_as
 from torchdelta.trace.symbolic.mode import StepMode
-from torchdelta.trace.symbolic.values import VALUES_WANTED, KnownValues, values_shown
+from torchdelta.trace.symbolic.values import VALUES_WANTED, KnownValues, usual_methods, values_shown
 from torchdelta.trace.validate import validate
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def trace_step(
         _same_random_numbers(),
         torch_api.FakeTensorMode(allow_non_fake_inputs=True),
         KnownValues(),
+        usual_methods(),
+        _silent_torch(),
         acting_as(device),
         torch.enable_grad(),
     ):
@@ -243,6 +246,18 @@ def _same_random_numbers() -> Generator[None]:
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _silent_torch() -> Generator[None]:
+    """Keep torch from logging, with a traceback, each fake kernel that fails: the error says it in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ import torch
 from torchdelta._torch import FakeTensor, TorchDispatchMode
 from torchdelta._torch_symbolic import without_fake_mode
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
+from torchdelta.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -111,6 +112,42 @@ def is_known(tensor: Any) -> bool:
     except _Unknown:
         return False
     return True
+
+
+@contextlib.contextmanager
+def usual_methods() -> Generator[None]:
+    """Make fake tensors do two things more that real ones do.
+
+    `numpy` gives what is known, and says what it misses where nothing is. `copy.deepcopy`, by which many models make
+    their layers, copies: torch's own looks at the storage, which is not where the tensor says that it is.
+    """
+
+    def numpy(self: Any, *, force: bool = False) -> Any:
+        try:
+            real = _known(self.detach() if force else self)
+        except _Unknown:
+            raise TraceError(
+                "the step asks for the value of a tensor that is not known without running the step (numpy)"
+            ) from None
+        with without_fake_mode():
+            return real.numpy(force=force)
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+            memo[id(self)].requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    methods = {"numpy": numpy, "__deepcopy__": deepcopy}
+    for name, method in methods.items():
+        setattr(FakeTensor, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(FakeTensor, name)
 
 
 @contextlib.contextmanager
