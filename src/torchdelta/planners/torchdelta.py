@@ -61,7 +61,7 @@ _SHAKES = ((4, 0.1), (8, 0.0), (4, 0.0), (8, 0.05))
 """How far each part of the shakes reaches, and how much slower it may go on from, as a share of the overhead."""
 
 _SHAKEN_PARTS = 4
-_FEW_EXCHANGES = 2_000
+_FEW_EXCHANGES = 3_000
 _EXCHANGES = 50_000
 """The most evaluations of one round of exchanges."""
 
@@ -163,10 +163,9 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
     if effort == "best":
         hunt.exchange(_EXCHANGES)
         steps = min(_SHAKES_A_GAP * len(keep), _SHAKEN_OPS // (len(keep) * len(problem.trace.ops)))
-        hunt.shake(steps, _SHAKEN_PARTS)
+        hunt.shake(steps, _SHAKEN_PARTS, _EXCHANGES)
     elif small and start is None:
-        hunt.exchange(_FEW_EXCHANGES)
-        hunt.shake(_FEW_SHAKES, 1)
+        hunt.shake(_FEW_SHAKES, 1, _FEW_EXCHANGES)
     return hunt.codes
 
 
@@ -198,7 +197,7 @@ class _Hunt:
         codes = self.codes.copy()
         self._take(codes, search.exchange(static, work, codes, self.limits, self.allowed, most))
 
-    def shake(self, steps: int, parts: int) -> None:
+    def shake(self, steps: int, parts: int, most_exchanges: int) -> None:
         static, work = self.problem.static, self.problem.work
         for part in range(parts):
             codes = self.codes.copy()
@@ -206,7 +205,7 @@ class _Hunt:
             search.shake(static, work, codes, self.limits, self.allowed, steps // parts, reach, slack, part + 1)
             found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
             self._take(codes, found)
-            self.exchange(_EXCHANGES)
+            self.exchange(most_exchanges)
 
     def _take(self, codes: Codes, found: tuple[int, float]) -> None:
         if (found[0], found[1]) < (self.excess, self.time_s):
