@@ -23,7 +23,7 @@ from torchdelta.aten.facts import facts_of
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import Counter, new_counter
-from torchdelta.runtime.session import current_session
+from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
     import argparse

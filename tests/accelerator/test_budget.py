@@ -11,8 +11,8 @@ from torch import nn
 from tests.same_bits.judge import Scope, bits_of, run, state_of
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta._torch_device import allocator_statistics, reset_allocator_peak
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device import PeakMeter
-from torchdelta.runtime.session import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from tests.same_bits.judge import DECISIONS, DEVICE, Scope, assert_same_bits, st
 from torchdelta import Config, MemoryBudget
 from torchdelta.aten.facts import facts_of
 from torchdelta.runtime import rematerialize, tape
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device import session_device
-from torchdelta.runtime.session import current_session
 from torchdelta.runtime.tape import generator_of
 
 pytestmark = pytest.mark.accelerator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,9 +10,12 @@ from torch import nn
 
 from tests.same_bits.judge import Scope, assert_same_bits, state_of
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device_recorder import DeviceRecorder
-from torchdelta.runtime.session import Session, current_session
 from torchdelta.runtime.streams import Streams
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.session import Session
 
 pytestmark = pytest.mark.accelerator
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.same_bits.judge import DECISIONS, DEVICE, Scope, assert_same_bits, state_of
 from torchdelta import BudgetError, Config, MemoryBudget, _torch
-from torchdelta.runtime.session import current_session
+from torchdelta.runtime.current import current_session
 
 pytestmark = pytest.mark.accelerator
 

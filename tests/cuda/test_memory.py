@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.gpu import overlap
 from tests.same_bits.judge import bits_of
 from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device_counter import DeviceCounter
-from torchdelta.runtime.session import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

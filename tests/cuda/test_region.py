@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.region import Region
-from torchdelta.runtime.session import current_session
 
 pytestmark = pytest.mark.cuda
 

@@ -21,10 +21,12 @@ from torch import nn
 
 from tests.same_bits.judge import Bits, bits_of, rng_states, seed_everything
 from torchdelta import Config, MemoryBudget, _torch
-from torchdelta.runtime.session import Session, current_session
+from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torchdelta.runtime.session import Session
 
 WIDTH, BATCH, DEPTH = 64, 96, 3
 NUM_STEPS, FAULTY_STEP = 6, 3

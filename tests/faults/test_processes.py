@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.faults.programs import WIDTH, Loop, complaints, forced, no_fault, run
 from torchdelta import _torch
 from torchdelta.runtime import faults
-from torchdelta.runtime.session import current_session
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.tiers import scratch
 from torchdelta.runtime.tiers.disk import DiskTier
 

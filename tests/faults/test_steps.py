@@ -43,7 +43,7 @@ from tests.faults.programs import (
 )
 from tests.same_bits.judge import Bits, bits_of, seed_everything
 from torchdelta import MemoryBudget
-from torchdelta.runtime import faults, rematerialize, session
+from torchdelta.runtime import current, faults, rematerialize, session
 from torchdelta.runtime.steps import StepTracker
 
 if TYPE_CHECKING:
@@ -347,6 +347,6 @@ def test_threads_train_at_the_same_time(tmp_path: Path) -> None:
 
 def test_control_one_session_for_all_threads_is_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: where the session is not the thread's own, a second thread cannot open one."""
-    monkeypatch.setattr(session, "_local", SimpleNamespace())
+    monkeypatch.setattr(current, "_local", SimpleNamespace())
     reports = train_in_threads([CONDITIONS["recompute"](tmp_path), CONDITIONS["swap"](tmp_path)])
     assert any(isinstance(report, BaseException) for report in reports)

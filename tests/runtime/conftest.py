@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 
 from torchdelta import _torch
-from torchdelta.runtime.session import current_session
+from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 
 from tests.runtime.programs import mlp, reachable_bytes, running
 from torchdelta.runtime.ledger import Ledger
-from torchdelta.runtime.scan import scan_storages
+from torchdelta.runtime.scan import _is_anybody_at_work, scan_storages
 
 
 class Lazy:
@@ -130,3 +133,78 @@ def test_what_dies_inside_the_scope_is_counted_off() -> None:
         before_bytes = session.ledger.live_bytes
         del x
         assert session.ledger.live_bytes == before_bytes - 40_000
+
+
+# Reading a gradient while another thread's engine, or its `p.grad = None`, replaces it is a crash: most of these scans
+# meet one.
+TRAINING_BESIDE = """
+import gc, sys, threading
+import torch
+from torchdelta.runtime import scan
+from torchdelta.runtime.ledger import Ledger
+
+torch.set_num_threads(1)
+sys.setswitchinterval(1e-4)
+models = [torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(20))) for _ in range(2)]
+is_over = threading.Event()
+
+class Collector:
+    isenabled, enable, disable = gc.isenabled, gc.enable, gc.disable
+
+    def get_objects(self):
+        return [parameter for model in models for parameter in model.parameters()] * 20
+
+scan.gc = Collector()
+
+def train(model):
+    x = torch.randn(8, 16)
+    while not is_over.is_set():
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+threads = [threading.Thread(target=train, args=(model,)) for model in models]
+for thread in threads:
+    thread.start()
+for _ in range(400):
+    scan.scan_storages(Ledger("cpu"))
+is_over.set()
+for thread in threads:
+    thread.join()
+print("done")
+"""
+
+
+def test_gradients_of_threads_that_train_are_left_alone() -> None:
+    """A scope that opens while others train does not crash the process."""
+    command = [sys.executable, "-c", TRAINING_BESIDE]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+def test_who_waits_is_not_at_work() -> None:
+    """A thread that waits in Python's own library is no reason to leave gradients out; one in the program is."""
+    assert not _is_anybody_at_work()
+    is_over, is_spinning = threading.Event(), threading.Event()
+    waiting = threading.Thread(target=is_over.wait)
+    waiting.start()
+    assert not _is_anybody_at_work()
+
+    def spin() -> None:
+        is_spinning.set()
+        number = 0
+        while not waiting_is_over():
+            number += 1
+
+    def waiting_is_over() -> bool:
+        return is_over._flag  # `is_set` would be in Python's own library now and then
+
+    spinning = threading.Thread(target=spin)
+    spinning.start()
+    is_spinning.wait()
+    try:
+        assert any(_is_anybody_at_work() for _ in range(1000))
+    finally:
+        is_over.set()
+        waiting.join()
+        spinning.join()

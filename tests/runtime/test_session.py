@@ -14,7 +14,8 @@ from torch.optim import optimizer as optimizer_module
 
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
 from torchdelta import BudgetError, Config, MemoryBudget, _torch
-from torchdelta.runtime.session import Session, current_session
+from torchdelta.runtime.current import current_session
+from torchdelta.runtime.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,8 +1,21 @@
-"""Finds the storages that exist before a scope opens: parameters, gradients, optimizer states, inputs."""
+"""Finds the storages that exist before a scope opens: parameters, gradients, optimizer states, inputs.
+
+[Note: gradients of other threads]
+The engine replaces a leaf's `.grad` without holding the interpreter's lock, and `p.grad = None` gives it back in its
+middle: reading the gradient of another thread's parameter at that moment crashes the process. So they are read only
+while every other thread waits for something in Python's own library, or consists of other packages' code alone; one
+that trains is in torch, or in the program. They are read in one call of C, which keeps the lock. What is not read
+counts from its first use on.
+"""
 
 from __future__ import annotations
 
 import gc
+import operator
+import sys
+import sysconfig
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +24,16 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from torchdelta.runtime.subclasses import count, runs_own_ops
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torchdelta.runtime.ledger import Ledger
+
+__all__ = ["scan_storages"]
+
+_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = sysconfig.get_path("purelib")  # it may lie inside the former
+_TORCH = str(Path(torch.__file__).parent)
+_gradient_of = operator.attrgetter("grad")
 
 
 def scan_storages(ledger: Ledger) -> int:
@@ -22,36 +44,69 @@ def scan_storages(ledger: Ledger) -> int:
     is held by C++ and is asked for.
     """
     before_bytes = ledger.live_bytes
+    leaves: list[torch.Tensor] = []
     for thing in gc.get_objects():
         kind = type(thing)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            _count(ledger, thing)
+            _count(ledger, thing, leaves)
         elif issubclass(kind, torch.Tensor):
             if runs_own_ops(kind):
                 _count_inner(ledger, thing)
             else:
-                _count(ledger, thing)
+                _count(ledger, thing, leaves)
+    for gradient in _gradients_of(leaves):
+        if gradient is not None and gradient.layout is torch.strided:
+            record = ledger.know(gradient.untyped_storage())
+            if ledger.trace is not None:
+                ledger.trace.on_found(record, gradient, "gradient")
     return ledger.live_bytes - before_bytes
 
 
-def _count(ledger: Ledger, tensor: torch.Tensor) -> None:
+def _count(ledger: Ledger, tensor: torch.Tensor, leaves: list[torch.Tensor]) -> None:
     if isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
         return
     record = ledger.know(tensor.untyped_storage())
     if ledger.trace is not None:
         ledger.trace.on_found(record, tensor)
     if tensor.is_leaf and tensor.requires_grad:
-        gradient = tensor.grad
-        if gradient is not None and gradient.layout is torch.strided:
-            record = ledger.know(gradient.untyped_storage())
-            if ledger.trace is not None:
-                ledger.trace.on_found(record, gradient, "gradient")
+        leaves.append(tensor)
+
+
+def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    is_collecting = gc.isenabled()
+    gc.disable()  # a finalizer would let other threads run in between
+    try:
+        return [] if _is_anybody_at_work() else list(map(_gradient_of, leaves))
+    finally:
+        if is_collecting:
+            gc.enable()
+
+
+def _is_anybody_at_work() -> bool:
+    """Whether another thread may be setting gradients now; see [Note: gradients of other threads]."""
+    me = threading.get_ident()
+    return any(thread != me and _may_work(top) for thread, top in sys._current_frames().items())
+
+
+def _may_work(top: FrameType) -> bool:
+    path = top.f_code.co_filename
+    if path.startswith(_TORCH):
+        return True
+    if path.startswith((_LIBRARY, "<frozen")) and not path.startswith(_INSTALLED):
+        return False
+    frame: FrameType | None = top
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_TORCH) or not path.startswith((_LIBRARY, _INSTALLED, "<frozen")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _count_inner(ledger: Ledger, tensor: torch.Tensor) -> None:
     count(ledger, tensor)
     try:
-        if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
+        if tensor.is_leaf and tensor.requires_grad and not _is_anybody_at_work() and tensor.grad is not None:
             count(ledger, tensor.grad)
     except Exception:  # noqa: BLE001 - somebody's own code, half-built objects among them
         return

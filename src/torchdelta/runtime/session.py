@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,31 +17,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchdelta._torch import (
     graph_task_id,
     mode_stack,
-    patch_compiled_call,
-    patch_fsdp_backward,
-    patch_functorch_guard,
-    patch_run_backward,
-    pop_mode,
-    push_mode,
     remove_mode,
     remove_saved_hooks,
-    top_mode,
     without_mode,
-    without_saved_hooks,
 )
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
 from torchdelta.native.counting import new_counter
-from torchdelta.runtime import faults, interrupts
+from torchdelta.runtime import faults, interrupts, patches
 from torchdelta.runtime.backward import Backward
 from torchdelta.runtime.compiled import CompiledRegions
 from torchdelta.runtime.counters import Counters
+from torchdelta.runtime.current import current_session, set_current_session
 from torchdelta.runtime.device import session_device
 from torchdelta.runtime.device_counter import DeviceCounter
 from torchdelta.runtime.device_recorder import DeviceRecorder
 from torchdelta.runtime.device_residency import DeviceResidency
 from torchdelta.runtime.device_saved import DeviceSavedTensors
-from torchdelta.runtime.interrupts import call_outside, shielded
+from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.optimizers import first_step_bytes, is_trial
 from torchdelta.runtime.placing import open_arena
@@ -62,26 +54,10 @@ from torchdelta.summary import Summary
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchdelta.config import Config
     from torchdelta.trace.model import Trace
 
 _logger = logging.getLogger("torchdelta")
-_local = threading.local()
-_patch_lock = threading.Lock()
-_undo: list[Callable[[], None]] = []
-_num_sessions = 0
-
-
-def current_session() -> Session | None:
-    """Return the session that is running on this thread, or whose node a thread of the autograd engine is running."""
-    session: Session | None = getattr(_local, "session", None)
-    if session is None and graph_task_id() != -1:
-        for mode in mode_stack():  # see [Note: threads of the engine] in device_recorder.py
-            if isinstance(mode, Recorder):
-                return mode.session
-    return session
 
 
 class Session:
@@ -153,15 +129,16 @@ class Session:
             msg = "a MemoryBudget is already running on this thread: budgets do not nest"
             raise ScopeError(msg)
         interrupts.start()
+        patches.patch()
         try:
             self._put_on()
         except BaseException:
             if current_session() is self:
-                _local.session = None
+                set_current_session(None)
                 if self.recorder in mode_stack():
                     remove_mode(self.recorder)
                 self._take_hooks_off()
-                _unpatch()
+            patches.unpatch()
             self.placing.stop()
             interrupts.stop()
             raise
@@ -171,8 +148,7 @@ class Session:
         self.ledger.trace = TraceBuilder(self)
         scan_storages(self.ledger)
         self.ledger.restart_peak()
-        _patch()
-        _local.session = self
+        set_current_session(self)
         self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -217,12 +193,12 @@ class Session:
         if self.steps.is_after_backward and self.survey is None:
             self.steps.end()  # the last step of a loop without an optimizer
         self._end_trace()
-        _local.session = None
+        set_current_session(None)
         if self.recorder in mode_stack():
             self.recorder.__exit__(None, None, None)
         self._take_hooks_off()
         self.resizes.stop()
-        _unpatch()
+        patches.unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
         self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
         _logger.info("result: %s", str(self.summary()).splitlines()[0])
@@ -392,107 +368,12 @@ def _leave_child() -> None:
     worker's tensors would be counted in its copy of the ledger, and when that was full it would swap in vain.
     The patches stay: without a session they do nothing, and their lock may be held by a thread that the child lacks.
     """
-    global _patch_lock  # noqa: PLW0603 - the child has one thread
-    _patch_lock = threading.Lock()
+    patches.leave_child()
     session = current_session()
     if session is None or faults.is_disabled("fork"):
         return
-    _local.session = None
+    set_current_session(None)
     session.leave_child()
 
 
 os.register_at_fork(after_in_child=_leave_child)
-
-
-# -- the patches: put on with the first session, taken off with the last; they act only on threads that have one
-
-
-def _patch() -> None:
-    global _num_sessions  # noqa: PLW0603 - guarded by the lock
-    with _patch_lock:
-        _num_sessions += 1
-        if _num_sessions == 1:
-            _undo.extend(
-                [
-                    patch_run_backward(_make_run_backward),
-                    patch_functorch_guard(_make_functorch_guard),
-                    patch_compiled_call(_make_compiled_call),
-                    patch_fsdp_backward(_make_fsdp_backward),
-                ]
-            )
-
-
-def _unpatch() -> None:
-    global _num_sessions  # noqa: PLW0603 - guarded by the lock
-    with _patch_lock:
-        _num_sessions -= 1
-        if _num_sessions == 0:
-            while _undo:
-                _undo.pop()()
-
-
-def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        session = current_session()
-        if session is None or session.recorder not in mode_stack():  # off inside torch.func transforms
-            return original(outputs, *args, **kwargs)
-        if session.recorder.is_off():
-            with without_mode(session.recorder):
-                return original(outputs, *args, **kwargs)
-        return session.backward.run(original, outputs, *args, **kwargs)
-
-    return run_backward
-
-
-def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.func.grad` and its kin refuse to run under saved-tensor hooks.
-
-    Inside them the scope is off, and what they make is kept.
-    """
-    import contextlib
-
-    @contextlib.contextmanager
-    def disable_saved_tensors_hooks(message: str) -> Any:
-        session = current_session()
-        if session is None:
-            with original(message):
-                yield
-            return
-        with without_saved_hooks(), without_mode(session.recorder), original(message):
-            yield
-
-    return disable_saved_tensors_hooks
-
-
-def _make_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled region is one opaque op.
-
-    Its kernels write buffers that no dispatch mode sees, so the recorder is off inside.
-    """
-
-    def call_compiled(*args: Any, **kwargs: Any) -> Any:
-        session = current_session()
-        if session is None:
-            return original(*args, **kwargs)
-        return session.compiled.call(original, *args, **kwargs)
-
-    return call_compiled
-
-
-def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP gathers and reduces between the nodes of a backward, where the recorder is off: it is on for that."""
-
-    @shielded
-    @functools.wraps(original)
-    def step_of_backward(*args: Any, **kwargs: Any) -> Any:
-        session = current_session()
-        if session is None or graph_task_id() == -1 or session.recorder in mode_stack():
-            return original(*args, **kwargs)
-        push_mode(session.recorder)
-        try:
-            return call_outside(original, *args, **kwargs)
-        finally:
-            if top_mode() is session.recorder:
-                pop_mode()
-
-    return step_of_backward
