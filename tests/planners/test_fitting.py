@@ -3,10 +3,11 @@
 import math
 
 from tests.planners.chains import MACHINE, MIB, chain
+from torchdelta.plan.validate import validate
 from torchdelta.planners import get
 from torchdelta.planners.fitting import BatchSearch, least_budget
 from torchdelta.planners.lp_bound import least_peak_bound
-from torchdelta.trace.model import peak
+from torchdelta.trace.model import Buffer, Header, Op, Trace, peak
 
 
 def test_the_least_budget_is_between_the_bound_and_the_plain_peak():
@@ -23,6 +24,42 @@ def test_keep_needs_the_plain_peak():
     trace = chain([(8 * MIB, 2e-3, 2e-4)] * 8)
     plain_bytes = peak(trace, with_workspace=True).size_bytes
     assert plain_bytes * 0.997 <= least_budget(trace, MACHINE, get("keep")).budget_bytes <= plain_bytes
+
+
+def test_a_larger_class_is_looked_at_below_the_bound_of_a_smaller_one():
+    """The proved bound is of the class saved; what nobody saved idles over the peak and may leave in extended."""
+    uses = {0: (0, 4), 1: (1, 3), 2: (2, 3)}  # when each buffer is written, and then read
+    trace = Trace(
+        header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
+        buffers=tuple(
+            Buffer(
+                id=id_,
+                storage_id=id_,
+                size_bytes=8 * MIB,
+                kind="temporary",
+                birth_op=born,
+                death_op=read + 1,
+                saved=False,
+            )
+            for id_, (born, read) in uses.items()
+        ),
+        ops=tuple(
+            Op(
+                index=index,
+                name="aten.mm.default",
+                phase="forward",
+                reads=tuple(id_ for id_, (_, read) in uses.items() if read == index),
+                writes=tuple(id_ for id_, (born, _) in uses.items() if born == index),
+                time_s=1e-3,
+            )
+            for index in range(5)
+        ),
+        saved_tensors=(),
+    )
+    found = least_budget(trace, MACHINE, get("torchdelta-extended"))
+    assert found.lower_bound_bytes == 24 * MIB
+    assert found.budget_bytes <= 16.1 * MIB
+    validate(trace, found.plan, MACHINE)
 
 
 def test_the_largest_batch_is_found_for_each_limit():

@@ -63,8 +63,8 @@ def least_budget(
     high_bytes = max(peak(trace, with_workspace=True).size_bytes, 1)
     best = planner(trace, machine, high_bytes, effort)
     low_bytes = bound_bytes - 1
-    guess_bytes: int | None = bound_bytes
-    while high_bytes - low_bytes > max(high_bytes // precision, 1):
+    guess_bytes: int | None = min(bound_bytes, high_bytes)
+    while high_bytes - low_bytes > max(high_bytes // precision, 1) or guess_bytes == bound_bytes:
         middle_bytes = (low_bytes + high_bytes) // 2 if guess_bytes is None else guess_bytes
         try:
             best, high_bytes, guess_bytes = planner(trace, machine, middle_bytes, effort), middle_bytes, None
@@ -73,7 +73,18 @@ def least_budget(
             # What the planner names as its least is worth a try, once, where it narrows the search.
             is_new = named_bytes is not None and low_bytes < named_bytes < high_bytes and guess_bytes is not None
             guess_bytes = named_bytes if is_new else None
+        if high_bytes == bound_bytes == middle_bytes and best.header.decision_class != "saved":
+            low_bytes = _widest_op_bytes(trace) - 1  # the bound is of the class saved: look below it
     return LeastBudget(budget_bytes=high_bytes, plan=best, lower_bound_bytes=bound_bytes)
+
+
+def _widest_op_bytes(trace: Trace) -> int:
+    """Return what the widest op has around it: no plan of any class holds less."""
+    widest_bytes = 0
+    for op in trace.ops:
+        storages = {trace.buffers[id_].storage_id: trace.buffers[id_].size_bytes for id_ in (*op.reads, *op.writes)}
+        widest_bytes = max(widest_bytes, sum(storages.values()) + op.workspace_bytes)
+    return widest_bytes
 
 
 class BatchSearch:
