@@ -152,6 +152,17 @@ def looks_at_values() -> Any:
 
 _REAL = mlp()
 
+
+def indexes_by_a_list() -> Any:
+    """C++ reads the numbers out of a list of tensors."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        chosen = model(x).argmax(-1)
+        x[[chosen[0], chosen[1]], [chosen[1], chosen[0]]].sum().backward()
+
+    return nn.Linear(8, 4), torch.randn(4, 8), step
+
+
 REFUSED = {
     "two arguments": (lambda a, b: (a, b), 4, "has 2 required arguments"),
     "no batch size": (residual, 4, "takes no batch size"),
@@ -166,6 +177,7 @@ REFUSED = {
     "real": (lambda: _REAL, None, "0.weight is a real tensor: build model and inputs inside"),
     "no parameters": (lambda: (nn.ReLU(), torch.ones(2)), None, "ReLU has no parameters that require gradients"),
     "no loss": (lambda: (nn.Embedding(4, 2).requires_grad_(requires_grad=True), {}), None, "TypeError"),
+    "reads memory": (indexes_by_a_list, None, "it asks for the value of a tensor"),
     "asks for a value": (looks_at_values, None, "it asks for the value of a tensor"),
     "wrong shapes": (
         lambda: (nn.Linear(3, 3), torch.ones(2, 4)),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 OptimizerName = Literal["none", "sgd", "sgd-momentum", "adamw"]
 OPTIMIZERS: Final[tuple[OptimizerName, ...]] = ("none", "sgd", "sgd-momentum", "adamw")
 DEVICES: Final = ("cpu", "cuda")
+_NO_DATA: Final = "its data is not allocated yet"  # where C++ reads a tensor's memory: a list of tensors as an index
 
 
 def trace_step(
@@ -219,8 +220,8 @@ def _told(what: str) -> Generator[None]:
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
         kind = type(error).__name__
-        if kind in VALUES_WANTED:
-            text = f"it asks for the value of a tensor that is not known without running the step ({text})"
+        if kind in VALUES_WANTED or _NO_DATA in text:
+            text = f"it asks for the value of a tensor that is not known without running the step ({text[:100]})"
         else:
             text = f"{kind}: {text[:300]}"
         raise TraceError(f"{what}: {text}") from error
