@@ -151,7 +151,7 @@ is_over = threading.Event()
 class Collector:
     isenabled, enable, disable = gc.isenabled, gc.enable, gc.disable
 
-    def get_objects(self):
+    def get_referrers(self, *kinds):
         return [parameter for model in models for parameter in model.parameters()] * 20
 
 scan.gc = Collector()
@@ -180,6 +180,32 @@ def test_gradients_of_threads_that_train_are_left_alone() -> None:
     command = [sys.executable, "-c", TRAINING_BESIDE]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+def test_what_others_are_building_is_let_go() -> None:
+    """A tuple that another thread is filling while a scope opens can go on growing."""
+    is_over = threading.Event()
+    errors: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            while not is_over.is_set():
+                assert len(tuple(number for number in range(100))) == 100
+        except BaseException as error:  # noqa: BLE001 - judged below
+            errors.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=build)
+    thread.start()
+    try:
+        for _ in range(30):
+            scan_storages(Ledger("cpu"))
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval_s)
+    assert errors == []
 
 
 def test_who_waits_is_not_at_work() -> None:

@@ -6,6 +6,11 @@ middle: reading the gradient of another thread's parameter at that moment crashe
 while every other thread waits for something in Python's own library, or consists of other packages' code alone; one
 that trains is in torch, or in the program. They are read in one call of C, which keeps the lock. What is not read
 counts from its first use on.
+
+[Note: objects of other threads]
+`gc.get_objects()` lists what other threads are still building: while somebody holds a reference, a tuple that is being
+filled cannot grow any more, which is a SystemError over there (CPython issue 59313). An object refers to its class, so
+the collector is asked for what refers to a class of tensors: it goes through all, but hands out no others.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
@@ -24,12 +29,14 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from torchdelta.runtime.subclasses import count, runs_own_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from torchdelta.runtime.ledger import Ledger
 
 __all__ = ["scan_storages"]
 
+_T = TypeVar("_T")
 _LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # it may lie inside the former
 _TORCH = str(Path(torch.__file__).parent)
@@ -45,16 +52,13 @@ def scan_storages(ledger: Ledger) -> int:
     """
     before_bytes = ledger.live_bytes
     leaves: list[torch.Tensor] = []
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            _count(ledger, thing, leaves)
-        elif issubclass(kind, torch.Tensor):
-            if runs_own_ops(kind):
-                _count_inner(ledger, thing)
-            else:
-                _count(ledger, thing, leaves)
-    for gradient in _gradients_of(leaves):
+    for tensor in _tensors():
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter and runs_own_ops(kind):
+            _count_inner(ledger, tensor)
+        else:
+            _count(ledger, tensor, leaves)
+    for gradient in _uninterrupted(lambda: _gradients_of(leaves)):
         if gradient is not None and gradient.layout is torch.strided:
             record = ledger.know(gradient.untyped_storage())
             if ledger.trace is not None:
@@ -72,11 +76,26 @@ def _count(ledger: Ledger, tensor: torch.Tensor, leaves: list[torch.Tensor]) -> 
         leaves.append(tensor)
 
 
+def _tensors() -> list[torch.Tensor]:
+    """Return what the collector lists; see [Note: objects of other threads]."""
+    kinds: set[type] = {torch.Tensor}
+    new = [torch.Tensor]
+    while new:
+        new = [kind for base in new for kind in type.__subclasses__(base) if kind not in kinds]
+        kinds.update(new)
+    return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+
+
 def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    return [] if _is_anybody_at_work() else list(map(_gradient_of, leaves))
+
+
+def _uninterrupted(function: Callable[[], list[_T]]) -> list[_T]:
+    """Call it without the collector, whose finalizers would let other threads run in the middle of a call of C."""
     is_collecting = gc.isenabled()
-    gc.disable()  # a finalizer would let other threads run in between
+    gc.disable()
     try:
-        return [] if _is_anybody_at_work() else list(map(_gradient_of, leaves))
+        return function()
     finally:
         if is_collecting:
             gc.enable()
