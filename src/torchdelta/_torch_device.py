@@ -129,7 +129,8 @@ def begin_pool(device: torch.device) -> Any:
 
     `torch.cuda.use_mem_pool` does the same for a thread, which autograd's threads are not.
     """
-    pool = torch.cuda.MemPool()
+    with torch.cuda.device(device):
+        pool = torch.cuda.MemPool()
     torch._C._cuda_beginAllocateCurrentStreamToPool(device.index, pool.id)
     return pool
 

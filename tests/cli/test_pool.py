@@ -76,6 +76,15 @@ def test_bad_input_is_one_line(tmp_path, text, options, words):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_capacity_of_thousands_of_digits_is_one_line(tmp_path):
+    """Python itself refuses to read such a number."""
+    path = tmp_path / "lives.csv"
+    path.write_text(EXAMPLE, encoding="utf-8")
+    done = torchdelta("pool", path, "--capacity", "9" * 5000, code=2)
+    assert "is no size" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_missing_file_is_one_line(tmp_path):
     """Whatever its name says it is."""
     for name in ("none.csv", "none.trace"):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from torchdelta.cli.prediction import tensors_at_peak
+from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import one_line_errors, progress
 from torchdelta.errors import InfeasibleError
 from torchdelta.units import format_bytes, parse_size
@@ -77,7 +78,7 @@ class _Answer:
         if memory_budget is None:
             self.budget_bytes = total_bytes
         else:
-            size = int(memory_budget) if memory_budget.isdecimal() else memory_budget
+            size = number_or_text(memory_budget)
             self.budget_bytes = parse_size(size, total_bytes=total_bytes, name="memory budget")
         say("tracing")
         # Only now: --help and wrong usage answer without waiting for torch.

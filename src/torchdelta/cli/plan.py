@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from torchdelta.cli.prediction import facts_of, show
+from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import EXIT_USAGE, check_output, fail, one_line_errors, priced, progress, read_step
 from torchdelta.units import parse_size
 
@@ -53,7 +54,7 @@ def plan(
         from torchdelta.simulate import simulate_plan
 
         hardware, choose = find(machine), get(planner)
-        size = int(memory_budget) if memory_budget.isdecimal() else memory_budget
+        size = number_or_text(memory_budget)
         budget_bytes = parse_size(size, total_bytes=hardware.memory_bytes, name="memory budget")
         step = priced(read_step(trace), hardware)
         say(f"planning ({planner})")

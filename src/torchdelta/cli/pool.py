@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import EXIT_FAILED, EXIT_USAGE, fail, one_line_errors, progress
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def pool(
         from torchdelta.pool.validate import check
         from torchdelta.units import parse_size
 
-        capacity_bytes = None if capacity is None else parse_size(int(capacity) if capacity.isdecimal() else capacity)
+        capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity))
         say("reading")
         instance = _read(file, alignment_bytes=alignment, capacity_bytes=capacity_bytes)
         if validate is not None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, NoReturn
 import typer
 
 from torchdelta.cli.script import Outcome, run_script, show_error
+from torchdelta.cli.size import number_or_text
 from torchdelta.config import POLICIES, Config
 from torchdelta.errors import TorchdeltaError
 
@@ -69,7 +70,7 @@ def run(
         # Typer cannot know the allowed names; Config does, and its message lists them.
         options: dict[str, Any] = {"policy": policy, "tier": tier, "swap_dir": swap_dir, "arena": arena}
         config = Config(**options, host_budget=host_budget, disk_budget=disk_budget)
-        budget = MemoryBudget(_number_or_text(memory_budget), config)
+        budget = MemoryBudget(number_or_text(memory_budget), config)
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         _fail(str(error), EXIT_BUDGET if isinstance(error, BudgetError) else EXIT_USAGE)
@@ -104,11 +105,6 @@ def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
     typer.echo(text if as_json else f"{_prefix()}:\n{summary}", err=True)
     if path is not None:
         Path(str(path).replace("{rank}", os.environ.get("RANK", "0"))).write_text(text + "\n", encoding="utf-8")
-
-
-def _number_or_text(size: str) -> int | str:
-    """A shell has only text: digits alone are bytes."""
-    return int(size) if size.isdecimal() and len(size) < 30 else size
 
 
 def _flush_stdout() -> None:

@@ -237,7 +237,7 @@ def find(name: str) -> Machine:
     if key in keys:
         return CATALOG[keys[key]]
     near = list(dict.fromkeys(keys[match] for match in difflib.get_close_matches(key, keys, n=3, cutoff=0.5)))
-    hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it"
+    hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it."
     raise MachineError(f"unknown machine {name!r}: {hint} Known are local, {', '.join(CATALOG)}")
 
 

@@ -1,4 +1,4 @@
-"""Our solver: static orders, then in turns exact search at the lower bound and local search, for as long as is allowed.
+"""Our solver: static orders, then exact search at the lower bound and ejection search in turns, as long as allowed.
 
 1. The lives as they come, forwards and backwards in time; then every static order by first fit and by best fit, each
    given up as soon as it is no better than the best so far. Of these the effort `fast` has the first one only, and none
@@ -36,6 +36,7 @@ _SCANS_A_PUSH: Final = 4  # for each life that it houses: what a push of ejectio
 _MOST_EFFORT: Final = 8.0
 _LEAST_EFFORT: Final = 0.25
 _PUSHES: Final = 10_000  # of a try of length 1
+_LEAST_PUSHES: Final = 100
 _MOST_FOR_EJECTION: Final = 8_000  # lives that are no crumbs
 _FIRST_STEPS: Final = 6
 _LEAST_STEPS: Final = 3
@@ -121,7 +122,7 @@ def solve(
             if status == corner.EXHAUSTED:
                 state.bound = target + 1
         if not state.is_done:
-            _try_ejection(state, enough, scans, seed + number)
+            _try_ejection(state, enough, scans, seed + number, end_s)
     return state.best, state.offsets, min(state.bound, state.best)
 
 
@@ -162,6 +163,8 @@ def _try_online(state: _State) -> None:
 
 def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
     for name in names:
+        if state.is_done or time.perf_counter() >= end_s:
+            break
         order = greedy.static_order(name, state.sections, state.sizes)
         for best_fit in (False, True):
             if state.is_done or time.perf_counter() >= end_s:
@@ -172,7 +175,7 @@ def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
             state.take(footprint, offsets)
 
 
-def _try_ejection(state: _State, enough: int, scans: int, seed: int) -> None:
+def _try_ejection(state: _State, enough: int, scans: int, seed: int, end_s: float) -> None:
     """Move lives below a capacity that is a little less than the best footprint."""
     sections, sizes = state.sections, state.sizes
     gap = state.best - state.bound
@@ -187,7 +190,11 @@ def _try_ejection(state: _State, enough: int, scans: int, seed: int) -> None:
     max_pushes = _PUSHES * _luby(state.num_tries + 1)
     state.credit += state.effort * scans
     cost = float(max_pushes) * _SCANS_A_PUSH * len(large)
-    if state.num_tries and state.credit < cost:
+    left = _SCANS_A_S * (end_s - time.perf_counter())
+    if left < cost:  # a shorter try, or none
+        max_pushes = int(max_pushes * left / cost)
+        cost = left
+    if max_pushes < _LEAST_PUSHES or (state.num_tries and state.credit < cost):
         return
     state.credit = max(0.0, state.credit - cost)
     state.num_tries += 1

@@ -40,19 +40,19 @@ def leave_child() -> None:
 
 
 def patch() -> None:
-    """Put the patches on for one more session."""
+    """Put the patches on for one more session: all of them, or none where one fails."""
     global _num_sessions  # noqa: PLW0603 - guarded by the lock
     with _lock:
+        if _num_sessions == 0:
+            try:
+                _undo.append(patch_run_backward(_make_run_backward))
+                _undo.append(patch_functorch_guard(_make_functorch_guard))
+                _undo.append(patch_compiled_call(_make_compiled_call))
+                _undo.append(patch_fsdp_backward(_make_fsdp_backward))
+            except BaseException:
+                _take_off()
+                raise
         _num_sessions += 1
-        if _num_sessions == 1:
-            _undo.extend(
-                [
-                    patch_run_backward(_make_run_backward),
-                    patch_functorch_guard(_make_functorch_guard),
-                    patch_compiled_call(_make_compiled_call),
-                    patch_fsdp_backward(_make_fsdp_backward),
-                ]
-            )
 
 
 def unpatch() -> None:
@@ -61,8 +61,12 @@ def unpatch() -> None:
     with _lock:
         _num_sessions -= 1
         if _num_sessions == 0:
-            while _undo:
-                _undo.pop()()
+            _take_off()
+
+
+def _take_off() -> None:
+    while _undo:
+        _undo.pop()()
 
 
 def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta._torch_device import begin_pool, end_pool, has_graph_trees
+from torchdelta.errors import PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +77,12 @@ class Region:
             return
         from torchdelta.pool.segment import segment_bytes  # numba: only where it is wanted
 
-        size_bytes = min(segment_bytes(trace), self._room_bytes()) // _SEGMENT_BYTES * _SEGMENT_BYTES
+        try:
+            wanted_bytes = segment_bytes(trace)
+        except PoolError as error:
+            _say_once(f"no arena: {error}")
+            return
+        size_bytes = min(wanted_bytes, self._room_bytes()) // _SEGMENT_BYTES * _SEGMENT_BYTES
         if size_bytes < _LEAST_REGION_BYTES:
             _logger.info("no arena: %d bytes of large tensors are none too many for torch's own segments", size_bytes)
             return

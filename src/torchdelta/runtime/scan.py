@@ -4,8 +4,9 @@
 The engine replaces a leaf's `.grad` without holding the interpreter's lock, and `p.grad = None` gives it back in its
 middle: reading the gradient of another thread's parameter at that moment crashes the process. So they are read only
 while every other thread waits for something in Python's own library, or consists of other packages' code alone; one
-that trains is in torch, or in the program. They are read in one call of C, which keeps the lock. What is not read
-counts from its first use on.
+that trains is in torch, or in the program (where one that sleeps looks the same). They are read in one call of C, which
+keeps the lock; between the look at the threads and that call a switch is still possible, for a few instructions. What
+is not read counts from its first use on, and the log says so.
 
 [Note: objects of other threads]
 `gc.get_objects()` lists what other threads are still building: while somebody holds a reference, a tuple that is being
@@ -16,6 +17,7 @@ the collector is asked for what refers to a class of tensors: it goes through al
 from __future__ import annotations
 
 import gc
+import logging
 import operator
 import sys
 import sysconfig
@@ -40,6 +42,7 @@ _T = TypeVar("_T")
 _LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # it may lie inside the former
 _TORCH = str(Path(torch.__file__).parent)
+_logger = logging.getLogger("torchdelta")
 _gradient_of = operator.attrgetter("grad")
 
 
@@ -87,7 +90,11 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    return [] if _is_anybody_at_work() else list(map(_gradient_of, leaves))
+    if _is_anybody_at_work():
+        if leaves:
+            _logger.info("another thread may be training: gradients that exist already count from their first use on")
+        return []
+    return list(map(_gradient_of, leaves))
 
 
 def _uninterrupted(function: Callable[[], list[_T]]) -> list[_T]:

@@ -129,7 +129,11 @@ class Session:
             msg = "a MemoryBudget is already running on this thread: budgets do not nest"
             raise ScopeError(msg)
         interrupts.start()
-        patches.patch()
+        try:
+            patches.patch()
+        except BaseException:
+            interrupts.stop()
+            raise
         try:
             self._put_on()
         except BaseException:

@@ -1,0 +1,10 @@
+"""Sizes on the command line."""
+
+__all__ = ["number_or_text"]
+
+_MOST_DIGITS = 30  # Python refuses to read numbers of thousands
+
+
+def number_or_text(size: str) -> int | str:
+    """Return what `units.parse_size` takes: a shell has only text, and digits alone are bytes."""
+    return int(size) if size.isdecimal() and len(size) < _MOST_DIGITS else size
