@@ -65,3 +65,18 @@ def test_plans_that_never_fit_end_in_an_error():
     with pytest.raises(PoolError, match="the last of 12 plans"):
         plan_within_footprint(STEP, size_bytes - 4 * MIB, lambda size: asked.append(size) or plan)
     assert len(asked) == 12
+
+
+def test_a_planner_that_has_nothing_smaller_ends_in_an_error():
+    """One line with what the placement needed, and where to look."""
+    size_bytes = peak(STEP, with_workspace=True).size_bytes
+    plan = planners.get("keep")(STEP, MACHINE, size_bytes, "fast")
+    budget_bytes = size_bytes - 4 * MIB
+
+    def choose(size: int):
+        if size < budget_bytes:
+            raise InfeasibleError("no plan that small", least_budget_bytes=None)
+        return plan
+
+    with pytest.raises(PoolError, match=rf"needs {size_bytes} bytes, and for less no plan that small; .*extended"):
+        plan_within_footprint(STEP, budget_bytes, choose)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchdelta.errors import PoolError
+from torchdelta.errors import PlanError, PoolError
 from torchdelta.pool.model import Instance, Placement, make_instance
 from torchdelta.pool.solvers import solve
 from torchdelta.trace.model import BEFORE_STEP
@@ -186,12 +186,21 @@ def plan_within_footprint(
         seed: Of the solver.
 
     Raises:
-        PoolError: It did not fit after 12 plans.
+        PlanError: There is no plan for the budget itself.
+        PoolError: It did not fit after 12 plans, or there is none for the less that it would take.
     """
     target_bytes = budget_bytes
     footprint_bytes = 0
     for number in range(1, MAX_TRIES + 1):
-        plan = make_plan(target_bytes)
+        try:
+            plan = make_plan(target_bytes)
+        except PlanError as error:
+            if number == 1:
+                raise
+            raise PoolError(
+                f"no plan with a footprint within {budget_bytes} bytes was found: the last one needs {footprint_bytes} "
+                f"bytes, and for less {error}; a planner of a larger class, such as torchdelta-extended, may find one"
+            ) from error
         instance = lives_of_plan(trace, plan, alignment_bytes=alignment_bytes, capacity_bytes=budget_bytes)
         placement = solve(instance, seed=seed)
         footprint_bytes = placement.footprint_bytes
