@@ -414,6 +414,94 @@ def test_it_can_be_started_again(arena: Arena) -> None:
     assert arena.figures()["num_planned_steps"] == 6
 
 
+def test_a_thread_that_ends_takes_its_arena_along(arena: Arena) -> None:
+    """Nobody else may stop it while the thread lives; with the thread its plans and its region are gone."""
+    before = arena_status().figures
+    other = new_arena(least_bytes=LEAST_BYTES)
+    assert not isinstance(other, NativeError)
+    is_settled, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        other.start()
+        settle(other, lambda: block(30), 4)
+        is_settled.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    is_settled.wait()
+    try:
+        with pytest.raises(RuntimeError, match="on another thread"):
+            other.stop()
+        arena.stop()
+        with pytest.raises(RuntimeError, match="another thread has"):
+            other.start()
+        assert other.figures()["num_plans"] == 1
+        assert arena_status().figures.mapped_bytes > before.mapped_bytes
+    finally:
+        may_end.set()
+        thread.join()
+    other.stop()  # nothing is left to be stopped
+    assert other.figures()["num_plans"] == 0
+    assert arena_status().figures.mapped_bytes == before.mapped_bytes
+    other.start()
+    settle(other, lambda: block(30), 4)
+    assert other.figures()["num_planned_steps"] == 4
+    other.stop()
+
+
+def test_an_arena_that_nobody_holds_is_stopped() -> None:
+    """Its thread allocates as ever, and can have another one; what lives is whole."""
+    before_bytes = arena_status().figures.mapped_bytes
+    first, second = (new_arena(least_bytes=LEAST_BYTES) for _ in range(2))
+    if isinstance(first, NativeError) or isinstance(second, NativeError):
+        pytest.skip("no arena here")
+    first.start()
+    settle(first, lambda: block(30), 4)
+    held = block(30, 4)
+    del first
+    others = [block(30, 5) for _ in range(8)]
+    second.start()
+    settle(second, lambda: block(30), 4)
+    second.stop()
+    assert is_full_of(held, 4)
+    assert all(is_full_of(tensor, 5) for tensor in others)
+    del held, others
+    assert arena_status().figures.mapped_bytes == before_bytes
+
+
+COLLECTED = """
+import array, gc, torch
+from torchdelta.native.arena import arena_status, new_arena
+arena = new_arena()
+arena.start()
+for call in (arena.figures, arena_status, arena.cut, arena.recording, lambda: arena.plan(b"")):
+    for number in range(3):
+        gc.disable()
+        cycle = [torch.ones(50_000)]
+        cycle.append(cycle)
+        dicts = [{} for _ in range(1000)]  # no freed ones are left: those come without a collection
+        gc.set_threshold(1)
+        del cycle
+        gc.enable()
+        try:
+            call()
+        except ValueError:
+            pass
+        gc.set_threshold(700)
+        arena.cut()
+arena.stop()
+print("ok")
+"""
+
+
+def test_tensors_may_be_collected_while_it_is_asked(arena: Arena) -> None:
+    """Whatever is returned is an allocation of Python's, which may free tensors: the arena must not be locked then."""
+    assert arena.figures()["num_steps"] == 0
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "ok", done.stderr
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("allocate"), st.sampled_from([1, 4, 5, 8, 12, 64, 65, 300])),

@@ -22,7 +22,7 @@ struct Block {
 
 std::unordered_map<void*, Block>& blocks = *new std::unordered_map<void*, Block>;
 std::array<std::atomic<int32_t>, 1 << 14>& filter = *new std::array<std::atomic<int32_t>, 1 << 14>{};
-thread_local Arena* current = nullptr;
+thread_local Arena* current = nullptr;  // asked at every allocation, and valid when the thread's objects are gone
 c10::Allocator* previous = nullptr;
 c10::DeleterFnPtr previous_deleter = nullptr;
 
@@ -40,6 +40,22 @@ void finish(const Block& block) {
   block.arena->freed(block.serial, block.index);
   block.arena->release();
 }
+
+// Holds a thread's arena until the thread stops it or ends.
+struct Holder {
+  Arena* arena{nullptr};
+
+  void end() {
+    current = nullptr;
+    if (arena == nullptr) return;
+    std::lock_guard<std::mutex> guard(lock);
+    arena->close();
+    arena->release();
+    arena = nullptr;
+  }
+  ~Holder() { end(); }
+};
+thread_local Holder holder;
 
 void delete_block(void* pointer) {
   if (pointer == nullptr) return;
@@ -98,7 +114,7 @@ struct ArenaAllocator final : c10::Allocator {
     if (index >= 0 && pointer != nullptr) {
       std::lock_guard<std::mutex> guard(lock);
       note(pointer, {arena, nullptr, 0, serial, index});
-      arena->step.ends[index] = kOutlives;
+      if (arena->step.serial == serial) arena->step.ends[index] = kOutlives;  // another thread may have closed it
     }
     return wrap(pointer);
   }
@@ -163,10 +179,12 @@ PyObject* as_dict(const Figures& figures) {
       "num_outside", figures.num_outside, "num_clashes", figures.num_clashes, "num_plans", figures.num_plans);
 }
 
-PyObject* total_figures(PyObject*, PyObject*) {
+Figures copy_of(const Figures& figures) {
   std::lock_guard<std::mutex> guard(lock);
-  return as_dict(totals);
+  return figures;
 }
+
+PyObject* total_figures(PyObject*, PyObject*) { return as_dict(copy_of(totals)); }
 
 PyObject* mapped_bytes(PyObject*, PyObject*) { return PyLong_FromLongLong(region_bytes.load()); }
 
@@ -204,31 +222,48 @@ void arena_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
+bool is_on(const Arena* arena) {
+  std::lock_guard<std::mutex> guard(lock);
+  return arena != nullptr && arena->is_on;
+}
+
 PyObject* arena_start(PyObject* self, PyObject*) {
-  if (current != nullptr) {
+  Arena* arena = arena_of(self);
+  if (is_on(current)) {
     PyErr_SetString(PyExc_RuntimeError, "this thread has an arena already");
     return nullptr;
   }
-  current = arena_of(self);
-  Py_INCREF(self);  // the thread holds it until `stop`
+  if (is_on(arena)) {
+    PyErr_SetString(PyExc_RuntimeError, "another thread has this arena already");
+    return nullptr;
+  }
+  holder.end();  // one whose Python object is gone
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    ++arena->num_references;
+    arena->is_on = true;
+  }
+  current = holder.arena = arena;
   Py_RETURN_NONE;
 }
 
 PyObject* arena_stop(PyObject* self, PyObject*) {
-  if (current == arena_of(self)) {
-    current = nullptr;
-    {
-      std::lock_guard<std::mutex> guard(lock);
-      arena_of(self)->close();
-    }
-    Py_DECREF(self);
+  if (holder.arena == arena_of(self)) {
+    holder.end();
+  } else if (is_on(arena_of(self))) {
+    PyErr_SetString(PyExc_RuntimeError, "this arena is on another thread: stop it there, or let that thread end");
+    return nullptr;
   }
   Py_RETURN_NONE;
 }
 
 PyObject* arena_cut(PyObject* self, PyObject*) {
-  std::lock_guard<std::mutex> guard(lock);
-  return PyLong_FromLong(arena_of(self)->cut());
+  int status = 0;
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    status = arena_of(self)->cut();
+  }
+  return PyLong_FromLong(status);
 }
 
 PyObject* as_bytes(const Sequence& values) {
@@ -238,23 +273,22 @@ PyObject* as_bytes(const Sequence& values) {
 
 PyObject* arena_recording(PyObject* self, PyObject*) {
   Sequence sizes, ends;
+  bool is_ready = false;
   {
     std::lock_guard<std::mutex> guard(lock);
-    if (!arena_of(self)->take_ready()) Py_RETURN_NONE;
-    sizes = arena_of(self)->planning.sizes;
-    ends = arena_of(self)->planning.ends;
+    is_ready = arena_of(self)->take_ready();
+    if (is_ready) {
+      sizes = arena_of(self)->planning.sizes;
+      ends = arena_of(self)->planning.ends;
+    }
   }
+  if (!is_ready) Py_RETURN_NONE;
   return Py_BuildValue("(NN)", as_bytes(sizes), as_bytes(ends));
 }
 
-PyObject* arena_plan(PyObject* self, PyObject* argument) {
-  char* data = nullptr;
-  Py_ssize_t length = 0;
-  if (PyBytes_AsStringAndSize(argument, &data, &length) < 0) return nullptr;
-  const auto* first = reinterpret_cast<const int64_t*>(data);
-  Sequence offsets(first, first + length / 8);
+bool take_plan(Arena* arena, Sequence offsets) {
   std::lock_guard<std::mutex> guard(lock);
-  const Sequence& sizes = arena_of(self)->planning.sizes;
+  const Sequence& sizes = arena->planning.sizes;
   int64_t capacity_bytes = 0;
   bool is_right = sizes.size() == offsets.size() && !sizes.empty();
   for (size_t i = 0; is_right && i < sizes.size(); ++i) {
@@ -262,18 +296,23 @@ PyObject* arena_plan(PyObject* self, PyObject* argument) {
     is_right = offsets[i] >= 0 && offsets[i] % 64 == 0 && offsets[i] <= INT64_MAX / 2 - sizes[i];
     if (is_right) capacity_bytes = std::max(capacity_bytes, offsets[i] + sizes[i]);
   }
-  if (!is_right) {
+  if (is_right) arena->add_plan(std::move(offsets), static_cast<size_t>(capacity_bytes));
+  return is_right;
+}
+
+PyObject* arena_plan(PyObject* self, PyObject* argument) {
+  char* data = nullptr;
+  Py_ssize_t length = 0;
+  if (PyBytes_AsStringAndSize(argument, &data, &length) < 0) return nullptr;
+  const auto* first = reinterpret_cast<const int64_t*>(data);
+  if (!take_plan(arena_of(self), Sequence(first, first + length / 8))) {
     PyErr_SetString(PyExc_ValueError, "these are no offsets for the recording");
     return nullptr;
   }
-  arena_of(self)->add_plan(std::move(offsets), static_cast<size_t>(capacity_bytes));
   Py_RETURN_NONE;
 }
 
-PyObject* arena_figures(PyObject* self, PyObject*) {
-  std::lock_guard<std::mutex> guard(lock);
-  return as_dict(arena_of(self)->figures);
-}
+PyObject* arena_figures(PyObject* self, PyObject*) { return as_dict(copy_of(arena_of(self)->figures)); }
 
 PyMethodDef arena_methods[] = {
     {"start", arena_start, METH_NOARGS, "Place what this thread allocates from now on."},

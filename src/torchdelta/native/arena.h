@@ -1,7 +1,8 @@
 // What an arena knows and decides, without the allocator around it (arena.cpp).
 //
 // [Note: the arena]
-// An arena belongs to one thread, which it is started on. Of that thread it notes the sizes of all allocations of a
+// An arena belongs to one thread, which it is started on and has to be stopped on; the end of the thread, or of the
+// Python object, stops it as well. Of that thread it notes the sizes of all allocations of a
 // step in their order (but small ones), and when each is freed, on whatever thread. A plan is an offset for each
 // position of such a sequence. While the sizes of a step are those of a plan, each allocation gets its planned place in
 // one mapped region; those that the plan leaves outside, and all else, come from the allocator that was there before.
@@ -27,7 +28,8 @@
 // nothing but the pointer, there is a table of the blocks that matter, behind one lock. `filter` says without the lock
 // that a pointer is not in it: who frees a block has had it from the thread that took it, so the count is seen. Other
 // threads, which have no arena, therefore take the lock only to free what an armed one has made. Below the lock no
-// other is taken.
+// other is taken, and nothing of Python is called: whatever it allocates may start its garbage collector, which frees
+// tensors, and their deleter takes the lock.
 #pragma once
 
 #include <sys/mman.h>
@@ -154,7 +156,8 @@ struct Place {
 };
 
 struct Arena {
-  int64_t num_references{1};  // the Python object, and every block in the table
+  int64_t num_references{1};  // the Python object, the thread that it is on, and every block in the table
+  bool is_on{false};
   size_t least_bytes, max_plans, max_length;
   Region* region{nullptr};
   std::list<std::shared_ptr<Plan>> plans;  // the last used one first
@@ -180,8 +183,8 @@ struct Arena {
   Place take(size_t size_bytes, int64_t& index, bool& trims) {
     const auto size = static_cast<int64_t>(size_bytes);
     index = static_cast<int64_t>(step.sizes.size());
-    if (step.sizes.size() >= max_length) {
-      leave_plan();
+    if (!is_on || step.sizes.size() >= max_length) {
+      if (plan != nullptr) leave_plan();
       index = -1;
       return {};
     }
@@ -365,6 +368,7 @@ struct Arena {
   }
 
   void close() {
+    is_on = false;
     count(&Figures::num_plans, -static_cast<int64_t>(plans.size()));
     plans.clear();
     ready.clear();

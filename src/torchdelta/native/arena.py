@@ -85,7 +85,13 @@ class Arena(Protocol):
         """Place what this thread allocates from now on."""
 
     def stop(self) -> None:
-        """Place no more and forget all plans. What lives keeps its place until it is freed."""
+        """Place no more and forget all plans. What lives keeps its place until it is freed.
+
+        The end of its thread stops an arena as well.
+
+        Raises:
+            RuntimeError: It is on another thread.
+        """
 
     def cut(self) -> int:
         """End a step. 2: a recording waits to be planned; 1: one will after the next step; 0: none."""
