@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -441,8 +442,11 @@ def test_a_thread_that_ends_takes_its_arena_along(arena: Arena) -> None:
     finally:
         may_end.set()
         thread.join()
-    other.stop()  # nothing is left to be stopped
+    deadline_s = time.monotonic() + 30
+    while other.figures()["num_plans"] > 0 and time.monotonic() < deadline_s:
+        time.sleep(0.001)  # Python has let the thread go a little before the system does
     assert other.figures()["num_plans"] == 0
+    other.stop()  # nothing is left to be stopped
     assert arena_status().figures.mapped_bytes == before.mapped_bytes
     other.start()
     settle(other, lambda: block(30), 4)

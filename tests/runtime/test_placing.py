@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -258,20 +260,28 @@ def test_the_helper_process_places_and_is_ended(
     assert figures(session)["num_planned_steps"] >= 4
 
 
-@pytest.mark.parametrize("code", ["raise SystemExit(3)", "input(); print('error no room'); input()"])
+NO_PLAN = {
+    "raise SystemExit(3)": "its helper process has ended",
+    "import sys; print('a word'); sys.exit('no more memory\\n')": "its helper process said: a word",
+    "import sys; print('first', file=sys.stderr); sys.exit('no more memory\\n')": (
+        "its helper process has ended: no more memory"
+    ),
+    "input(); print('error no room'); input()": "its helper process said: error no room",
+    "import os; os.read(0, 9); os.write(1, b'\\xff\\xfe\\n'); os.read(0, 1 << 20)": "codec can't decode",
+    "import os; os.read(0, 9); os.write(1, b'ok 64 64\\n')": "its helper process has ended",
+    (
+        "import sys; count = int(sys.stdin.buffer.readline().split()[0]);"
+        "sys.stdout.buffer.write(b'ok one two\\n' + bytes(8 * count))"
+    ): "invalid literal for int()",
+}
+
+
+@pytest.mark.parametrize("code", NO_PLAN)
 def test_without_the_helper_training_goes_on(
     code: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that ends or refuses is told of once; memory is allocated as ever."""
-
-    def start(self: Placing) -> subprocess.Popen[bytes]:
-        if self._helper is None:
-            self._helper = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-        return self._helper
-
-    monkeypatch.setattr(Placing, "_start_helper", start)
+    """One that ends, refuses or talks nonsense is told of once; memory is allocated as ever."""
+    monkeypatch.setattr(placing, "_COMMAND", (sys.executable, "-c", code))
     placing._say_once.cache_clear()
 
     def run(program: Program, _session: Session | None) -> None:
@@ -281,7 +291,94 @@ def test_without_the_helper_training_goes_on(
     plain, placed, session = both(run)
     assert placed == plain
     assert figures(session)["num_plans"] == 0
-    assert len([record for record in caplog.records if "plans no more steps" in record.message]) == 1
+    assert session.placing._helper is None
+    warnings = [record.message for record in caplog.records if "plans no more steps" in record.message]
+    assert len(warnings) == 1
+    assert NO_PLAN[code] in warnings[0]
+
+
+class OneRecording:
+    """An arena with one recording after each step, as long as it is asked to be."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.num_waiting = 0
+        self.plans: list[bytes] = []
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def cut(self) -> int:
+        """Have another one wait."""
+        self.num_waiting += 1
+        return 2
+
+    def recording(self) -> tuple[bytes, bytes] | None:
+        """Return allocations that live till the next one."""
+        if self.num_waiting == 0:
+            return None
+        self.num_waiting -= 1
+        sizes, ends = array.array("q", [64] * self.length), array.array("q", range(1, self.length + 1))
+        return sizes.tobytes(), ends.tobytes()
+
+    def plan(self, offsets_bytes: bytes, /) -> None:
+        """Keep it."""
+        self.plans.append(offsets_bytes)
+
+    def figures(self) -> dict[str, int]:
+        """Return what is logged at the end."""
+        return {"num_steps": 0, "num_planned_steps": 0}
+
+
+def test_a_helper_that_hangs_is_ended_and_nothing_is_kept_for_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads nothing of a request that is more than a pipe holds: the time limit ends that, too."""
+    monkeypatch.setattr(placing, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(placing, "_ANSWER_TIME_S", 1.0)
+    placing._say_once.cache_clear()
+    arena = OneRecording(50_000)
+    placer = Placing(arena)
+    placer.start()
+    start_s = time.monotonic()
+    for _ in range(4):
+        placer.on_step_end()
+    assert time.monotonic() - start_s < 30
+    assert placer._helper is None
+    assert (arena.num_waiting, arena.plans) == (0, [])
+    warnings = [record.message for record in caplog.records if "plans no more steps" in record.message]
+    assert warnings == ["the arena plans no more steps: its helper process gave no answer within 1 s"]
+
+
+def test_many_open_files_and_a_long_step_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors above 1,023, and a request and an answer that take many turns."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("not so many files may be opened")
+    code = (
+        "import sys, array; count = int(sys.stdin.buffer.readline().split()[0]);"
+        "sizes = array.array('q', sys.stdin.buffer.read(24 * count))[:count];"
+        "sys.stdout.buffer.write(b'ok 64 64\\n' + sizes.tobytes()); sys.stdout.flush(); sys.stdin.buffer.read()"
+    )
+    monkeypatch.setattr(placing, "_COMMAND", (sys.executable, "-c", code))
+    arena = OneRecording(50_000)
+    placer = Placing(arena)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        while not held or held[-1] < 1100:
+            held.append(os.dup(0))
+        placer.start()
+        placer.on_step_end()
+    finally:
+        placer.stop()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert arena.plans == [array.array("q", [64] * 50_000).tobytes()]
 
 
 def test_on_another_device_it_says_so_and_does_nothing(caplog: pytest.LogCaptureFixture) -> None:

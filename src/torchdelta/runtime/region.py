@@ -6,7 +6,7 @@ torch asks a `MemPool`'s allocator for segments, never for tensors, and an alloc
 a budget is counted. So no offset can be chosen. What can be had is the footprint: a private pool with a single segment,
 as large as the recorded step needs when the smallest fitting hole is taken and free neighbours are joined, which is
 what torch does inside of a segment. That is the CnMem-like pool of `pool.online`: on recorded steps it stays within
-4.5 % of the lower bound, where torch's segments by size reserve up to 74 % more than lives
+4.8 % of the lower bound, where torch's segments by size reserve up to 74 % more than lives
 (benchmarks/results/pool.json).
 
 The pool belongs to a stream, not to a thread: autograd's threads run on the stream of the forward. Tensors up to 1 MiB
