@@ -202,6 +202,13 @@ def test_a_missing_script_or_module_is_named():
     assert "No module named nowhere" in torchdelta("run", *BUDGET, "-m", "nowhere", code=1).stderr
 
 
+def test_a_directory_without_a_main_is_one_line(tmp_path):
+    """Python's own words, and no traceback of ours."""
+    done = torchdelta("run", *BUDGET, tmp_path, code=1)
+    assert "can't find '__main__' module" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_composes_with_torchrun(script, tmp_path):
     """Two ranks, each inside its own budget, with its own summary."""
     path = script("import os\nprint('rank', os.environ['RANK'], flush=True)\n")

@@ -60,8 +60,8 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> Outcome
         return Outcome(exit_code=_exit_code(error))
     except BaseException as error:  # noqa: BLE001 - everything the script can raise is reported, Ctrl-C included
         own = _script_frames(error.__traceback__)
-        if own is None and is_module and isinstance(error, ImportError):
-            # Raised by runpy itself: there is no such module, or it cannot be run.
+        if own is None and isinstance(error, ImportError):
+            # Raised by runpy itself: there is no such module, it cannot be run, or a directory has no __main__.py.
             _print_error(f"{sys.executable}: {error}")
             return Outcome(exit_code=1)
         exit_code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
