@@ -7,7 +7,7 @@
    or the time are used up: one restart of `corner.search` with the bound for its capacity, its order drawn at random
    around a static key; and one of `ejection.house` for a little less than the best footprint so far, with the lives
    that are no crumbs: these fill the crevices afterwards.
-3. Every fourth round asks exact search for half-way to the best footprint, in case the bound is out of reach.
+3. Every eighth round asks exact search for half-way to the best footprint, in case the bound is out of reach.
 
 Asking for the bound outright first is what makes the hard instances easy: see [Note: corners] in corner.py.
 """
@@ -34,7 +34,7 @@ _SCANNED: Final = 1_500_000  # sections that a restart of length 1 may look at b
 _SCANS_A_S: Final = 5e8  # with a wide margin: what would pass the time limit is not begun
 _SCANS_A_PUSH: Final = 4  # for each life that it houses: what a push of ejection search costs
 _MOST_EFFORT: Final = 8.0
-_LEAST_EFFORT: Final = 0.25
+_LEAST_EFFORT: Final = 0.05
 _PUSHES: Final = 10_000  # of a try of length 1
 _LEAST_PUSHES: Final = 100
 _MOST_FOR_EJECTION: Final = 8_000  # lives that are no crumbs
@@ -56,7 +56,7 @@ class _State:
     bound: int  # no footprint is below it
     best: int
     offsets: NDArray[np.int64]
-    effort: float = 1.0  # of ejection search, a section that exact search looks at; as long as it gains, more
+    effort: float = 0.25  # of ejection search, a section that exact search looks at; as long as it gains, more
     credit: float = 0.0  # effort that it has not yet spent
     num_tries: int = 0  # of it
     steps: int = _FIRST_STEPS  # ejection search asks for so many-th of the gap between best and bound
@@ -227,8 +227,8 @@ def _random_order(state: _State, generator: np.random.Generator) -> NDArray[np.i
 
 
 def _next_target(state: _State, number: int) -> int:
-    """Return the capacity to ask for: the bound, and every fourth time, when a short round comes, half-way from it."""
-    return state.bound if number % 4 != 1 or number == 1 else (state.bound + state.best - 1) // 2
+    """Return the capacity to ask for: the bound, and every eighth time, when a short round comes, half-way from it."""
+    return state.bound if number % 8 != 5 else (state.bound + state.best - 1) // 2
 
 
 def _luby(number: int) -> int:

@@ -119,7 +119,7 @@ class Survey:
         if not is_lower_bound and self.leaves:
             self._need_of_optimizers()
         for leaf in self.leaves:
-            if isinstance(leaf.grad, _torch.FakeTensor):
+            if leaf.is_leaf and isinstance(leaf.grad, _torch.FakeTensor):  # written in place, it is none any more
                 leaf.grad = None
         error = BudgetError(
             budget_bytes=session.budget_bytes,
