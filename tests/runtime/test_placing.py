@@ -24,7 +24,7 @@ from torchdelta.runtime import placing
 from torchdelta.runtime.placing import Placing, arena_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torchdelta.runtime.session import Session
 
@@ -158,7 +158,15 @@ class Broken(Exception):  # noqa: N818 - no error of anybody's
     """What a user's code may raise."""
 
 
-@pytest.mark.usefixtures("_helper_here")
+@pytest.fixture
+def _has_handler() -> Iterator[None]:
+    """Let a SIGINT raise: a job in the background is born with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_helper_here", "_has_handler")
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 def test_a_step_that_is_lost_loses_nothing_else(place: str, error: type[BaseException]) -> None:
