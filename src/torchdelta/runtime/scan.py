@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
@@ -31,14 +31,12 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from torchdelta.runtime.subclasses import count, runs_own_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
     from torchdelta.runtime.ledger import Ledger
 
 __all__ = ["scan_storages"]
 
-_T = TypeVar("_T")
 _LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # it may lie inside the former
 _TORCH = str(Path(torch.__file__).parent)
@@ -61,7 +59,7 @@ def scan_storages(ledger: Ledger) -> int:
             _count_inner(ledger, tensor)
         else:
             _count(ledger, tensor, leaves)
-    for gradient in _uninterrupted(lambda: _gradients_of(leaves)):
+    for gradient in _gradients_of(leaves):
         if gradient is not None and gradient.layout is torch.strided:
             record = ledger.know(gradient.untyped_storage())
             if ledger.trace is not None:
@@ -90,19 +88,14 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    if _is_anybody_at_work():
+    is_collecting = gc.isenabled()
+    gc.disable()  # a finalizer would let other threads run in the middle of the call of C
+    try:
+        if not _is_anybody_at_work():
+            return list(map(_gradient_of, leaves))
         if leaves:
             _logger.info("another thread may be training: gradients that exist already count from their first use on")
         return []
-    return list(map(_gradient_of, leaves))
-
-
-def _uninterrupted(function: Callable[[], list[_T]]) -> list[_T]:
-    """Call it without the collector, whose finalizers would let other threads run in the middle of a call of C."""
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return function()
     finally:
         if is_collecting:
             gc.enable()
