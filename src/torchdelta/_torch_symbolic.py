@@ -32,6 +32,17 @@ def foreach_on_cpu() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def without_onednn() -> Generator[None]:
+    """Make torch's composite functions, such as the LSTM, leave oneDNN's own ops out."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # `torch.backends.mkldnn.flags` sets TF32 beside, which warns
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
 def without_truncation() -> Generator[None]:
     """Make `nn.init.trunc_normal_` draw once, where it would look at what it drew until all of it lies in its bounds.
 

@@ -1,6 +1,7 @@
 """Whatever is wrong with what a command is given: one clear line, an exit code that is not 0, and nothing written."""
 
 import gzip
+import json
 
 import pytest
 from msgspec import structs
@@ -26,6 +27,17 @@ def linear(batch_size=2):
 
 def nothing(batch_size=2):
     return None
+
+def leaving(batch_size=2):
+    raise SystemExit(3)
+
+def fixed(batch_size=2):
+    return torch.nn.Linear(8, 4), torch.randn(16, 8)
+
+def forward(batch_size=2):
+    def step(model, inputs):
+        return model(inputs).sum()
+    return torch.nn.Linear(8, 4), torch.randn(batch_size, 8), step
 
 def failing(batch_size=2):
     def step(model, inputs):
@@ -62,6 +74,9 @@ def folder(tmp_path, monkeypatch):
         for kind, content in damaged.items():
             (tmp_path / name.replace("step", kind)).write_bytes(content)
     (tmp_path / "bad_models.py").write_text(MODELS)
+    larger = (structs.replace(buffer, size_bytes=2 * buffer.size_bytes) for buffer in STEP.buffers)
+    write_trace(structs.replace(STEP, buffers=tuple(larger)), "larger.trace")
+    (tmp_path / "endless.jsonl").write_text('{"op": "alloc", "id": 1, "size_bytes": 1%s, "time_s": 0.0}' % ("0" * 400))
     (tmp_path / "directory").mkdir()
     return tmp_path
 
@@ -97,8 +112,18 @@ CASES = {
     "no machine": (("simulate", "step.trace", "--machine", "abacus"), "unknown machine 'abacus'"),
     "a plan into a directory": (plan("step.trace", "-o", "directory"), "cannot write 'directory': it is a directory"),
     "a plan into nowhere": (plan("step.trace", "-o", "no/x.plan"), "there is no directory 'no'"),
+    "a plan into a device": (plan("step.trace", "-o", "/dev/null"), "cannot write '/dev/null': it is no file"),
     "a trace into a directory": (("trace", "bad_models:linear", "-o", "directory"), "it is a directory"),
     "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return (model, inputs)"),
+    "a function that leaves": (fit("bad_models:leaving"), "bad_models:leaving cannot be called: SystemExit: 3"),
+    "a function of one batch": (fit("bad_models:fixed"), "fixed gives the same step at batch sizes 2 and 4"),
+    "a step without backward": (fit("bad_models:forward"), "the step of bad_models:forward ran no backward"),
+    "no batch": (fit("bad_models:linear", "--batch-size", "0"), "batch size 0 is no batch: use 1 or more"),
+    "a plan for a smaller step": (
+        ("simulate", "larger.trace", "step.plan"),
+        "the budget of 424.80 MiB is passed by 99824436 bytes",
+    ),
+    "events of sizes without end": (("trace", "endless.jsonl", "--whole", "-o", "x.trace"), "come to more than 4 EiB"),
     "a step that fails": (fit("bad_models:failing"), "bad_models:failing cannot be traced: ValueError: of the step"),
     "a step that asks": (fit("bad_models:asking"), "bad_models:asking cannot be traced: it asks for the value"),
     "no function": (fit("bad_models:lineer"), "bad_models has no function 'lineer': did you mean linear?"),
@@ -139,3 +164,14 @@ def test_an_impossible_budget(folder, planner):
     assert code == 78
     assert f"planner {planner}: no plan within 1.00 MiB was found; the least budget found is" in line
     assert not (folder / "x.plan").exists()
+
+
+def test_what_the_model_prints_is_no_answer(folder):
+    """With --json stdout is one object, whatever a user's module and function print."""
+    (folder / "talking.py").write_text(
+        "print('imported')\n" + MODELS.replace("    return torch", "    print(1)\n    return torch", 1)
+    )
+    done = CliRunner().invoke(make_app(), ["trace", "talking:linear", "-o", "t.trace", "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["path"] == "t.trace"
+    assert done.stderr == "imported\n1\n"

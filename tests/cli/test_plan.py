@@ -2,12 +2,16 @@
 
 import gzip
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from tests.cli.command import torchdelta as in_a_process
 from tests.cli.inside import inside as torchdelta
 from tests.planners.chains import MIB, chain
+from torchdelta.machine.catalog import find
 from torchdelta.plan.file import read_plan
 from torchdelta.plan.validate import validate
 from torchdelta.trace.file import write_trace
@@ -39,6 +43,41 @@ def test_a_plan_is_made_written_and_simulated(trace, tmp_path):
     validate(STEP, read_plan(path))
     again = json.loads(torchdelta("simulate", trace, path, "--json").stdout)
     for name in ("peak_bytes", "time_s", "stall_s", "recompute_s", "swapped_out_bytes"):
+        assert again[name] == facts[name]
+
+
+def test_a_planner_with_another_runtime_is_simulated_with_it(trace, tmp_path):
+    """DELTA's published code waits for its copies: so do the figures of its plans, when made and when read back."""
+    path = tmp_path / "step.plan"
+    released = (*ON, "--planner", "delta-2022-released", "--memory-budget", peak(STEP).size_bytes * 6 // 10)
+    facts = json.loads(torchdelta("plan", trace, *released, "-o", path, "--json").stdout)
+    assert facts["stall_s"] >= facts["swapped_out_bytes"] / find("a100-80g").host_out_bytes_per_s
+    again = json.loads(torchdelta("simulate", trace, path, "--json").stdout)
+    assert again["time_s"] == facts["time_s"]
+
+
+def test_an_answer_that_cannot_be_written_is_one_line(trace):
+    """A full disk behind stdout; no traceback."""
+    with pathlib.Path("/dev/full").open("w") as full:
+        command = (sys.executable, "-m", "torchdelta", "simulate", str(trace), *ON)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "torchdelta: cannot write to stdout: No space left on device"
+
+
+def test_a_plan_over_the_end_of_the_step_goes_through_its_file(tmp_path):
+    """States that wait on the host from one step to the next: planned, written, read and simulated alike."""
+    step = chain([(16 * MIB, 8e-3, 2e-3)] * 3, weight_bytes=64 * MIB, optimizer=True)
+    trace, path = tmp_path / "step.trace", tmp_path / "step.plan"
+    write_trace(step, trace)
+    budget_bytes = peak(step).size_bytes - 128 * MIB
+    arguments = (*ON, "--planner", "torchdelta-all", "--memory-budget", budget_bytes, "-o", path, "--json")
+    facts = json.loads(torchdelta("plan", trace, *arguments).stdout)
+    plan = read_plan(path)
+    validate(step, plan)
+    assert any(absence.next_use_op >= len(step.ops) for absence in plan.absences)
+    again = json.loads(torchdelta("simulate", trace, path, "--json").stdout)
+    for name in ("peak_bytes", "time_s", "stall_s", "host_peak_bytes", "swapped_out_bytes"):
         assert again[name] == facts[name]
 
 

@@ -80,6 +80,20 @@ def test_without_fake_mode() -> None:
         assert isinstance(torch.ones(2), _torch.FakeTensor)
 
 
+def test_without_onednn() -> None:
+    """Within it an LSTM is products and gates, outside oneDNN's one op, which says nothing of what it computes."""
+
+    def has_onednn_op() -> bool:
+        with _torch.FakeTensorMode(), Names() as names:
+            torch.nn.LSTM(2, 2)(torch.ones(3, 4, 2))
+        return any("mkldnn_rnn_layer" in name for name in names.seen)
+
+    assert has_onednn_op() == torch.backends.mkldnn.enabled
+    with _torch_symbolic.without_onednn():
+        assert not has_onednn_op()
+    assert has_onednn_op() == torch.backends.mkldnn.enabled
+
+
 def test_without_truncation() -> None:
     """Within it `trunc_normal_` needs no values; afterwards it keeps its bounds."""
     with _torch.FakeTensorMode(), _torch_symbolic.without_truncation():

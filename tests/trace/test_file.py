@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import os
 import re
 import stat
 from pathlib import Path
@@ -200,3 +201,16 @@ def test_hundred_thousand_buffers(tmp_path: Path) -> None:
     large = Trace(header=trace.header, buffers=trace.buffers + more, ops=trace.ops, saved_tensors=trace.saved_tensors)
     write_trace(large, tmp_path / "step.trace")
     assert read_trace(tmp_path / "step.trace") == large
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """A pipe (or "/dev/null") stays what it is; a link is followed, and stays a link."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceFileError, match="pipe: cannot write the trace: it is there, and no file"):
+        write_trace(example(), tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    (tmp_path / "link").symlink_to(tmp_path / "step.trace")
+    write_trace(example(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert read_trace(tmp_path / "step.trace") == example()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "step.trace"]

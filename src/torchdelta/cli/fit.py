@@ -10,7 +10,7 @@ import typer
 
 from torchdelta.cli.prediction import tensors_at_peak
 from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import one_line_errors, progress
+from torchdelta.cli.step import EXIT_USAGE, answer, fail, one_line_errors, own_stdout, progress
 from torchdelta.errors import InfeasibleError
 from torchdelta.units import format_bytes, parse_size
 
@@ -31,7 +31,7 @@ def fit(
     ],
     *,
     machine: Annotated[str, typer.Option(help="Name in the catalog, such as rtx4090.", show_default=False)],
-    batch_size: Annotated[int, typer.Option(min=1, help="The batch that you want to train with.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="The batch that you want to train with.")] = 8,
     memory_budget: Annotated[
         str | None, typer.Option(help="By default all of the machine's memory.", show_default=False)
     ] = None,
@@ -46,13 +46,12 @@ def fit(
     Nothing runs on a GPU: the step is traced on fake tensors at two batch sizes, which price every other one. Exits
     with 78 if the batch does not fit by any plan that was found.
     """
+    if batch_size < 1:
+        fail(f"batch size {batch_size} is no batch: use 1 or more", EXIT_USAGE)
     with one_line_errors(), progress() as say:
-        answer = _Answer(function, machine, memory_budget, optimizer=optimizer, planner=planner, say=say)
-        facts = answer.facts(batch_size)
-    if as_json:
-        typer.echo(json.dumps(facts))
-    else:
-        typer.echo("\n".join(_lines(facts)))
+        found = _Answer(function, machine, memory_budget, optimizer=optimizer, planner=planner, say=say)
+        facts = found.facts(batch_size)
+    answer(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
     if not facts["fits"]:
         raise typer.Exit(78)
 
@@ -71,9 +70,10 @@ class _Answer:
         say: Callable[[str], None],
     ) -> None:
         from torchdelta.machine.catalog import find
-        from torchdelta.planners import get
+        from torchdelta.planners import get, options_of
 
         self.machine, self.planner, self.planner_name, self.say = find(machine), get(planner), planner, say
+        self.options = options_of(planner)
         total_bytes = self.machine.memory_bytes
         if memory_budget is None:
             self.budget_bytes = total_bytes
@@ -85,11 +85,15 @@ class _Answer:
         from torchdelta.trace.symbolic import trace_step
         from torchdelta.trace.symbolic.load import load_function
 
-        built = load_function(function)
         options: dict[str, Any] = {"optimizer": optimizer}  # its names are checked there
-        self._first, self._second = (
-            trace_step(built, batch_size=size, comment=function, **options) for size in _TRACED
-        )
+        with own_stdout():
+            built = load_function(function)
+            self._first, self._second = (
+                trace_step(built, batch_size=size, comment=function, **options) for size in _TRACED
+            )
+        if self._first.buffers == self._second.buffers:
+            sizes = " and ".join(map(str, _TRACED))
+            fail(f"{function} gives the same step at batch sizes {sizes}: it must build its inputs of that size")
         self.step = cache(self._step)
 
     def _step(self, batch_size: int) -> Any:
@@ -108,7 +112,7 @@ class _Answer:
         plain_peak_bytes = peak(step, with_workspace=True).size_bytes
         self.say("looking for the least budget")
         least = least_budget(step, self.machine, self.planner)
-        at_least = simulate_plan(step, self.machine, least.plan)
+        at_least = simulate_plan(step, self.machine, least.plan, options=self.options)
         facts: dict[str, Any] = {
             "machine": self.machine.name,
             "planner": self.planner_name,
@@ -152,7 +156,7 @@ class _Answer:
             made = self.planner(step, self.machine, self.budget_bytes, "fast")
         except InfeasibleError:
             return math.inf
-        return simulate_plan(step, self.machine, made).time_s / batch_size
+        return simulate_plan(step, self.machine, made, options=self.options).time_s / batch_size
 
     def _largest_plain(self) -> int:
         from torchdelta.planners.fitting import BatchSearch

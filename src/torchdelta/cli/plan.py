@@ -49,7 +49,7 @@ def plan(
     with one_line_errors(), progress() as say:
         from torchdelta.machine.catalog import find
         from torchdelta.plan.file import write_plan
-        from torchdelta.planners import get
+        from torchdelta.planners import get, options_of
         from torchdelta.planners.lp_bound import bound
         from torchdelta.simulate import simulate_plan
 
@@ -78,7 +78,7 @@ def plan(
         else:
             made = choose(step, hardware, budget_bytes, wanted)
         say("simulating")
-        facts = facts_of(simulate_plan(step, hardware, made), step)
+        facts = facts_of(simulate_plan(step, hardware, made, options=options_of(planner)), step)
         facts |= placed | {"planner": planner, "machine": hardware.name, "decision_class": made.header.decision_class}
         if with_bound:
             say("bounding")

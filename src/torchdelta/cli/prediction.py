@@ -3,8 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from torchdelta.cli.step import answer
 from torchdelta.trace.model import Trace
 from torchdelta.units import format_bytes
 
@@ -57,7 +56,7 @@ def tensors_at_peak(simulation: "Simulation", trace: Trace) -> list[dict[str, An
 def show(facts: dict[str, Any], *, as_json: bool) -> None:
     """Print a prediction on stdout."""
     if as_json:
-        typer.echo(json.dumps(facts))
+        answer(json.dumps(facts))
         return
     lines = [
         f"planner      {facts['planner']} on {facts['machine']}",
@@ -90,7 +89,7 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     lines += [_tensor_line(tensor) for tensor in facts["peak_tensors"]]
     if "path" in facts:
         lines.append(f"plan in {facts['path']}")
-    typer.echo("\n".join(lines))
+    answer("\n".join(lines))
 
 
 def _tensor_line(tensor: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from torchdelta.cli.step import one_line_errors
+from torchdelta.cli.step import answer, one_line_errors
 from torchdelta.machine.cache import CachedMachine, read_cached, write_cached
 from torchdelta.machine.model import Machine
 from torchdelta.units import format_bytes
@@ -49,7 +49,7 @@ def probe(
             if path is not None and sys.stderr.isatty():
                 typer.echo(f"kept in {path}", err=True)
     facts = msgspec.to_builtins(cached)
-    typer.echo(json.dumps(facts["machine"] | {"measured_at": cached.measured_at}) if as_json else _text(cached))
+    answer(json.dumps(facts["machine"] | {"measured_at": cached.measured_at}) if as_json else _text(cached))
 
 
 def _text(cached: CachedMachine) -> str:

@@ -33,16 +33,20 @@ def simulate(
     with one_line_errors(), progress() as say:
         from torchdelta.machine.catalog import find
         from torchdelta.plan.file import read_plan
-        from torchdelta.planners import get
+        from torchdelta.plan.validate import validate
+        from torchdelta.planners import get, options_of
         from torchdelta.simulate import simulate_plan
         from torchdelta.trace.model import peak
 
-        found = None if plan is None else read_plan(plan)
-        hardware = find(machine if machine is not None else found.header.machine if found is not None else "")
+        given = None if plan is None else read_plan(plan)
+        hardware = find(machine if machine is not None else given.header.machine if given is not None else "")
         step = priced(read_step(trace), hardware)
-        if found is None:
+        if given is not None:
+            found = given
+            validate(step, found, hardware)
+        else:
             found = get("keep")(step, hardware, max(peak(step, with_workspace=True).size_bytes, 1), "fast")
         say("simulating")
-        facts = facts_of(simulate_plan(step, hardware, found), step)
+        facts = facts_of(simulate_plan(step, hardware, found, options=options_of(found.header.planner)), step)
     facts |= {"planner": found.header.planner, "machine": hardware.name}
     show(facts, as_json=as_json)

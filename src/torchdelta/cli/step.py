@@ -1,9 +1,10 @@
 """What the planning commands share: reading a trace, pricing it, progress, and saying in one line what went wrong."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,9 +19,11 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INFEASIBLE",
     "EXIT_USAGE",
+    "answer",
     "check_output",
     "fail",
     "one_line_errors",
+    "own_stdout",
     "priced",
     "progress",
     "read_step",
@@ -36,6 +39,16 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """Say in one line what went wrong, on stderr, and exit."""
     typer.echo(f"torchdelta: {' '.join(message.split())}", err=True)
     raise typer.Exit(code)
+
+
+def answer(text: str) -> None:
+    """Print what was asked for on stdout. A reader that has gone away (`| head`) is typer's to end quietly."""
+    try:
+        typer.echo(text)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        fail(f"cannot write to stdout: {error.strerror or error}")
 
 
 @contextmanager
@@ -60,6 +73,13 @@ def one_line_errors() -> Generator[None]:
 
 
 @contextmanager
+def own_stdout() -> Generator[None]:
+    """Send what a user's code prints to stderr: stdout holds the command's own answer, with --json one object."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+@contextmanager
 def progress() -> Generator[Callable[[str], None]]:
     """Give a function that says what is being done; shown on a terminal once it has taken a second."""
     with tqdm(file=sys.stderr, disable=None, delay=1.0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
@@ -75,6 +95,8 @@ def check_output(path: Path) -> None:
     """Refuse a file that cannot be written, before the work that would fill it is done."""
     if path.is_dir():
         fail(f"cannot write {str(path)!r}: it is a directory")
+    if path.exists() and not path.is_file():
+        fail(f"cannot write {str(path)!r}: it is no file that could be replaced")
     if not path.parent.is_dir():
         fail(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
     if not os.access(path.parent, os.W_OK):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdelta.cli.step import check_output, one_line_errors
+from torchdelta.cli.step import answer, check_output, one_line_errors, own_stdout
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.trace.file import write_trace
@@ -63,13 +63,14 @@ def trace(
             from torchdelta.trace.symbolic.load import load_function
 
             options: dict[str, Any] = {"optimizer": optimizer, "comment": function}  # its names are checked there
-            step = trace_step(load_function(function), batch_size=batch_size, device=device, **options)
+            with own_stdout():
+                step = trace_step(load_function(function), batch_size=batch_size, device=device, **options)
         if priced_on is not None:
             step = price(step, priced_on)
         write_trace(step, output)
     facts = {"path": str(output), "function": function, **_facts(step), "machine": priced_on and priced_on.name}
     facts["tracing_s"] = round(time.monotonic() - start_s, 3)
-    typer.echo(json.dumps(facts) if as_json else _text(facts))
+    answer(json.dumps(facts) if as_json else _text(facts))
 
 
 def _imported(name: str, *, whole: bool) -> Trace | None:

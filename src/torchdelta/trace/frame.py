@@ -6,7 +6,8 @@ write while the step runs and nobody needs two copies in memory; gzip, because i
 [Note: whole or not at all]
 A file is written under a temporary name beside its place and renamed when its last line is out: under its own name it
 is complete or does not exist. The last line repeats how many records there are, so that a file that others cut short is
-noticed even where the cut falls between two gzip members.
+noticed even where the cut falls between two gzip members. A link is followed, as `open` would, and what is no file (a
+pipe, "/dev/null") is refused: renaming would put a file in its place.
 
 Every failure, of the disk or of the content, is one error of one line that names the file, and the line in it where
 there is one.
@@ -77,9 +78,12 @@ class LineWriter:
         self._lines: list[bytes] = []
         self._lines_bytes = 0
         self._is_open = True
+        self._target = Path(os.path.realpath(path))
+        if self._target.exists() and not (self._target.is_file() or self._target.is_dir()):
+            raise kind.error(f"{self._path}: cannot write the {kind.noun}: it is there, and no file")
         try:
             # `with_name` refuses a path that has no last part, such as "/".
-            self._temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+            self._temporary = self._target.with_name(f".{self._target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
             self._raw = self._temporary.open("xb")
         except (OSError, ValueError) as error:
             raise self._failed(error) from error
@@ -117,7 +121,7 @@ class LineWriter:
             self._flush()
             self._gzip.close()
             self._raw.close()
-            self._temporary.replace(self._path)
+            self._temporary.replace(self._target)
         except OSError as error:
             self.abort()
             raise self._failed(error) from error

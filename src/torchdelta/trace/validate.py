@@ -15,7 +15,7 @@ What must hold, beside ids and numbers in range:
 """
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
@@ -47,6 +47,9 @@ ITEM_SIZE_BYTES = {
     "complex128": 16,
 }
 """Bytes of one element by dtype name. A dtype that is not listed is accepted, but its views' bounds are not checked."""
+
+MAX_BYTES = 2**62
+"""What all buffers of a trace, or all workspaces, may come to together: its readers add up 64-bit integers."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +124,16 @@ def _buffer_fault(trace: Trace) -> Fault | None:
         else:
             continue
         return Fault(record="buffer", index=place, message=f"buffer {buffer.id}: {wrong}")
+    return _sum_fault("buffer", [buffer.size_bytes for buffer in trace.buffers])
+
+
+def _sum_fault(record: Literal["buffer", "op"], sizes_bytes: list[int]) -> Fault | None:
+    """Find the record with which the sizes pass what 64-bit integers add up."""
+    for place, total_bytes in enumerate(accumulate(sizes_bytes)):
+        if total_bytes > MAX_BYTES:
+            noun = "buffers" if record == "buffer" else "workspaces"
+            message = f"{record} {place}: with it the {noun} come to more than 4 EiB ({MAX_BYTES} bytes)"
+            return Fault(record=record, index=place, message=message)
     return None
 
 
@@ -147,7 +160,7 @@ def _op_fault(trace: Trace) -> Fault | None:
         else:
             continue
         return Fault(record="op", index=place, message=f"op {op.index} {op.name!r}: {wrong}")
-    return None
+    return _sum_fault("op", [op.workspace_bytes for op in trace.ops])
 
 
 def _birth_fault(trace: Trace) -> Fault | None:

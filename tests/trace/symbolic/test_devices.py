@@ -69,15 +69,32 @@ def test_attention_on_cpu():
     assert names_of(torch.float32, "none", 4, "cpu") == {"aten._scaled_dot_product_flash_attention_for_cpu.default"}
 
 
+def recurrent(kind: Any) -> Any:
+    """A function that makes a recurrent layer and a batch of four times eight steps for it."""
+    return lambda: (kind(16, 32), torch.zeros(8, 4, 16))
+
+
+def test_an_lstm_on_cuda_is_priced():
+    """Its products are counted as a GRU's are (four gates for three), and what its gates save is there."""
+    lstm, gru = (trace_step(recurrent(kind), optimizer="none") for kind in (nn.LSTM, nn.GRU))
+    flops_lstm, flops_gru = (sum(op.flops for op in trace.ops) for trace in (lstm, gru))
+    assert flops_lstm == pytest.approx(flops_gru * 4 / 3, rel=0.02)
+    gates_bytes = 8 * 4 * 4 * 32 * 4
+    assert sum(buffer.size_bytes for buffer in lstm.buffers if buffer.saved and buffer.birth_op >= 0) > gates_bytes
+
+
 def test_torch_is_left_as_it_was():
     """The replaced functions are back, after an error as well; dropout in eval mode and in place are torch's own."""
     before = (nn.functional.dropout, nn.functional.scaled_dot_product_attention, torch.dropout)
+    onednn = torch.backends.mkldnn.enabled
     x = torch.ones(64)
     with acting_as("cuda"):
         assert nn.functional.dropout is not before[0]
         assert torch.equal(nn.functional.dropout(x, 0.5, training=False), x)
         assert dropout(x.clone(), 0.5, inplace=True).unique().tolist() == [0, 2]
         assert torch.dropout(x, 0.5, train=True).unique().tolist() == [0, 2]
+        assert not torch.backends.mkldnn.enabled
     with pytest.raises(ZeroDivisionError), acting_as("cuda"):
         _ = 1 // 0
     assert (nn.functional.dropout, nn.functional.scaled_dot_product_attention, torch.dropout) == before
+    assert torch.backends.mkldnn.enabled == onednn

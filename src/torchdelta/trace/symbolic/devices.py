@@ -8,10 +8,13 @@ these are put right, by calling the op that torch calls on CUDA; its output has 
 - `scaled_dot_product_attention` chooses a kernel: flash attention for float16 and bfloat16 without a mask, the
   memory-efficient one else (a bool mask becomes an additive one first), plain products where neither can. The rule
   follows `sdp_utils.cpp` for a card of compute capability 8.0 or more; cuDNN's kernel is never chosen.
+- An LSTM is computed step by step, as GRUs and plain RNNs are anyway, and not in oneDNN's one op, which hides what it
+  multiplies and saves.
 - Optimizers and gradient clipping take the `_foreach_` ops, whose temporaries are as large as all parameters.
 
-Not corrected: recurrent layers (cuDNN's are one op, here they are many), autocast for CUDA (it does not act on CPU
-tensors: trace a model in the dtype that it computes in), and memory formats that cuDNN would choose otherwise.
+Not corrected: recurrent layers (cuDNN's are one op, here they are many; on CPU an LSTM is oneDNN's one op, which is
+priced too low), autocast for CUDA (it does not act on CPU tensors: trace a model in the dtype that it computes in), and
+memory formats that cuDNN would choose otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from torchdelta._torch_symbolic import foreach_on_cpu
+from torchdelta._torch_symbolic import foreach_on_cpu, without_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -49,7 +52,7 @@ def acting_as(device: str) -> Generator[None]:
     for name, function in replaced.items():
         setattr(functional, name, function)
     try:
-        with foreach_on_cpu(), _OnCuda():
+        with foreach_on_cpu(), without_onednn(), _OnCuda():
             yield
     finally:
         for name, function in originals.items():

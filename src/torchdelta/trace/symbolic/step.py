@@ -113,6 +113,8 @@ def trace_step(
     )
     if not mode.draft.ops:
         raise TraceError(f"the step of {name} ran no op: it is called as step(model, inputs) and trains once")
+    if not any(op.phase == "backward" for op in mode.draft.ops):
+        raise TraceError(f"the step of {name} ran no backward: it is called as step(model, inputs) and trains once")
     trace = mode.draft.trace(header)
     validate(trace)
     return trace
@@ -217,7 +219,8 @@ def _told(what: str) -> Generator[None]:
         yield
     except TraceError:
         raise
-    except Exception as error:
+    # A script's function may leave as well as fail.
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split()) or "no message"
         kind = type(error).__name__
         if kind in VALUES_WANTED or _NO_DATA in text:
