@@ -65,11 +65,13 @@ class LinearProgram:
         self._row_lower.append(lower)
         self._row_upper.append(upper)
 
-    def solve(self, *, integral: bool = False) -> Solution | None:
+    def solve(self, *, integral: bool = False, max_nodes: int | None = None) -> Solution | None:
         """Return an optimal solution, None if there is none.
 
         Args:
             integral: Hold the integral variables to whole numbers (branch and bound, no gap left).
+            max_nodes: End the branch and bound after so many nodes: the objective is what is proved by then, the
+                values are those of the best solution found, zeros if there is none.
 
         Raises:
             PlanError: highspy is not installed, or HiGHS gave up.
@@ -96,11 +98,16 @@ class LinearProgram:
         problem.a_matrix_.index_ = numpy.array(self._columns, dtype=numpy.int32)
         problem.a_matrix_.value_ = numpy.array(self._values)
         if integral:
+            if max_nodes is not None:
+                solver.setOptionValue("mip_max_nodes", max_nodes)
             kinds = highspy.HighsVarType
             problem.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in self._integral]
         solver.passModel(problem)
         solver.run()
         status = solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kSolutionLimit and max_nodes is not None:
+            found = list(solver.getSolution().col_value) or [0.0] * len(self._upper)
+            return Solution(objective=float(solver.getInfo().mip_dual_bound), values=[float(v) for v in found])
         if status not in {highspy.HighsModelStatus.kOptimal, *_infeasible(highspy)}:
             # It stopped short of a proof, which the plain simplex method (and branch and bound) then gives.
             solver.clearSolver()

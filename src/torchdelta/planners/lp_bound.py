@@ -33,6 +33,9 @@ is at most the time lost. So the least objective over all values of the variable
     that a candidate used before `p` needs has. Where an op makes one candidate and serves no other chain, it has run
     again exactly when the candidate is recomputed and there.
 
+8.  Whole tensors (with `integral`): at a moment the memory of a tensor is free or not, so what counts in row 1 is 0 or
+    1, and at most the shares of row 2. Two tensors that do not fit beside each other are then no longer halved.
+
 Left out are moments that were not chosen, the memory of replays and of transfers in flight, the order of the queues,
 and limits of the host: each makes the bound lower, never wrong.
 """
@@ -71,7 +74,6 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
             left out.
         recompute: The same of what it has dropped.
         moments: The ops at which it looked at the memory.
-        exact: Whether the decisions were forced to be whole (the MILP).
     """
 
     decision_class: DecisionClass
@@ -82,7 +84,6 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     swap: dict[int, float] = {}
     recompute: dict[int, float] = {}
     moments: tuple[int, ...] = ()
-    exact: bool = False
 
     @property
     def overhead(self) -> float:
@@ -99,6 +100,9 @@ def bound(
     load_bytes: list[int] | None = None,
     integral: bool = False,
     min_candidate_bytes: int = MIN_CANDIDATE_BYTES,
+    num_tight_moments: int = 0,
+    min_whole_bytes: int = 0,
+    max_nodes: int | None = None,
 ) -> Bound:
     """Return a lower bound of the step's time under a budget, within the class *saved*.
 
@@ -108,8 +112,12 @@ def bound(
         budget_bytes: Bytes that the device may hold at any moment.
         num_moments: Moments at which the memory is looked at; more give a higher bound and take longer.
         load_bytes: The load at each op of the plain step; by default the trace's, workspaces included.
-        integral: Force whole decisions: a MILP, for small traces.
+        integral: Force whole decisions, and tensors that are whole on the device or away: a MILP, for small traces.
         min_candidate_bytes: Smaller tensors are taken to be away at no cost.
+        num_tight_moments: Moments beside the others at which the memory is looked at: those at which most is left if
+            everyone is away. They tell the more, the fewer tensors fit beside what is left.
+        min_whole_bytes: With `integral`, smaller tensors may still be divided.
+        max_nodes: With `integral`, end the branch and bound after so many nodes: with what is proved by then.
 
     Raises:
         PlanError: The solver failed, or highspy is not installed.
@@ -117,18 +125,19 @@ def bound(
     load = load_curve(trace, with_workspace=True) if load_bytes is None else load_bytes
     everyone = saved_candidates(trace)
     plain_time_s = math.fsum(op.time_s for op in trace.ops)
-    if max(load_without(trace, load, everyone)) > budget_bytes:
+    least = load_without(trace, load, everyone)
+    if max(least) > budget_bytes:
         return Bound(
             decision_class="saved",
             budget_bytes=budget_bytes,
             feasible=False,
             time_s=math.inf,
             plain_time_s=plain_time_s,
-            exact=integral,
         )
     small = tuple(c for c in everyone if c.size_bytes < min_candidate_bytes)
     load = load_without(trace, load, small)
-    moments = choose_moments(trace, load, budget_bytes, num_moments)
+    tight = _tight_moments(load, least, budget_bytes, num_tight_moments)
+    moments = tuple(sorted({*choose_moments(trace, load, budget_bytes, num_moments), *tight}))
     nothing = Bound(
         decision_class="saved",
         budget_bytes=budget_bytes,
@@ -136,16 +145,16 @@ def bound(
         time_s=plain_time_s,
         plain_time_s=plain_time_s,
         moments=moments,
-        exact=integral,
     )
     if not moments:
         return nothing
-    rows = _Rows(trace, everyone, min_candidate_bytes, moments)
+    whole_bytes = min_whole_bytes if integral else max(load) + 1
+    rows = _Rows(trace, everyone, min_candidate_bytes, moments, whole_bytes)
     rows.add_memory(load, budget_bytes)
     rows.add_links(machine)
     rows.add_reruns()
     rows.add_parents()
-    solution = rows.program.solve(integral=integral)
+    solution = rows.program.solve(integral=integral, max_nodes=max_nodes)
     if solution is None:
         return msgspec.structs.replace(nothing, feasible=False, time_s=math.inf)
     return msgspec.structs.replace(
@@ -183,6 +192,14 @@ def choose_moments(trace: Trace, load_bytes: list[int], budget_bytes: int, num_m
     return tuple(sorted(best.values()))
 
 
+def _tight_moments(load_bytes: list[int], least_bytes: list[int], budget_bytes: int, num_moments: int) -> list[int]:
+    """Return the ops above the budget at which the least load has its highest local maxima."""
+    around = [-1, *least_bytes, -1]
+    peaks = [op for op, least in enumerate(least_bytes) if least >= max(around[op], around[op + 2])]
+    above = [op for op in peaks if load_bytes[op] > budget_bytes]
+    return sorted(above, key=lambda op: (-least_bytes[op], op))[:num_moments]
+
+
 _Crossing = tuple[int, float, float]
 """A share that is away, the seconds that it takes on the link, and the plain seconds that it has for them."""
 
@@ -196,8 +213,10 @@ class _Rows:
         everyone: tuple[Candidate, ...],
         min_candidate_bytes: int,
         moments: tuple[int, ...],
+        whole_bytes: int,
     ) -> None:
         self.trace = trace
+        self.whole_bytes = whole_bytes
         self.moments = moments
         self.everyone = everyone
         # Who is away at none of the moments relieves none of them, but may be a parent or a cause of reruns: left out.
@@ -205,8 +224,10 @@ class _Rows:
         self.start_s = [0.0, *accumulate(op.time_s for op in trace.ops)]  # of each op in the plain step
         self.unit_s = max(self.start_s[-1], 1e-9) / 1000
         self.program = program = LinearProgram()
-        self.swap = {i: program.variable(1.0, integral=True) for i in self.chosen}
-        self.recompute = {i: program.variable(float(everyone[i].recomputable), integral=True) for i in self.chosen}
+        whole = {i: everyone[i].size_bytes >= whole_bytes for i in self.chosen}
+        can = {i: float(everyone[i].recomputable) for i in self.chosen}
+        self.swap = {i: program.variable(1.0, integral=whole[i]) for i in self.chosen}
+        self.recompute = {i: program.variable(can[i], integral=whole[i]) for i in self.chosen}
         self.gone: dict[tuple[int, int], int] = {}
         self.missing: dict[tuple[int, int], int] = {}
         self.away_r: dict[tuple[int, int], int] = {}
@@ -269,14 +290,25 @@ class _Rows:
         return self.breakpoints[bisect_left(self.breakpoints, op)]
 
     def add_memory(self, load_bytes: list[int], budget_bytes: int) -> None:
-        """Add the rows of point 1."""
+        """Add the rows of point 1.
+
+        Where tensors are whole, what is away of one is a variable of its own, 0 or 1: rows of such variables alone are
+        knapsacks, whose covers cut the relaxation (at ResNet-50's first layers three tensors do not fit, 2.9 of them
+        do).
+        """
         unit = max(budget_bytes, 1) / 1000
         for m in self.moments:
             terms: list[tuple[int, float]] = []
             for i in self.chosen:
-                if (i, m) in self.gone:
-                    size = self.everyone[i].size_bytes / unit
+                if (i, m) not in self.gone:
+                    continue
+                size = self.everyone[i].size_bytes / unit
+                if self.everyone[i].size_bytes < self.whole_bytes:
                     terms += [*self._away_s(i, m, size), (self.away_r[i, m], size)]
+                    continue
+                away = self.program.variable(1.0, integral=True)
+                self.program.row([(away, 1.0), *self._away_s(i, m, -1.0), (self.away_r[i, m], -1.0)], upper=0.0)
+                terms.append((away, size))
             self.program.row(terms, lower=(load_bytes[m] - budget_bytes) / unit)
 
     def add_links(self, machine: Machine) -> None:
