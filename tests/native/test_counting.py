@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.native.without import WITHOUT_NATIVE, run_without
 from torchdelta import Config, MemoryBudget
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status, new_counter
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from torchdelta.native.counting import Counter
@@ -170,13 +169,7 @@ def test_a_data_loader_with_workers_is_no_trouble(counter: Counter) -> None:
     assert counter.live_bytes() - before_bytes < 4096
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"TORCHDELTA_NATIVE": "0"}, "TORCHDELTA_NATIVE switches it off"),
-        ({"CXX": "no-such-compiler"}, "no-such-compiler"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "expected"), WITHOUT_NATIVE)
 def test_without_it_a_budget_works_and_says_so(
     environment: dict[str, str], expected: str, tmp_path: os.PathLike[str]
 ) -> None:
@@ -192,13 +185,7 @@ for _ in range(2):
 status = counting_status()
 print(status.is_on, status.reason, budget.summary().peak_bytes > 0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_without(environment, program, tmp_path)
     assert done.stdout.startswith("False")
     assert expected in done.stdout
     assert done.stdout.rstrip().endswith("True")

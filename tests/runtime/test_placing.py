@@ -7,7 +7,6 @@ import io
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.native.without import WITHOUT_NATIVE, run_without
 from tests.runtime.programs import UNLIMITED, running
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import NativeError
@@ -398,13 +398,7 @@ def test_on_another_device_it_says_so_and_does_nothing(caplog: pytest.LogCapture
     assert [record.message for record in caplog.records] == ["no arena: allocations on xpu are left as they are"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"TORCHDELTA_NATIVE": "0"}, "TORCHDELTA_NATIVE switches it off"),
-        ({"CXX": "no-such-compiler"}, "no-such-compiler"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "expected"), WITHOUT_NATIVE)
 def test_without_a_compiler_it_warns_once_and_trains(
     environment: dict[str, str], expected: str, tmp_path: os.PathLike[str]
 ) -> None:
@@ -420,13 +414,7 @@ for _ in range(2):
 status = arena_status()
 print(status.is_on, status.reason, len(budget.summary().steps))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path)} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_without(environment, program, tmp_path)
     assert done.stdout.startswith("False")
     assert expected in done.stdout
     assert done.stdout.rstrip().endswith("1")
