@@ -54,7 +54,7 @@ def test_a_replay_counts_its_transients(step, plan):
 def test_a_use_while_away_is_found(step, plan):
     """A buffer that returns after its next use was needed before."""
     swapped = next(absence for absence in plan.absences if absence.action == "swap")
-    late = with_absence(plan, "swap", next_use_op=swapped.next_use_op + 2, return_op=swapped.next_use_op + 1)
+    late = with_absence(plan, "swap", next_use_op=swapped.next_use_op + 1, return_op=swapped.next_use_op + 1)
     fault = find_fault(step, late)
     assert fault is not None
     assert f"reads buffer {swapped.buffer_id}, which is not on the device" in fault

@@ -17,18 +17,28 @@ MACHINE = Machine(
 )
 
 
-def chain(blocks, *, weight_bytes=MIB):
+def chain(blocks, *, weight_bytes=MIB, optimizer=False):
     """Return a step of blocks in a row: each a wide op whose output is saved, a cheap one, and one whose output dies.
 
     Args:
         blocks: One `(size_bytes, wide_s, cheap_s)` a block.
         weight_bytes: Bytes of each block's parameter.
+        optimizer: Whether momentum and parameter of each block are then written over, one block after the other.
     """
     ops, drafts, saved = [], [], []
 
     def buffer(size_bytes, kind, birth):
-        drafts.append({"id": len(drafts), "size_bytes": size_bytes, "kind": kind, "birth_op": birth, "death_op": None})
-        return len(drafts) - 1
+        id_ = len(drafts)
+        drafts.append(
+            {"id": id_, "storage_id": id_, "size_bytes": size_bytes, "kind": kind, "birth_op": birth, "death_op": None}
+        )
+        return id_
+
+    def overwrite(name, reads, id_):
+        (new,) = run(name, "optimizer", "", reads, (weight_bytes,), 1e-4, drafts[id_]["kind"])
+        drafts[new]["storage_id"] = id_
+        drafts[id_]["death_op"] = drafts[new]["birth_op"]
+        return new
 
     def run(name, phase, module, reads, sizes, time_s, kind="temporary"):
         index = len(ops)
@@ -70,17 +80,23 @@ def chain(blocks, *, weight_bytes=MIB):
         grads.append((index, weight_grad))
         if index:
             (grad,) = run("aten.mm.default", "backward", "", (grad, weights[index]), (blocks[index - 1][0],), wide_s)
+    if optimizer:
+        momenta = [buffer(weight_bytes, "optimizer_state", BEFORE_STEP) for _ in blocks]
+        for index, weight_grad in grads:
+            momentum = overwrite("aten.add_.Tensor", (momenta[index], weight_grad), momenta[index])
+            overwrite("aten.sub_.Tensor", (weights[index], momentum), weights[index])
     lives = {}
     for op in ops:
         for id_ in (*op.reads, *op.writes):
             lives[id_] = op.index + 1
     for draft in drafts:
-        whole = draft["kind"] in {"parameter", "input", "gradient"}
-        draft["death_op"] = len(ops) if whole else lives[draft["id"]]
+        whole = draft["kind"] in {"parameter", "input", "gradient", "optimizer_state"}
+        if draft["death_op"] is None:
+            draft["death_op"] = len(ops) if whole else lives[draft["id"]]
     packed = {id_ for _, id_ in saved}
     return Trace(
         header=Header(torch_version="2.13.0", device="cpu", created_by="tests", batch_size=4),
-        buffers=tuple(Buffer(storage_id=d["id"], saved=d["id"] in packed, **d) for d in drafts),
+        buffers=tuple(Buffer(saved=d["id"] in packed, **d) for d in drafts),
         ops=tuple(ops),
         saved_tensors=tuple(
             SavedTensor(

@@ -53,10 +53,15 @@ def between(problem, share):
 
 @pytest.mark.parametrize("name", OTHERS)
 @settings(max_examples=10)
-@given(drawn=blocks(), percent=st.integers(30, 100), machine=st.sampled_from([MACHINE, FAST, SLOW]))
-def test_plans_of_networks_made_by_hand(name, drawn, percent, machine):
-    """Valid, within the budget, and the same every time."""
-    trace = chain(drawn)
+@given(
+    drawn=blocks(),
+    optimizer=st.booleans(),
+    percent=st.integers(30, 100),
+    machine=st.sampled_from([MACHINE, FAST, SLOW]),
+)
+def test_plans_of_networks_made_by_hand(name, drawn, optimizer, percent, machine):
+    """Valid, within the budget, and the same every time; also with an optimizer whose states outlive the step."""
+    trace = chain(drawn, optimizer=optimizer)
     budget_bytes = peak(trace, with_workspace=True).size_bytes * percent // 100
     plan = plan_or_none(name, trace, machine, budget_bytes)
     assert plan_or_none(name, trace, machine, budget_bytes) == plan
@@ -64,7 +69,7 @@ def test_plans_of_networks_made_by_hand(name, drawn, percent, machine):
 
 @pytest.mark.parametrize("name", OTHERS)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(trace=traces(), percent=st.integers(30, 100))
+@given(trace=st.booleans().flatmap(lambda lasting: traces(lasting=lasting)), percent=st.integers(30, 100))
 def test_plans_of_random_steps(name, trace, percent):
     """Whatever may stand in a trace: writes in place, phases in any order, ops that cannot run again, huge sizes."""
     # A budget of nothing is no question: its error names 0 B.
@@ -79,6 +84,8 @@ def test_plans_of_real_steps(model, name):
     problem = Problem.of(trace, steps.MACHINE)
     for share in (0.8, 0.4, 0.1, 0.0):
         plan_or_none(name, trace, steps.MACHINE, between(problem, share))
+    roomy = plan_or_none(name, trace, steps.MACHINE, problem.plain_peak_bytes)
+    assert roomy is not None, "what fits without a plan needs none"
 
 
 @pytest.mark.parametrize("model", steps.STEPS)

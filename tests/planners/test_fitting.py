@@ -76,3 +76,20 @@ def test_the_largest_batch_is_found_for_each_limit():
     assert search.largest(math.inf).size == 100
     assert search.largest(1.0) is None
     assert len(asked) == len(set(asked))
+
+
+def test_small_samples_by_the_billion():
+    """A batch is not called the largest for being where the search gave up; nor where it was never tried."""
+    limit = 3 * 10**9
+    tried = []
+
+    def sample_time_s(size: int) -> float:
+        tried.append(size)
+        return 1e-9 if size <= limit else math.inf
+
+    found = BatchSearch(sample_time_s).largest(math.inf)
+    assert found is not None
+    assert limit * 0.995 <= found.size <= limit
+    everything = BatchSearch(lambda _: 1e-9).largest(math.inf, first=2**41)
+    assert everything is not None
+    assert everything.size == 2**41

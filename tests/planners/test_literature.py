@@ -36,6 +36,16 @@ def test_a_step_that_fits_is_left_alone():
             assert plan.absences == (), name
 
 
+def test_checkpointing_that_needs_more_than_plain_is_not_done():
+    """What a wide op takes inside itself is met again in its replay, when more is alive: keeping everything fits."""
+    trace = chain(EQUAL[:2])
+    wide = [msgspec.structs.replace(op, workspace_bytes=256 * MIB) for op in trace.ops if op.name == "aten.mm.default"]
+    forward = [op for op in wide if op.phase == "forward"]
+    ops = {op.index: op for op in (*trace.ops, *forward)}
+    trace = msgspec.structs.replace(trace, ops=tuple(ops[index] for index in range(len(ops))))
+    assert get("checkpoint")(trace, MACHINE, share(trace, 100), "fast").absences == ()
+
+
 def test_the_director_weighs_both_copies_against_the_op():
     """As described: where the link is fast everything is swapped, where it is slow everything is recomputed."""
     trace = chain(EQUAL)

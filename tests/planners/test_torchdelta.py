@@ -1,5 +1,7 @@
 """The default planner: deterministic, dearer with less room, and never worse with more freedom."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners import search
 from torchdelta.planners.torchdelta import choose, least_peak
+from torchdelta.planners.windows import try_windows
+from torchdelta.simulate import simulate_plan
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 
@@ -50,6 +54,29 @@ def test_two_changes_at_once_hold_the_budget_and_cost_no_more(drawn, share):
     assert found == (0, after.time_s)
 
 
+@settings(max_examples=10, deadline=None)
+@given(blocks(), st.floats(0, 1))
+def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
+    """No combination of the codes that are allowed is better than what a window as wide as the step ends with."""
+    problem = Problem.of(chain(drawn[:3]), MACHINE)
+    floor = least_peak(problem)
+    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
+    can_recompute = [gap.can_recompute for gap in problem.gaps]
+    allowed = np.zeros((len(codes), len(Code)), np.bool_)
+    allowed[:, [Code.KEEP, Code.SWAP]] = True
+    allowed[:, Code.RECOMPUTE] = can_recompute
+    order = np.arange(len(codes), dtype=np.int64)
+    found = try_windows(
+        problem.static, problem.work, codes, problem.limits(budget_bytes), allowed, order, len(order), 1
+    )
+    everything = product(*[(0, 1, 3) if possible else (0, 1) for possible in can_recompute])
+    scores = [problem.score(np.array(each, np.int8), budget_bytes) for each in everything]
+    assert found[0] == 0
+    assert found[1] == pytest.approx(min(score.time_s for score in scores if score.is_feasible), rel=1e-8)
+    assert problem.score(codes, budget_bytes).time_s == found[1]
+
+
 @pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended", "torchdelta-all"])
 @pytest.mark.parametrize("effort", ["fast", "best"])
 def test_the_same_question_has_the_same_answer(name, effort):
@@ -67,13 +94,46 @@ def test_what_fits_is_left_alone():
     assert not planners.get("torchdelta")(STEP, MACHINE, Problem.of(STEP, MACHINE).plain_peak_bytes).absences
 
 
-def test_the_least_budget_that_the_error_names_works():
+@pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended", "torchdelta-all"])
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_the_least_budget_that_the_error_names_works(name, optimizer):
     """Below the least peak it is an error whose number can be used at once."""
-    planner = planners.get("torchdelta")
+    planner = planners.get(name)
+    trace = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4, optimizer=optimizer)
     with pytest.raises(InfeasibleError) as caught:
-        planner(STEP, MACHINE, 1000)
+        planner(trace, MACHINE, 1000)
     assert caught.value.least_budget_bytes is not None
-    assert planner(STEP, MACHINE, caught.value.least_budget_bytes).absences
+    plan = planner(trace, MACHINE, caught.value.least_budget_bytes)
+    assert plan.absences
+    validate(trace, plan, MACHINE)
+
+
+def test_states_on_the_host_need_less_and_cost_less():
+    """At the least budget of *saved* the class *all* has room to spare: what takes time there is free here."""
+    trace = chain([(16 * MIB, 2e-2, 5e-3)] * 4, weight_bytes=8 * MIB, optimizer=True)
+    saved, everything = Problem.of(trace, MACHINE), Problem.of(trace, MACHINE, decision_class="all")
+    assert least_peak(everything) + 4 * 8 * MIB <= least_peak(saved)
+    plans = [planners.get(name)(trace, MACHINE, least_peak(saved)) for name in ("torchdelta", "torchdelta-all")]
+    times_s = [simulate_plan(trace, MACHINE, plan).time_s for plan in plans]
+    assert times_s[0] > saved.plain_time_s
+    assert times_s[1] == pytest.approx(saved.plain_time_s)
+    assert any(absence.next_use_op >= len(trace.ops) for absence in plans[1].absences)
+    validate(trace, plans[1], MACHINE)
+
+
+@settings(max_examples=10, deadline=None)
+@given(blocks(), st.integers(1, 16), st.floats(0, 1))
+def test_all_is_never_worse_than_saved(drawn, weight_mib, share):
+    """Whatever the budget is, from the least that *saved* has a plan for."""
+    trace = chain(drawn, weight_bytes=weight_mib * MIB, optimizer=True)
+    problem = Problem.of(trace, MACHINE)
+    floor = least_peak(problem)
+    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    times_s = [
+        simulate_plan(trace, MACHINE, planners.get(name)(trace, MACHINE, budget_bytes, "fast")).time_s
+        for name in ("torchdelta", "torchdelta-all")
+    ]
+    assert times_s[1] <= times_s[0] * (1 + 1e-9)
 
 
 @settings(max_examples=10, deadline=None)

@@ -3,17 +3,20 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from tests.simulate.test_against_validator import DISKY, some_codes
 from torchdelta import planners
 from torchdelta.errors import InfeasibleError, PoolError
+from torchdelta.plan.over_end import parts_within_step
 from torchdelta.plan.validate import validate
 from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.planned import lives_of_plan, plan_within_footprint
 from torchdelta.pool.validate import check
+from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
-from torchdelta.trace.model import peak
+from torchdelta.trace.model import peak, versions_over_end
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
 
@@ -28,6 +31,65 @@ def test_the_load_of_the_lives_is_the_peak_of_the_plan(data, drawn, decision_cla
     if found.time_s == float("inf"):
         return
     assert max_load_bytes(lives_of_plan(trace, found.plan)) == found.peak.size_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), blocks())
+def test_lives_over_the_end_are_one_place(data, drawn):
+    """In the class *all* the load is never below the peak, and equal where no storage is there in two pieces."""
+    trace = chain(drawn, optimizer=True)
+    problem = Problem.of(trace, DISKY, decision_class="all", min_size_bytes=1)
+    found = problem.simulation(some_codes(data.draw, problem), problem.plain_peak_bytes)
+    if found.time_s == float("inf"):
+        return
+    lives = lives_of_plan(trace, found.plan)
+    apart = _lives_apart(trace, found.plan)
+    assert len(lives.ids) == len(set(lives.ids))
+    if apart:
+        assert max_load_bytes(lives) >= found.peak.size_bytes
+    else:
+        assert max_load_bytes(lives) == found.peak.size_bytes
+
+
+def _lives_apart(trace, plan):
+    """The storages that are there when the step begins and when it ends, and away in between."""
+    num_ops, apart = len(trace.ops), set()
+    for last_id, first in versions_over_end(trace).items():
+        mine = [a for a in plan.absences if trace.buffers[a.buffer_id].storage_id == first.storage_id]
+        parts = [part for a in mine for part in parts_within_step(trace, a, {last_id: first})]
+        ends_away = any(part.leave_op < num_ops == part.return_op for part in parts)
+        begins_away = any(part.leave_op == 0 for part in parts)
+        if any(part.leave_op < part.return_op for part in parts) and not ends_away and not begins_away:
+            apart.add(last_id)
+    return apart
+
+
+def test_a_parameter_that_was_away_in_between_is_one_life():
+    """What the step ends with is where the next one begins: not two lives with two addresses."""
+    trace = chain([(8 * MIB, 2e-3, 1e-4)] * 3, optimizer=True)
+    problem = Problem.of(trace, MACHINE, decision_class="all", min_size_bytes=1)
+    codes = problem.keep_all()
+    gap = next(i for i, gap in enumerate(problem.gaps) if trace.buffers[gap.buffer_id].kind == "parameter")
+    assert problem.gaps[gap].next_use_op < len(trace.ops)
+    codes[gap] = Code.SWAP
+    lives = lives_of_plan(trace, problem.simulation(codes, problem.plain_peak_bytes).plan)
+    plain = lives_of_plan(trace, problem.simulation(problem.keep_all(), problem.plain_peak_bytes).plan)
+    assert len(lives.ids) == len(plain.ids)
+
+
+def test_a_swap_that_frees_nothing_leaves_no_address():
+    """Its copy has just ended when it comes back, here once in the step and once over its end: one life, one place."""
+    trace = chain([(MIB, 1e-4, 1e-4)] * 3, optimizer=True)
+    problem = Problem.of(trace, DISKY, decision_class="all", min_size_bytes=1)
+    codes = problem.keep_all()
+    for gap, where in enumerate(problem.gaps):
+        if trace.buffers[where.buffer_id].storage_id == 1 and where.last_use_op >= 16:
+            codes[gap] = Code.SWAP
+    found = problem.simulation(codes, problem.plain_peak_bytes)
+    assert [absence.leave_op - absence.return_op for absence in found.plan.absences] == [0, 0]
+    lives, plain = (lives_of_plan(trace, plan) for plan in (found.plan, replace(found.plan, absences=())))
+    assert lives.ids == plain.ids
+    assert max_load_bytes(lives) == found.peak.size_bytes
 
 
 def test_without_a_plan_the_load_is_the_traces():

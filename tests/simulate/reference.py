@@ -8,7 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from torchdelta.simulate.model import Code
-from torchdelta.trace.model import BEFORE_STEP, storage_versions
+from torchdelta.trace.model import BEFORE_STEP, storage_versions, versions_over_end
 
 
 class Reference:
@@ -18,6 +18,11 @@ class Reference:
         self.trace, self.machine, self.options = problem.trace, problem.machine, problem.options
         self.size = [buffer.size_bytes for buffer in self.trace.buffers]
         self.away_gaps = [(gap, Code(code)) for gap, code in zip(problem.gaps, codes, strict=True) if code]
+        self.over_end = {
+            gap: versions_over_end(self.trace)[gap.buffer_id].id
+            for gap, _ in self.away_gaps
+            if gap.next_use_op >= len(self.trace.ops)
+        }  # what comes back is the first version
         self.budget_bytes = budget_bytes
         self.old_version, self.overwritten = {}, set()
         for versions in storage_versions(self.trace).values():
@@ -29,7 +34,7 @@ class Reference:
         self.swap_ins = []  # (gap, code, op before which it must be there)
         self.needs = []
         self.run_contents()
-        self.run_clock()
+        self.settle()
 
     def lives_across(self, id_, op):
         """Whether a buffer is there before an op and until it, in the plain step."""
@@ -38,22 +43,23 @@ class Reference:
 
     def run_contents(self):
         """Find the bytes needed at each moment."""
-        away = {}  # buffer -> (gap, code)
+        away = {self.over_end[gap]: (gap, code) for gap, code in self.away_gaps if gap in self.over_end}
         for op in self.trace.ops:
             for gap, code in self.away_gaps:
                 if gap.last_use_op == op.index - 1:
                     away[gap.buffer_id] = (gap, code)
             targets = []
             ending = sorted(
-                (gap for gap, _ in self.away_gaps if gap.next_use_op == op.index),
+                (gap for gap, _ in self.away_gaps if gap.next_use_op % len(self.trace.ops) == op.index),
                 key=lambda gap: (gap.last_use_op, gap.buffer_id),
             )
             for gap in ending:
-                if away.get(gap.buffer_id, (None, None))[0] == gap:
-                    code = away[gap.buffer_id][1]
+                id_ = self.over_end.get(gap, gap.buffer_id)
+                if away.get(id_, (None, None))[0] == gap:
+                    code = away[id_][1]
                     if code in {Code.SWAP, Code.DISK}:
                         self.swap_ins.append((gap, code, op.index))
-                        del away[gap.buffer_id]
+                        del away[id_]
                     else:
                         targets.append(gap.buffer_id)
             replay_bytes = self.replay(op.index, targets, away) if targets else 0
@@ -77,6 +83,9 @@ class Reference:
                     if id_ not in away:
                         continue
                     gap, code = away[id_]
+                    if gap in self.over_end:
+                        self.is_possible = False  # it would be there at the end of the step
+                        continue
                     if code in {Code.SWAP, Code.DISK}:
                         self.swap_ins.append((gap, code, at_op))
                         del away[id_]
@@ -137,13 +146,30 @@ class Reference:
             work_s, now = work_s - both_s * share, now + both_s
         return now + work_s
 
-    def run_clock(self):
-        """Run the queues."""
+    def settle(self):
+        """Repeat the step until it leaves the copies on their way that it found; at last it waits for all of them."""
+        carried = {}
+        for _ in range(4):
+            left = self.run_clock(carried)
+            if left.keys() == carried.keys() and all(left[gap] <= carried[gap] for gap in left):
+                break
+            carried = {gap: left_s + 1e-9 * self.end_s for gap, left_s in left.items()}
+        else:
+            self.run_clock({}, waits_at_end=True)
+
+    def run_clock(self, carried, *, waits_at_end=False):
+        """Run the queues, and return what is on its way at the end, and for how long."""
         outs, ins = [], []  # (start, end) of each copy to and from the host
         now, self.stall_s, self.totals = 0.0, 0.0, []
         out_free, in_free, disk_free = 0.0, 0.0, 0.0
-        pending = []  # (end of the copy, order, gap)
-        out_end = {}
+        pending = [(end, gap) for gap, end in carried.items()]  # (end of the copy, gap)
+        for gap, code in self.away_gaps:
+            if gap in carried and code == Code.SWAP:
+                outs.append((out_free, carried[gap]))
+                out_free = carried[gap]
+            elif gap in carried:
+                disk_free = carried[gap]
+        out_end = {gap: carried.get(gap, 0.0) for gap in self.over_end}
         issued = 0
         arrivals = {}
         for op in self.trace.ops:
@@ -165,7 +191,9 @@ class Reference:
                 gap, code, needed = self.swap_ins[issued]
                 size = self.size[gap.buffer_id]
                 if needed > index:
-                    if not self.options.prefetch or gap.last_use_op >= index or out_end[gap] > now:
+                    if not self.options.prefetch or (gap.last_use_op >= index and gap not in self.over_end):
+                        break
+                    if out_end[gap] > now:
                         break
                     if not self.may_issue(issued, index) or total + size > self.budget_bytes:
                         break
@@ -204,4 +232,10 @@ class Reference:
                     if self.options.synchronous:
                         self.stall_s += end - now
                         now = end
+        left = {gap: out_end[gap] - now for gap in self.over_end if out_end[gap] > now}
+        if waits_at_end:
+            self.stall_s += max(left.values())
+            now += max(left.values())
+        self.end_s = now
         self.time_s = now if self.is_possible else float("inf")
+        return left

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from tests.trace.strategies import traces
 from torchdelta.plan.validate import find_fault
+from torchdelta.pool.bounds import max_load_bytes
+from torchdelta.pool.planned import lives_of_plan
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Buffer, Header, Op, SavedTensor, Trace
@@ -27,11 +29,42 @@ def some_codes(draw, problem):
     return codes
 
 
+def step_by_hand(buffers, ops, saved):
+    """A step of buffers of a MiB: `(storage, kind, birth, death)` each, and ops `(phase, reads, writes)`.
+
+    `saved` is the buffer that autograd saves, and the op that does.
+    """
+    id_saved, op_saved = saved
+    return Trace(
+        header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
+        buffers=tuple(
+            Buffer(
+                id=id_,
+                storage_id=storage_id,
+                size_bytes=MIB,
+                kind=kind,
+                birth_op=birth_op,
+                death_op=death_op,
+                saved=id_ == id_saved,
+            )
+            for id_, (storage_id, kind, birth_op, death_op) in enumerate(buffers)
+        ),
+        ops=tuple(
+            Op(index=index, name="aten.mm.default", phase=phase, reads=reads, writes=writes, recomputable=True)
+            for index, (phase, reads, writes) in enumerate(ops)
+        ),
+        saved_tensors=(
+            SavedTensor(op=op_saved, buffer_id=id_saved, shape=(1,), stride=(1,), offset=0, dtype="float32"),
+        ),
+    )
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.data(), blocks() | st.none(), st.sampled_from(["saved", "extended"]))
+@given(st.data(), blocks() | st.none(), st.sampled_from(["saved", "extended", "all"]))
 def test_what_the_simulator_says_of_memory_is_so(data, drawn, decision_class):
     """Under any decisions the plan is in order, and it holds a budget exactly if the simulator says so."""
-    trace = data.draw(traces()) if drawn is None else chain(drawn)
+    is_all = decision_class == "all"
+    trace = data.draw(traces(lasting=is_all)) if drawn is None else chain(drawn, optimizer=is_all)
     problem = Problem.of(trace, DISKY, decision_class=decision_class, min_size_bytes=1)
     codes = some_codes(data.draw, problem)
     budget_bytes = data.draw(st.integers(0, max(problem.plain_peak_bytes, 1)))
@@ -53,36 +86,48 @@ def test_what_the_simulator_says_of_memory_is_so(data, drawn, decision_class):
 
 def test_a_replay_finds_what_the_op_after_it_writes_over():
     """A version that an op overwrites without reading it is there until that op runs, for both."""
-
-    def op(index, phase, reads, writes):
-        return Op(index=index, name="aten.mm.default", phase=phase, reads=reads, writes=writes, recomputable=True)
-
-    def buffer(id_, storage_id, birth_op, death_op):
-        return Buffer(
-            id=id_,
-            storage_id=storage_id,
-            size_bytes=MIB,
-            kind="activation",
-            birth_op=birth_op,
-            death_op=death_op,
-            saved=id_ == 1,
-        )
-
-    trace = Trace(
-        header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
-        buffers=(buffer(0, 0, 0, 3), buffer(1, 1, 1, 4), buffer(2, 0, 3, 4)),
-        ops=(
-            op(0, "forward", (), (0,)),
-            op(1, "forward", (0,), (1,)),
-            op(2, "forward", (), ()),
-            op(3, "backward", (1,), (2,)),
-        ),
-        saved_tensors=(SavedTensor(op=1, buffer_id=1, shape=(1,), stride=(1,), offset=0, dtype="float32"),),
+    trace = step_by_hand(
+        [(0, "activation", 0, 3), (1, "activation", 1, 4), (0, "activation", 3, 4)],
+        [("forward", (), (0,)), ("forward", (0,), (1,)), ("forward", (), ()), ("backward", (1,), (2,))],
+        saved=(1, 1),
     )
     problem = Problem.of(trace, MACHINE)
     found = problem.simulation(np.array([Code.RECOMPUTE], np.int8), 2 * MIB)
     assert found.score.is_feasible
     assert find_fault(trace, found.plan) is None
+
+
+def test_statistics_that_are_brought_up_to_date_twice_need_not_be_found():
+    """A batch norm that a step calls twice: the second call may run again although the first statistics went."""
+    trace = step_by_hand(
+        [
+            (0, "constant", -1, 0),
+            (0, "constant", 0, 1),
+            (0, "constant", 1, 4),
+            (1, "input", -1, 4),
+            (2, "activation", 1, 4),
+        ],
+        [("forward", (0, 3), (1,)), ("forward", (1, 3), (2, 4)), ("forward", (), ()), ("backward", (4,), ())],
+        saved=(4, 2),
+    )
+    problem = Problem.of(trace, MACHINE)
+    found = problem.simulation(np.array([Code.RECOMPUTE], np.int8), 3 * MIB + MIB)
+    assert found.score.is_feasible
+    assert find_fault(trace, found.plan) is None
+
+
+def test_what_a_replay_writes_over_in_place_is_one_allocation():
+    """An addition in place between what is read and what is wanted: the replay holds it once, for all three of them."""
+    trace = step_by_hand(
+        [(0, "input", -1, 4), (1, "activation", 0, 1), (1, "activation", 1, 4), (2, "activation", 2, 3)],
+        [("forward", (0,), (1,)), ("forward", (1,), (2,)), ("forward", (0,), (3,)), ("backward", (2,), ())],
+        saved=(2, 2),
+    )
+    found = Problem.of(trace, MACHINE).simulation(np.array([Code.RECOMPUTE], np.int8), 2 * MIB)
+    assert found.score.is_feasible
+    assert found.plan.replays[0].ops == (0, 1)
+    assert find_fault(trace, found.plan) is None
+    assert max_load_bytes(lives_of_plan(trace, found.plan)) == 2 * MIB
 
 
 def test_a_buffer_that_is_wanted_back_before_it_has_left_counts_once():

@@ -19,21 +19,22 @@ DISKY = msgspec.structs.replace(MACHINE, disk_write_bytes_per_s=3e8, disk_read_b
 @given(
     st.data(),
     blocks() | st.none(),
-    st.sampled_from(["saved", "extended"]),
+    st.sampled_from(["saved", "extended", "all"]),
     st.booleans(),
     st.booleans(),
     st.sampled_from([1.0, 0.8, 0.5, 0.3]),
 )
 def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronous, both_ways):
     """Under any decisions and budget: the same bytes at each op, the same time, the same stalls."""
-    trace = data.draw(traces()) if drawn is None else chain(drawn)
+    is_all = decision_class == "all"
+    trace = data.draw(traces(lasting=is_all)) if drawn is None else chain(drawn, optimizer=is_all)
     options = Options(prefetch=prefetch, synchronous=synchronous)
     machine = msgspec.structs.replace(DISKY, both_ways_factor=both_ways)
     problem = Problem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
     codes = np.array(data.draw(st.lists(st.integers(0, 4), min_size=len(problem.gaps), max_size=len(problem.gaps))))
     codes = np.array(
         [
-            code if code < Code.RECOMPUTE or gap.can_recompute else 0
+            code if code < Code.RECOMPUTE or gap.can_recompute else code % Code.RECOMPUTE
             for code, gap in zip(codes, problem.gaps, strict=True)
         ],
         np.int8,

@@ -31,13 +31,14 @@ def headers() -> st.SearchStrategy[Header]:
 
 
 @st.composite
-def traces(draw: st.DrawFn, *, max_ops: int = 12, resize: bool = False) -> Trace:
+def traces(draw: st.DrawFn, *, max_ops: int = 12, resize: bool = False, lasting: bool = False) -> Trace:
     """Draw a valid trace.
 
     Args:
         draw: Given by hypothesis.
         max_ops: The most ops.
         resize: Whether an overwritten storage may change its size.
+        lasting: Whether all that is there before the step outlives it, as parameters and optimizer states do.
     """
     num_ops = draw(st.integers(1, max_ops))
     drafts: list[dict[str, object]] = []  # the buffers' fields by id; death_op is added when they die
@@ -67,10 +68,11 @@ def traces(draw: st.DrawFn, *, max_ops: int = 12, resize: bool = False) -> Trace
         born(num_storages, draw(sizes_bytes), draw(st.sampled_from(OWNED_KINDS)), BEFORE_STEP)
         num_storages += 1
 
+    stays = set(current) if lasting else set[int]()
     ops: list[Op] = []
     saved: list[tuple[int, int]] = []
     for index in range(num_ops):
-        for storage_id in some(list(current), 2):  # freed between two ops
+        for storage_id in some([id_ for id_ in current if id_ not in stays], 2):  # freed between two ops
             drafts[current.pop(storage_id)]["death_op"] = index
         saved += [(index, id_) for id_ in some(list(current.values()), 1)]
         reads = some(list(current.values()), 3)

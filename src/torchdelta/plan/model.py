@@ -15,6 +15,14 @@ The buffer's memory is free at the moments `leave_op <= i < return_op`. A swappe
 has ended, and takes it again when its swap-in is issued; a recomputed one is free right after its last use, and is
 there again when its replay runs, immediately before the op `return_op`.
 
+[Note: over the end]
+An absence whose `next_use_op` is `num_ops` or more reaches into the following step, which is the same step again. What
+leaves is the last version of a storage that outlives the step from before it (a parameter that the optimizer has just
+written), what the following step finds is the storage's first version, and its next use is the first op that reads
+that one or writes over it. `leave_op` and `return_op` count on in the same way: at the moments `i` of every step with
+`leave_op <= i` the last version is away, at those with `leave_op - num_ops <= i < return_op - num_ops` the first one. A
+`leave_op` of `num_ops` or more is a copy that ends in the following step: until then the memory is not free there.
+
 [Note: replays]
 A `Replay` reruns ops immediately before the op `at_op`, in the order given. What it makes lives, for each buffer, until
 the last op of the same replay that reads it, unless an absence of the buffer ends at `at_op` (then it stays until its
@@ -85,7 +93,8 @@ class Absence(
         last_use_op: The op after which it leaves: the one that wrote it, one that reads it, or the `at_op` of a replay
             that reads or keeps it.
         next_use_op: The next op that reads it, or the `at_op` of the next replay that does. In the class *all* it may
-            be `num_ops` or more: then it is used next by op `next_use_op - num_ops` of the following step.
+            be `num_ops` or more: then it is used next by op `next_use_op - num_ops` of the following step. See
+            [Note: over the end].
         action: How.
         tier: Where a swapped buffer goes.
         leave_op: First moment at which its memory is free.

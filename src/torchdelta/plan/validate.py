@@ -9,6 +9,9 @@ What must hold, beside ids and numbers in range:
 3.  A replay runs only ops that are recomputable.
 4.  At every op, and at every op of a replay, the bytes on the device, workspaces included, are within the budget.
 5.  What is swapped to the host and to the disk fits there, if a machine is given.
+6.  What is away over the end of the step is what the next step begins with: the last version of a storage that is alive
+    at both ends, at the same size ([Note: over the end] in `plan/model.py`). All of the above holds of the step that is
+    repeated: such a buffer is away, and held elsewhere, at the beginning too.
 
 Linear in ops, reads and what the replays run.
 """
@@ -19,7 +22,8 @@ from collections.abc import Iterable
 from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import FORMAT_NAME, Absence, Plan, Replay
-from torchdelta.trace.model import BEFORE_STEP, Trace
+from torchdelta.plan.over_end import parts_within_step
+from torchdelta.trace.model import BEFORE_STEP, Trace, versions_over_end
 from torchdelta.units import format_bytes
 
 __all__ = ["find_fault", "validate"]
@@ -48,14 +52,20 @@ def find_fault(trace: Trace, plan: Plan, machine: Machine | None = None) -> str 
 
 def _tier_fault(trace: Trace, plan: Plan, machine: Machine) -> str | None:
     """Add up what each tier holds: a buffer from the end of its last use until its next one."""
+    num_ops = len(trace.ops)
     for tier, limit_bytes in (("host", machine.host_memory_bytes), ("disk", machine.disk_bytes)):
         swaps = [absence for absence in plan.absences if absence.action == "swap" and absence.tier == tier]
         if swaps and tier == "disk" and machine.disk_write_bytes_per_s <= 0:
             return f"the plan swaps to the disk, and machine {machine.name} has none"
         changes: Counter[int] = Counter()
         for absence in swaps:
-            changes[absence.last_use_op + 1] += trace.buffers[absence.buffer_id].size_bytes
-            changes[absence.next_use_op + 1] -= trace.buffers[absence.buffer_id].size_bytes
+            size_bytes = trace.buffers[absence.buffer_id].size_bytes
+            changes[absence.last_use_op + 1] += size_bytes
+            if absence.next_use_op < num_ops:
+                changes[absence.next_use_op + 1] -= size_bytes
+            else:  # there already when the step begins
+                changes[0] += size_bytes
+                changes[absence.next_use_op - num_ops + 1] -= size_bytes
         held_bytes = 0
         for op in sorted(changes):
             held_bytes += changes[op]
@@ -86,24 +96,36 @@ def _header_fault(trace: Trace, plan: Plan) -> str | None:
 
 def _absence_fault(trace: Trace, plan: Plan) -> str | None:
     num_ops = len(trace.ops)
-    ends: dict[int, int] = {}
-    for absence in sorted(plan.absences, key=lambda absence: (absence.buffer_id, absence.leave_op)):
+    over_end = versions_over_end(trace)
+    parts: list[Absence] = []
+    for absence in plan.absences:
         if not 0 <= absence.buffer_id < len(trace.buffers):
             return f"the plan names buffer {absence.buffer_id}, which the trace does not have"
         buffer = trace.buffers[absence.buffer_id]
-        where = f"buffer {buffer.id} is away at ops {absence.leave_op} to {absence.return_op}"
-        wraps = absence.next_use_op >= num_ops
+        where = _where(absence)
         in_order = absence.last_use_op < absence.leave_op <= absence.return_op <= absence.next_use_op
-        if not in_order or absence.last_use_op < max(buffer.birth_op, 0):
+        if not in_order or not max(buffer.birth_op, 0) <= absence.last_use_op < num_ops:
             return f"{where}, but its uses around that are ops {absence.last_use_op} and {absence.next_use_op}"
-        if absence.next_use_op >= buffer.death_op + (num_ops if wraps else 1):
-            return f"{where}, but dies at op {buffer.death_op}"
-        if absence.leave_op < ends.get(buffer.id, 0):
-            return f"{where} and has not come back from the absence before"
-        if wraps and absence.action != "swap":
+        if absence.next_use_op < num_ops:
+            if absence.next_use_op > buffer.death_op:
+                return f"{where}, but dies at op {buffer.death_op}"
+        elif absence.action != "swap":
             return f"{where}, over the end of the step: only a swap brings it back"
-        ends[buffer.id] = absence.return_op
+        elif buffer.id not in over_end:
+            return f"{where}, over the end of the step, but the next step does not begin with it"
+        elif absence.next_use_op - num_ops > min(over_end[buffer.id].death_op, num_ops - 1):
+            return f"{where}, but is written over at op {over_end[buffer.id].death_op} of the next step"
+        parts += parts_within_step(trace, absence, over_end)
+    ends: dict[int, int] = {}
+    for part in sorted(parts, key=lambda part: (part.buffer_id, part.leave_op)):
+        if part.leave_op < ends.get(part.buffer_id, 0):
+            return f"{_where(part)} and has not come back from the absence before"
+        ends[part.buffer_id] = part.return_op
     return None
+
+
+def _where(absence: Absence) -> str:
+    return f"buffer {absence.buffer_id} is away at ops {absence.leave_op} to {absence.return_op}"
 
 
 class _Walk:
@@ -117,12 +139,12 @@ class _Walk:
         self.used_bytes = 0
         self.here: set[int] = set()
         self.until: dict[int, int] = {}  # what a replay keeps, and for how long
-        self.started_away: set[int] = set()
+        self.away: set[int] = set()  # by an absence
+        over_end = versions_over_end(trace)
         for absence in plan.absences:
-            if absence.leave_op < num_ops:
-                self.leaving[absence.leave_op].append(absence)
-            if absence.return_op < num_ops:
-                self.returning[absence.return_op].append(absence)
+            for part in parts_within_step(trace, absence, over_end):
+                self.leaving[part.leave_op].append(part)
+                self.returning[part.return_op].append(part)
         self.replays = {replay.at_op: replay for replay in plan.replays}
         self.deaths: list[list[int]] = [[] for _ in range(num_ops + 1)]
         for buffer in trace.buffers:
@@ -140,6 +162,8 @@ class _Walk:
             self._remove([id_ for id_, until in self.until.items() if until <= op.index])
             self.until = {id_: until for id_, until in self.until.items() if until > op.index}
             self._remove(absence.buffer_id for absence in self.leaving[op.index])
+            self.away.difference_update(absence.buffer_id for absence in self.returning[op.index])
+            self.away.update(a.buffer_id for a in self.leaving[op.index] if a.return_op > op.index)
             self._add(absence.buffer_id for absence in self.returning[op.index] if absence.action == "swap")
             fault = self._replay_fault(op.index) if op.index in self.replays else None
             if fault is not None:
@@ -168,12 +192,20 @@ class _Walk:
             where = f"the replay of op {index} ({op.name}) before op {at_op}"
             if not op.recomputable:
                 return f"{where} repeats an op that is not known to give the same bits"
+            # Statistics that the op itself brings up to date: the runtime gives a replay scratch in their place.
+            own = {self.trace.buffers[i].storage_id for i in op.writes if self.trace.buffers[i].kind == "constant"}
             for id_ in op.reads:
                 # What the step found and has overwritten since is put back by the runtime for the replay.
-                if id_ not in self.here and self.trace.buffers[id_].birth_op != BEFORE_STEP:
+                found = self.trace.buffers[id_].birth_op == BEFORE_STEP and id_ not in self.away
+                if id_ not in self.here and not found and self.trace.buffers[id_].storage_id not in own:
                     return f"{where} reads buffer {id_}, which is not on the device"
             twice = [id_ for id_ in op.writes if id_ in self.here]
             new = [id_ for id_ in op.writes if id_ not in self.here]
+            written = {self.trace.buffers[id_].storage_id for id_ in new}
+            over = [i for i in made if self.trace.buffers[i].death_op == index]
+            over = [i for i in over if self.trace.buffers[i].storage_id in written]
+            self._remove(over)  # in place: its memory is the new version's
+            made.difference_update(over)
             self._add(new)
             made.update(new)
             twice_bytes = sum(self.trace.buffers[id_].size_bytes for id_ in twice)

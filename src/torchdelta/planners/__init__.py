@@ -5,6 +5,6 @@
 Needs numpy and numba (`pip install torchdelta[plan]`).
 """
 
-from torchdelta.planners.registry import Effort, Planner, get, names, register
+from torchdelta.planners.registry import Effort, Planner, get, names, options_of, register
 
-__all__ = ["Effort", "Planner", "get", "names", "register"]
+__all__ = ["Effort", "Planner", "get", "names", "options_of", "register"]

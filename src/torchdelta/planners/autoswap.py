@@ -14,10 +14,11 @@ set). Scheduling *stick-to-limit* is the simulator's: compute waits where the li
 waits: the copies out follow each other from each last use on, the copies back end in time, and the load falls where it
 falls (`autoswap_schedule.py`).
 
-Our reading: all variables with two uses in the step, parameters and optimizer states included, as the paper's view of
-memory blocks has it (class *all*). The delays of four and six events before a release, which its code needs for its
-queue, are left out. The Bayesian optimisation is a Gaussian process of our own (`surrogate.py`) with the published
-numbers: a start at each unit vector, twenty more points by upper confidence bound with kappa 5.
+Our reading: all variables with two uses in the step, parameters and optimizer states included, over the end of the
+step too, as the paper's view of memory blocks has it (class *all*). The delays of four and six events before a
+release, which its code needs for its queue, are left out. The Bayesian optimisation is a Gaussian process of our own
+(`surrogate.py`) with the published numbers: a start at each unit vector, twenty more points by upper confidence bound
+with kappa 5.
 """
 
 from typing import Literal

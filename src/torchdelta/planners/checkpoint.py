@@ -4,6 +4,7 @@ The blocks are read off the module paths: `transformer.h.11.attn` belongs to blo
 in a path being a block's place in its list. Blocks that follow each other are put together into segments of k; what a
 segment hands to later ops stays, and whatever else was saved inside is dropped and made again in backward. Every k is
 tried, and the fastest plan that fits is taken (ours: users try k by hand). Ops outside of blocks keep what they saved.
+Where no segment fits and plain does (a replay can meet a wide op with more around it), everything stays.
 """
 
 import numpy as np
@@ -38,6 +39,9 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
             best, best_s = codes, score.time_s
         if least_bytes is None or score.peak_bytes < least_bytes:
             smallest, least_bytes = codes, score.peak_bytes
+    keep = problem.keep_all()
+    if best is None and problem.score(keep, budget_bytes).is_feasible:
+        best = keep
     codes = smallest if best is None else best
     return finished(problem, codes, budget_bytes, planner="checkpoint", least_bytes=least_bytes)
 

@@ -11,7 +11,7 @@ Source: branch `delta` of TonyTangYu/pytorch (head of 2023-07), `CheckpointTenso
 - Memory is made free after each op and not before it, so the budget is passed by what an op allocates. A plan has to
   hold its budget, so this planner gives the code the largest limit at which the step's true peak is within the budget.
 - Copies are synchronous and nothing is prefetched (the calls are commented out). A plan cannot say that: simulate it
-  with `OPTIONS`. Without them it looks better than it was.
+  with `OPTIONS` (`registry.options_of`), as the commands do. Without them it looks better than it was.
 - Op times are taken by the host around an asynchronous launch. That is not modelled: here they are the trace's.
 """
 
@@ -44,7 +44,7 @@ def recomputes(size_bytes: int, op_s: float) -> bool:
     return 2 * swap_us > op_ns
 
 
-@register("delta-2022-released")
+@register("delta-2022-released", OPTIONS)
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Let the largest and stalest leave as the published code would.
 

@@ -18,7 +18,7 @@ from torchdelta.trace.model import Trace, peak
 
 __all__ = ["Batch", "BatchSearch", "LeastBudget", "least_budget"]
 
-_MAX_BATCH = 2**20
+_MAX_BATCH = 2**40  # where every batch fits, the search has to end: a byte a sample fills no machine there is
 
 
 class LeastBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +117,8 @@ class BatchSearch:
         good, bad = first, 2 * first
         while bad <= _MAX_BATCH and fits(bad):
             good, bad = bad, 2 * bad
+        if bad > _MAX_BATCH:
+            return self.try_batch(good)
         # One in 200 is enough of an answer for a large batch.
         while bad - good > max(1, good // 200):
             middle = (good + bad) // 2

@@ -12,9 +12,10 @@ from typing import Literal, Protocol
 from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
+from torchdelta.simulate.model import Options
 from torchdelta.trace.model import Trace
 
-__all__ = ["Effort", "Planner", "get", "names", "register"]
+__all__ = ["Effort", "Planner", "get", "names", "options_of", "register"]
 
 Effort = Literal["fast", "best"]
 """How long a planner may think; one that knows a single effort ignores it."""
@@ -57,10 +58,15 @@ class Planner(Protocol):
 
 
 _planners: dict[str, Planner] = {}
+_options: dict[str, Options] = {}
 
 
-def register(name: str) -> Callable[[Planner], Planner]:
+def register(name: str, options: Options | None = None) -> Callable[[Planner], Planner]:
     """Return a decorator that registers a planner under a name.
+
+    Args:
+        name: The planner's.
+        options: How the runtime that it was made for moves tensors, if not as ours.
 
     Raises:
         PlanError: The name is taken.
@@ -70,6 +76,7 @@ def register(name: str) -> Callable[[Planner], Planner]:
         if name in _planners:
             raise PlanError(f"two planners are named {name!r}")
         _planners[name] = planner
+        _options[name] = options or Options()
         return planner
 
     return add
@@ -86,6 +93,12 @@ def get(name: str) -> Planner:
         near = get_close_matches(name, _planners, n=1, cutoff=0.0)
         raise PlanError(f"unknown planner {name!r}; the nearest is {near[0]!r}, all are: {', '.join(names())}")
     return _planners[name]
+
+
+def options_of(name: str) -> Options:
+    """Return how the plans of a planner are to be simulated: ours where the name is not known."""
+    _load()
+    return _options.get(name, Options())
 
 
 def names() -> tuple[str, ...]:

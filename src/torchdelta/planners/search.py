@@ -14,12 +14,18 @@ from numpy.typing import NDArray
 from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 
-__all__ = ["Flags", "exchange", "improve", "release", "shake"]
+__all__ = ["Flags", "exchange", "improve", "is_better", "release", "shake"]
 
 Flags = NDArray[np.bool_]
 
 _SAMPLE = 20
 _TINY_S = 1e-9
+
+
+@njit(cache=True)
+def is_better(found: tuple[int, float], now: tuple[int, float]) -> bool:
+    """Tell whether a decision's excess and time are better than another's, by more than rounding."""
+    return found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
 
 
 @njit(cache=True)
@@ -149,7 +155,7 @@ def _alone(
     if num_changed:
         most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
         found = measure(s, w, codes, limits, now[0], most_s)
-        if found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9)):
+        if is_better(found, now):
             return found
     for number in range(num_changed):
         codes[changed[number]] = RECOMPUTE
@@ -186,11 +192,7 @@ def improve(
                 most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
                 found = measure(s, w, codes, limits, now[0], most_s)
                 # At equal cost a buffer that stays is the better plan.
-                if (
-                    found[0] < now[0]
-                    or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
-                    or (code == 0 and found[0] == now[0] and found[1] <= now[1])
-                ):
+                if is_better(found, now) or (code == 0 and found[0] == now[0] and found[1] <= now[1]):
                     now = found
                     best = code
                     changed = True
@@ -310,7 +312,7 @@ def shake(
         allowed_s = slack * (1 - step / steps) * max(best[1] - plain_s, 0.0)
         if found[0] < now[0] or (found[0] == now[0] and found[1] < max(now[1] * (1 - 1e-9), best[1] + allowed_s)):
             now = found
-            if now[0] < best[0] or (now[0] == best[0] and now[1] < best[1] * (1 - 1e-9)):
+            if is_better(now, best):
                 best = now
                 best_codes[:] = codes
         else:

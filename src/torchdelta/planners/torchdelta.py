@@ -27,6 +27,7 @@ from torchdelta.planners import search
 from torchdelta.planners.lp_bound import bound
 from torchdelta.planners.outcome import finished
 from torchdelta.planners.registry import Effort, register
+from torchdelta.planners.windows import try_windows
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace
@@ -65,6 +66,15 @@ _FEW_EXCHANGES = 3_000
 _EXCHANGES = 50_000
 """The most evaluations of one round of exchanges."""
 
+_FEW_WINDOWS = (40, 3)
+_WINDOWS = (100, 5)
+"""How many of the largest gaps are looked at in windows, and how wide those are."""
+
+_WINDOW_ROUNDS = 3
+
+_SHORT_OF_MEMORY = 1.6
+"""Budgets below so many times the least peak have little room: there `fast` looks at windows too."""
+
 _FEW_SHAKES = 20
 _SHAKES_A_GAP = 40
 _SHAKEN_OPS = 500_000_000
@@ -98,8 +108,8 @@ def plan_extended(trace: Trace, machine: Machine, budget_bytes: int, effort: Eff
 def plan_all(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
     """Choose within the class *all*, starting from the choice within *saved*: never worse than that.
 
-    Parameters, gradients and optimizer states leave between two uses within the step; over its end they stay (the
-    simulator plays one step).
+    Parameters, gradients and optimizer states leave between two uses, over the end of the step too: what the optimizer
+    alone uses can be away for the whole rest of it.
 
     Raises:
         InfeasibleError: No plan within the budget was found.
@@ -111,7 +121,16 @@ def _plan_in(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort, 
     saved = Problem.of(trace, machine)
     start = choose(saved, budget_bytes, effort)
     problem = Problem.of(trace, machine, decision_class=decision_class)
-    codes = choose(problem, budget_bytes, effort, start=_carried_over(saved, start, problem))
+    starts = [_carried_over(saved, start, problem), *_with_states_away(saved, problem, budget_bytes)]
+
+    def cost(codes: Codes) -> tuple[int, float]:
+        score = problem.score(codes, budget_bytes)
+        return (score.excess_sum_bytes, score.time_s)
+
+    if len(starts) > 1 and cost(starts[0])[0] > 0:
+        # Near the least budget the one that passes it by less need not be the better one to go on from.
+        starts = [choose(problem, budget_bytes, "fast", start=codes) for codes in starts]
+    codes = choose(problem, budget_bytes, effort, start=min(starts, key=cost))
     least_bytes = least_peak(problem)
     planner = f"torchdelta-{decision_class}"
     return finished(problem, codes, budget_bytes, planner=planner, effort=effort, least_bytes=least_bytes)
@@ -162,10 +181,14 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         hunt.follow(np.where(hunt.allowed[:, Code.SWAP], Code.SWAP, Code.KEEP).astype(np.int8), rounds=3)
     if effort == "best":
         hunt.exchange(_EXCHANGES)
+        hunt.try_windows(*_WINDOWS)
         steps = min(_SHAKES_A_GAP * len(keep), _SHAKEN_OPS // (len(keep) * len(problem.trace.ops)))
         hunt.shake(steps, _SHAKEN_PARTS, _EXCHANGES)
+        hunt.try_windows(*_WINDOWS)
     elif small and start is None:
         hunt.shake(_FEW_SHAKES, 1, _FEW_EXCHANGES)
+        if budget_bytes < _SHORT_OF_MEMORY * least_peak(problem):
+            hunt.try_windows(*_FEW_WINDOWS)
     return hunt.codes
 
 
@@ -176,7 +199,7 @@ class _Hunt:
         self.problem = problem
         self.limits = limits
         self.allowed = _allowed(problem)
-        sizes = problem.static.size[problem.static.gap_buffer]
+        sizes = problem.static.size[problem.static.gap_buffer[: len(problem.gaps)]]
         self.everyone = np.arange(len(sizes), dtype=np.int64)
         self.largest_first = np.argsort(-sizes, kind="stable").astype(np.int64)
         self.codes = problem.keep_all()
@@ -196,6 +219,16 @@ class _Hunt:
         static, work = self.problem.static, self.problem.work
         codes = self.codes.copy()
         self._take(codes, search.exchange(static, work, codes, self.limits, self.allowed, most))
+
+    def try_windows(self, largest: int, width: int) -> None:
+        static, work = self.problem.static, self.problem.work
+        chosen = self.largest_first[:largest]
+        order = chosen[np.argsort(static.gap_next[chosen], kind="stable")]
+        codes = self.codes.copy()
+        found = try_windows(static, work, codes, self.limits, self.allowed, order, width, _WINDOW_ROUNDS)
+        if (found[0], found[1]) < (self.excess, self.time_s):
+            self._take(codes, found)
+            self.follow(codes.copy(), rounds=1)
 
     def shake(self, steps: int, parts: int, most_exchanges: int) -> None:
         static, work = self.problem.static, self.problem.work
@@ -249,8 +282,31 @@ def _relaxed_starts(problem: Problem, budget_bytes: int) -> list[Codes]:
 
 
 def _carried_over(saved: Problem, codes: Codes, problem: Problem) -> Codes:
-    place = {(gap.buffer_id, gap.last_use_op): index for index, gap in enumerate(problem.gaps)}
     carried = problem.keep_all()
-    for gap, code in zip(saved.gaps, codes, strict=True):
-        carried[place[gap.buffer_id, gap.last_use_op]] = code
+    carried[_places(saved, problem)] = codes
     return carried
+
+
+def _places(saved: Problem, problem: Problem) -> NDArray[np.int64]:
+    """Return where the gaps of the class *saved* are among those of a larger one."""
+    place = {(gap.buffer_id, gap.last_use_op): index for index, gap in enumerate(problem.gaps)}
+    return np.array([place[gap.buffer_id, gap.last_use_op] for gap in saved.gaps], np.int64)
+
+
+def _with_states_away(saved: Problem, problem: Problem, budget_bytes: int) -> list[Codes]:
+    """Return a start that first takes the optimizer's states away over the end of the step, then what it has to.
+
+    One state makes little room, and all of them are worth their copies together: single moves do not find this. None
+    where there are no such states.
+    """
+    codes = problem.keep_all()
+    over_end = problem.static.gap_by_next[len(problem.gaps) :]
+    kinds = [problem.trace.buffers[problem.gaps[int(gap)].buffer_id].kind for gap in over_end]
+    states = over_end[np.array([kind == "optimizer_state" for kind in kinds], np.bool_)]
+    if not len(states) or problem.score(codes, budget_bytes).is_feasible:
+        return []
+    codes[states] = Code.SWAP
+    limits, allowed = problem.limits(budget_bytes), _allowed(problem)
+    among = np.union1d(_places(saved, problem), over_end)
+    search.release(problem.static, problem.work, codes, limits, allowed, among, _FAST_STARTS[0][0], 0)
+    return [codes]

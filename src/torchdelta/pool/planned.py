@@ -4,17 +4,24 @@ Time is finer here than in the trace: every op of a replay is a moment of its ow
 addresses as far as they can. What an op allocates inside itself is a life of one moment; so are outputs that a replay
 makes a second time while the first is still there. Versions that overwrite one another in place are one life, until the
 storage is given back. The load of these lives at each moment is what `plan.validate` holds against the budget.
+
+A parameter that was away in between is at the end of the step where the next one finds it at its beginning: these two
+lives are one that runs over the end, and are placed as in [Note: across the end of a step] in `lives.py`. What crosses
+there takes its place all the time, so that the load of the lives can then be above the plan's peak.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchdelta.errors import PlanError, PoolError
+from torchdelta.plan.over_end import parts_within_step
+from torchdelta.pool.lives import turned
 from torchdelta.pool.model import Instance, Placement, make_instance
 from torchdelta.pool.solvers import solve
-from torchdelta.trace.model import BEFORE_STEP
+from torchdelta.pool.validate import check
+from torchdelta.trace.model import BEFORE_STEP, versions_over_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,6 +46,7 @@ def lives_of_plan(trace: Trace, plan: Plan, *, alignment_bytes: int = 1, capacit
     """
     walk = _Walk(trace, plan)
     walk.run()
+    walk.join()
     return make_instance(
         ids=walk.ids,
         starts=walk.starts,
@@ -63,20 +71,26 @@ class _Walk:
         self.until: dict[int, int] = {}
         self.replays = {replay.at_op: replay for replay in plan.replays}
         num_ops = len(trace.ops)
-        self.leaving: list[list[Absence]] = [[] for _ in range(num_ops)]
-        self.returning: list[list[Absence]] = [[] for _ in range(num_ops)]
+        self.leaving: list[list[Absence]] = [[] for _ in range(num_ops + 1)]
+        self.returning: list[list[Absence]] = [[] for _ in range(num_ops + 1)]
+        self.over_end = versions_over_end(trace)
+        self.first_life: dict[int, int] = {}  # by buffer, of what is there when the step begins
+        self.last_life: dict[int, int] = {}  # by buffer, of what is there when it ends
         for absence in plan.absences:
-            if absence.leave_op < num_ops:
-                self.leaving[absence.leave_op].append(absence)
-            if absence.return_op < num_ops:
-                self.returning[absence.return_op].append(absence)
+            for part in parts_within_step(trace, absence, self.over_end):
+                if part.action == "swap" and part.leave_op == part.return_op:
+                    continue  # its memory is never free: it stays where it is
+                self.leaving[part.leave_op].append(part)
+                self.returning[part.return_op].append(part)
         self.deaths: list[list[int]] = [[] for _ in range(num_ops + 1)]
         for buffer in trace.buffers:
             self.deaths[buffer.death_op].append(buffer.id)
 
     def run(self) -> None:
         """Go through the step."""
-        self._open(buffer.id for buffer in self.trace.buffers if buffer.birth_op == BEFORE_STEP)
+        away = {part.buffer_id for part in self.leaving[0]}
+        self._open(b.id for b in self.trace.buffers if b.birth_op == BEFORE_STEP and b.id not in away)
+        self.first_life = dict(self.life_of)
         for op in self.trace.ops:
             overwritten = [id_ for id_ in self.deaths[op.index] if self._goes_on(id_, op.writes)]
             self._close(id_ for id_ in self.deaths[op.index] if id_ not in overwritten)
@@ -103,7 +117,23 @@ class _Walk:
                 self.ends[life] = self.moment
             self._inside(op.workspace_bytes, f"inside op {op.index}")
             self.moment += 1
+        self.last_life = dict(self.life_of)
         self._close(list(self.life_of))
+
+    def join(self) -> None:
+        """Make one life of what a storage is at the end of the step and at the beginning of the next one."""
+        gone: set[int] = set()
+        for last_id, first in self.over_end.items():
+            late, early = self.last_life.get(last_id), self.first_life.get(first.id)
+            if late is not None and early is not None and late != early:
+                self.ends[late] += self.ends[early]  # the next step's moments follow this one's
+                gone.add(early)
+        if not gone:
+            return
+        left = [life for life in range(len(self.ids)) if life not in gone]
+        self.ids, self.sizes_bytes = [self.ids[life] for life in left], [self.sizes_bytes[life] for life in left]
+        spans = [(self.starts[life], self.ends[life]) for life in left]
+        self.starts, self.ends = turned(spans, self.sizes_bytes, self.moment)
 
     def _goes_on(self, id_: int, writes: tuple[int, ...]) -> bool:
         storage_id = self.trace.buffers[id_].storage_id
@@ -118,6 +148,13 @@ class _Walk:
             op = self.trace.ops[index]
             twice_bytes = sum(self.trace.buffers[id_].size_bytes for id_ in op.writes if id_ in self.life_of)
             new = [id_ for id_ in op.writes if id_ not in self.life_of]
+            for id_ in new:
+                storage_id = self.trace.buffers[id_].storage_id
+                old = [i for i in made if self.trace.buffers[i].storage_id == storage_id]
+                if old and self.trace.buffers[old[0]].death_op == index:  # in place: one life
+                    life = self.life_of[id_] = self.life_of.pop(old[0])
+                    self.sizes_bytes[life] = max(self.sizes_bytes[life], self.trace.buffers[id_].size_bytes)
+                    made.discard(old[0])
             self._open(new)
             made.update(new)
             self._inside(op.workspace_bytes + twice_bytes, f"inside op {index} again at {self.moment}")
@@ -191,6 +228,7 @@ def plan_within_footprint(
     """
     target_bytes = budget_bytes
     footprint_bytes = 0
+    advice = ""
     for number in range(1, MAX_TRIES + 1):
         try:
             plan = make_plan(target_bytes)
@@ -199,10 +237,13 @@ def plan_within_footprint(
                 raise
             raise PoolError(
                 f"no plan with a footprint within {budget_bytes} bytes was found: the last one needs {footprint_bytes} "
-                f"bytes, and for less {error}; a planner of a larger class, such as torchdelta-extended, may find one"
+                f"bytes, and for less {error}{advice}"
             ) from error
+        if plan.header.decision_class == "saved":
+            advice = "; a planner of a larger class, such as torchdelta-extended, may find one"
         instance = lives_of_plan(trace, plan, alignment_bytes=alignment_bytes, capacity_bytes=budget_bytes)
         placement = solve(instance, seed=seed)
+        check(replace(instance, capacity_bytes=None), placement.offsets_bytes)
         footprint_bytes = placement.footprint_bytes
         if footprint_bytes <= budget_bytes:
             return PooledPlan(plan=plan, placement=placement, num_tries=number)

@@ -6,8 +6,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torchdelta.plan.model import Absence, Plan, PlanHeader, Replay
+from torchdelta.plan.over_end import parts_within_step
 from torchdelta.simulate import arrays
 from torchdelta.simulate.model import Code, Lane, Score, SimulatedPeak, Simulation, Span, Stall
+from torchdelta.trace.model import versions_over_end
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +24,7 @@ def answer(
     problem: Problem, codes: NDArray[np.int8], budget_bytes: int, score: Score, *, planner: str, effort: str
 ) -> Simulation:
     """Return the answer to the evaluation that `problem.work` holds."""
-    work, machine = problem.work, problem.machine
+    work, machine, num_ops = problem.work, problem.machine, len(problem.trace.ops)
     away = [(index, problem.gaps[index]) for index in map(int, codes.nonzero()[0])]
     header = PlanHeader(
         planner=planner,
@@ -30,22 +32,25 @@ def answer(
         decision_class=problem.decision_class,
         machine=machine.name,
         budget_bytes=budget_bytes,
-        num_ops=len(problem.trace.ops),
+        num_ops=num_ops,
         num_buffers=len(problem.trace.buffers),
     )
     needed = {int(work.swap_gap[n]): int(work.swap_return[n]) for n in range(int(work.ints[arrays.NUM_SWAPS]))}
-    absences = [
-        Absence(
-            buffer_id=gap.buffer_id,
-            last_use_op=gap.last_use_op,
-            next_use_op=needed.get(index, int(work.return_op[index])),
-            action="swap" if codes[index] in {Code.SWAP, Code.DISK} else "recompute",
-            tier="disk" if codes[index] == Code.DISK else "host",
-            leave_op=min(int(work.leave_op[index]), int(work.return_op[index])),
-            return_op=int(work.return_op[index]),
+    absences: list[Absence] = []
+    for index, gap in away:
+        later = num_ops if gap.next_use_op >= num_ops else 0  # over the end the kernel counts in the following step
+        return_op = int(work.return_op[index]) + later
+        absences.append(
+            Absence(
+                buffer_id=gap.buffer_id,
+                last_use_op=gap.last_use_op,
+                next_use_op=needed.get(index, int(work.return_op[index])) + later,
+                action="swap" if codes[index] in {Code.SWAP, Code.DISK} else "recompute",
+                tier="disk" if codes[index] == Code.DISK else "host",
+                leave_op=min(int(work.leave_op[index]), return_op),
+                return_op=return_op,
+            )
         )
-        for index, gap in away
-    ]
     plan = Plan(
         header=header,
         absences=tuple(sorted(absences, key=lambda absence: (absence.last_use_op, absence.buffer_id))),
@@ -89,7 +94,9 @@ def _peak(problem: Problem, score: Score, plan: Plan) -> SimulatedPeak:
     """Find who is there at the highest moment, from the plan alone."""
     op = score.peak_op
     work = problem.work
-    gone = {a.buffer_id for a in plan.absences if a.leave_op <= op < a.return_op}
+    over_end = versions_over_end(problem.trace)
+    parts = [part for absence in plan.absences for part in parts_within_step(problem.trace, absence, over_end)]
+    gone = {part.buffer_id for part in parts if part.leave_op <= op < part.return_op}
     in_replay = int(work.replay_peak[op]) == int(work.need[op]) > 0
     replayed_op = None
     if in_replay:
@@ -122,7 +129,7 @@ def _stalls(problem: Problem, needed: dict[int, int], codes: NDArray[np.int8]) -
         if not codes[index]:
             continue
         if work.stall_out[index] > 0:
-            op = int(work.leave_op[index])
+            op = int(work.leave_op[index]) % len(problem.trace.ops)
             stalls.append(Stall(buffer_id=gap.buffer_id, op=op, waited_for="out", time_s=float(work.stall_out[index])))
         if work.stall_in[index] > 0:
             op = needed[index]

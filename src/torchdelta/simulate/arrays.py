@@ -5,7 +5,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchdelta.simulate.stale_code import forget_stale_code
+
 __all__ = ["Codes", "Floats", "Ints", "Static", "Work", "new_work"]
+
+forget_stale_code()  # here, because everything compiled imports this file first
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -19,7 +23,12 @@ TIME, STALL, REPLAY, NO_STALL = range(4)
 
 
 class Static(NamedTuple):
-    """A trace and a machine as arrays. Buffers' reads and writes by op are in compressed rows: `*_ptr`, `*_ids`."""
+    """A trace and a machine as arrays. Buffers' reads and writes by op are in compressed rows: `*_ptr`, `*_ids`.
+
+    Gaps over the end of the step (`gap_next` is then an op of the following step, and not after `gap_last`) have no
+    arrays of their own but room at the end of others: each array that is handed from one compiled function to the next
+    costs time in every evaluation.
+    """
 
     time_s: Floats
     plain: Ints  # load and workspace at each op
@@ -34,10 +43,10 @@ class Static(NamedTuple):
     birth: Ints
     last: Ints  # last moment before which a replay finds the buffer
     previous: Ints  # version in the same storage that the birth of this one overwrote, or -1
-    gap_buffer: Ints
+    gap_buffer: Ints  # who leaves, by gap; then who comes back: over the end the storage's first version
     gap_last: Ints
-    gap_next: Ints
-    gap_by_next: Ints
+    gap_next: Ints  # of a gap over the end: the op of the following step
+    gap_by_next: Ints  # all gaps; then those over the end
     rates: Floats  # out, in, latency, disk write, disk read, disk latency, what a copy keeps beside one the other way
 
 
@@ -65,7 +74,7 @@ class Work(NamedTuple):
     leave_op: Ints
     return_op: Ints
     out_start: Floats
-    out_end: Floats
+    out_end: Floats  # by gap; then, over the end, when the copy of the step before ends in this one: 0 if before
     in_start: Floats
     in_end: Floats
     stall_out: Floats
@@ -106,12 +115,12 @@ def new_work(num_ops: int, num_buffers: int, num_gaps: int) -> Work:
         leave_op=ints(num_gaps),
         return_op=ints(num_gaps),
         out_start=floats(num_gaps),
-        out_end=floats(num_gaps),
+        out_end=floats(2 * num_gaps),
         in_start=floats(num_gaps),
         in_end=floats(num_gaps),
         stall_out=floats(num_gaps),
         stall_in=floats(num_gaps),
         op_start=floats(num_ops + 1),
-        queue=ints(num_gaps + 1),
-        disk_queue=ints(num_gaps + 1),
+        queue=ints(2 * num_gaps + 1),  # over the end of the step, what is on its way from the step before as well
+        disk_queue=ints(2 * num_gaps + 1),
     )

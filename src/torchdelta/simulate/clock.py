@@ -11,6 +11,18 @@ their sizes less those used by `x`, whenever they were issued. So the condition 
 with `issued` and `used_by` running sums of sizes that depend on the order alone. The last `x` that breaks it is
 found by bisection in a stack of the positions whose left side is above everything to their right.
 
+[Note: what is carried over]
+A copy out over the end of the step may still be on its way when the step ends. Then it goes on in the following step,
+which is the same step: that one begins with its memory taken until the copy has ended, which the second half of
+`Work.out_end` says. A step that is repeated has to leave what it found. `is_settled` looks for that: `clock` has begun
+with nothing carried, and begins again with what the step left. What is found is a schedule that a runtime can keep step
+by step: where a step leaves less than it began with, the next one may treat the copies as if they had taken longer. If
+the search does not end, compute waits at the end of the step until all copies out have ended, which can be kept as
+well. So the answer is never better than what the links carry.
+
+Copies of gaps within the step have all ended by its end: their buffers were used again. So those that are carried over
+follow one another from the start of the following step on, in their old order.
+
 [Note: both ways]
 While both directions of the host link are busy each goes at a share `f` of its rate (`Machine.both_ways_factor`). A
 copy's end is settled when it is queued, so the one that comes later pays for both: while the other direction is busy
@@ -40,7 +52,13 @@ from torchdelta.simulate.arrays import (
     Work,
 )
 
-__all__ = ["clock", "issue_moments"]
+__all__ = ["LAST_TURN", "clock", "is_settled", "issue_moments"]
+
+LAST_TURN = 4
+"""So many rounds look for a step that leaves what it finds; then compute waits at the end of the step."""
+
+_ROUNDING = 1e-9
+"""Times of two rounds that differ by such a share of the step are the same."""
 
 
 @njit(cache=True)
@@ -51,7 +69,7 @@ def issue_moments(s: Static, w: Work, budget: Any, prefetch: bool) -> None:
     if not prefetch:
         swap_issue[:num_swaps] = swap_return[:num_swaps]
         return
-    need, size, gap_buffer, gap_last = w.need, s.size, s.gap_buffer, s.gap_last
+    need, size, gap_buffer, gap_last, gap_next = w.need, s.size, s.gap_buffer, s.gap_last, s.gap_next
     # The stack: positions in `chain`, which no replay needs any more, their values in `total`, which the clock fills.
     position, height = w.chain, w.total
     depth = 0
@@ -84,7 +102,8 @@ def issue_moments(s: Static, w: Work, budget: Any, prefetch: bool) -> None:
                 high = middle
         if low:
             earliest = max(earliest, position[low - 1] + 1)
-        earliest = max(earliest, gap_last[gap] + 1)
+        if gap_next[gap] > gap_last[gap]:  # else it is away from the step before
+            earliest = max(earliest, gap_last[gap] + 1)
         swap_issue[number] = min(earliest, swap_return[number])
         earliest = swap_issue[number]
 
@@ -101,13 +120,24 @@ def _end(start: Any, work_s: Any, busy_from: Any, busy_until: Any, share: Any) -
 
 
 @njit(cache=True)
-def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most_excess: Any, most_s: Any) -> None:
+def clock(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    budget: Any,
+    synchronous: bool,
+    most_excess: Any,
+    most_s: Any,
+    waits_at_end: bool,
+) -> None:
     """Run the queues. Compute waits for memory that is still on its way out, and for content on its way in.
 
-    Ends early, with `CUT` set, once the budget is passed by more than `most_excess` in sum or the step surely takes
-    longer than `most_s`.
+    Begins with what the second half of `out_end` says of copies of the step before. Ends early, with `CUT` set, once
+    the budget is passed by more than `most_excess` in sum or the step surely takes longer than `most_s`.
     """
     gap_buffer, gap_last, rates, size, time_s = s.gap_buffer, s.gap_last, s.rates, s.size, s.time_s
+    gap_next, gap_by_next = s.gap_next, s.gap_by_next
+    num_ops = time_s.shape[0]
     need, total_at, replay_s, op_start = w.need, w.total, w.replay_s, w.op_start
     swap_gap, swap_issue, swap_return = w.swap_gap, w.swap_issue, w.swap_return
     queue, disk_queue, leave_op, return_op = w.queue, w.disk_queue, w.leave_op, w.return_op
@@ -131,7 +161,25 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
     waiting = 0  # first swap-in that is not needed yet
     ahead = 0  # bytes issued ahead of their use
     peak = -1
-    for op in range(time_s.shape[0]):
+    any_over = gap_by_next.shape[0] > num_gaps
+    for index in range(num_gaps, gap_by_next.shape[0]):
+        gap = gap_by_next[index]
+        carried_s = out_end[num_gaps + gap]
+        out_end[gap] = carried_s
+        leave_op[gap] = num_ops  # unless its copy ends earlier or later
+        if codes[gap] and carried_s > 0.0:
+            leave_op[gap] = 2 * num_ops
+            pending += size[gap_buffer[gap]]
+            if codes[gap] == SWAP:
+                out_free = carried_s
+                queue[high] = gap
+                high += 1
+            else:
+                disk_free = carried_s
+                disk_queue[disk_high] = gap
+                disk_high += 1
+    num_carried, num_disk_carried = high, disk_high
+    for op in range(num_ops):
         first = waiting
         while waiting < num_swaps and swap_return[waiting] == op:
             if waiting < issued:
@@ -155,6 +203,8 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
                 now = out_end[gap]
             pending -= size[gap_buffer[gap]]
             leave_op[gap] = op
+            if any_over and (disk_low < num_disk_carried if from_disk else low < num_carried):
+                leave_op[gap] = num_ops + op
             if from_disk:
                 disk_low += 1
             else:
@@ -170,7 +220,7 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
             gap = swap_gap[issued]
             bytes_ = size[gap_buffer[gap]]
             if issued >= waiting:
-                if swap_issue[issued] > op or out_end[gap] > now or gap_last[gap] >= op:
+                if swap_issue[issued] > op or out_end[gap] > now or op <= gap_last[gap] < gap_next[gap]:
                     break
                 if total + bytes_ > budget:
                     break
@@ -221,6 +271,16 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
             code = codes[leaving]
             if code in (SWAP, DISK):
                 bytes_ = size[gap_buffer[leaving]]
+                if any_over and gap_next[leaving] <= gap_last[leaving]:
+                    # It is back from the step before, so that copy has ended, and all before it.
+                    while low < num_carried and out_end[queue[low]] <= now:
+                        pending -= size[gap_buffer[queue[low]]]
+                        leave_op[queue[low]] = num_ops + op + 1
+                        low += 1
+                    while disk_low < num_disk_carried and out_end[disk_queue[disk_low]] <= now:
+                        pending -= size[gap_buffer[disk_queue[disk_low]]]
+                        leave_op[disk_queue[disk_low]] = num_ops + op + 1
+                        disk_low += 1
                 if code == SWAP:
                     start = max(out_free, now)
                     end = start + rates[2] + bytes_ / rates[0]
@@ -244,7 +304,37 @@ def clock(s: Static, w: Work, codes: Codes, budget: Any, synchronous: bool, most
                     stalled_s += end - now
                     now = end
             leaving += 1
-    op_start[time_s.shape[0]] = now
+    if waits_at_end:
+        for index in range(num_gaps, gap_by_next.shape[0]):
+            gap = gap_by_next[index]
+            if codes[gap] and out_end[gap] > now:
+                stall_out[gap] += out_end[gap] - now
+                stalled_s += out_end[gap] - now
+                now = out_end[gap]
+    op_start[num_ops] = now
     w.floats[TIME], w.floats[STALL], w.floats[REPLAY] = now, stalled_s, replayed_s
     w.ints[PEAK], w.ints[PEAK_OP], w.ints[EXCESS_SUM] = peak, peak_op, excess
     w.ints[EXCESS] = max(0, peak - budget)
+
+
+@njit(cache=True)
+def is_settled(s: Static, w: Work, codes: Codes, turn: int) -> bool:
+    """Tell whether `clock` left what it found; else have it begin with what it left, in the last turn with nothing.
+
+    See [Note: what is carried over].
+    """
+    gap_by_next, out_end = s.gap_by_next, w.out_end
+    num_gaps = codes.shape[0]
+    settled = True
+    end_s = w.floats[TIME]
+    for index in range(num_gaps, gap_by_next.shape[0]):
+        gap = gap_by_next[index]
+        if codes[gap]:
+            left_s, carried_s = max(out_end[gap] - end_s, 0.0), out_end[num_gaps + gap]
+            settled = settled and left_s <= carried_s and (left_s > 0.0) == (carried_s > 0.0)
+    if not settled:
+        for index in range(num_gaps, gap_by_next.shape[0]):
+            gap = gap_by_next[index]
+            left_s = max(out_end[gap] - end_s, 0.0) if codes[gap] else 0.0
+            out_end[num_gaps + gap] = left_s + _ROUNDING * end_s if left_s > 0.0 and turn < LAST_TURN else 0.0
+    return settled

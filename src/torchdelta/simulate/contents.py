@@ -56,6 +56,18 @@ def contents(s: Static, w: Work, codes: Codes, budget: Any, most_excess: Any) ->
     excess = 0
     stamp = ints[STAMP]
     busy_s = 0.0
+    for index in range(num_gaps, gap_by_next.shape[0]):
+        gap = gap_by_next[index]
+        code = codes[gap]
+        if code:
+            buffer = gap_buffer[num_gaps + gap]
+            absent[buffer] = code
+            absent_gap[buffer] = gap
+            away += size[buffer]
+            if code == SWAP:
+                host += size[buffer]
+            elif code == DISK:
+                disk += size[buffer]
     for op in range(time_s.shape[0]):
         while starting < num_gaps and gap_last[starting] < op:
             code = codes[starting]
@@ -77,7 +89,7 @@ def contents(s: Static, w: Work, codes: Codes, budget: Any, most_excess: Any) ->
         while ending < num_gaps and gap_next[gap_by_next[ending]] == op:
             gap = gap_by_next[ending]
             ending += 1
-            buffer = gap_buffer[gap]
+            buffer = gap_buffer[num_gaps + gap]
             code = codes[gap]
             if code == KEEP or absent[buffer] == KEEP or absent_gap[buffer] != gap:
                 continue
@@ -115,6 +127,9 @@ def contents(s: Static, w: Work, codes: Codes, budget: Any, most_excess: Any) ->
                         if code == KEEP:
                             continue
                         if code <= DISK:
+                            if gap_next[absent_gap[read]] <= gap_last[absent_gap[read]]:
+                                ints[INVALID] = 1  # away over the end: it cannot be back before the step ends
+                                continue
                             away -= size[read]
                             swap_gap[num_swaps] = absent_gap[read]
                             swap_return[num_swaps] = op

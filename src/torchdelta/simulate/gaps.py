@@ -3,6 +3,11 @@
 A buffer is used by the op that writes it and by each op that reads it. A gap is open when at least one op runs in
 between. What a decision class allows is a list of gaps ([Note: absences] in `plan/model.py`), and a decision is one
 code for each.
+
+The class *all* has gaps over the end of the step too: of a parameter, gradient or optimizer state whose storage
+outlives the step, from the last use of its last version to the first use of its first one in the following step
+([Note: over the end] in `plan/model.py`). The op that writes over the first version is a use of it, whether it reads it
+or not.
 """
 
 from itertools import pairwise
@@ -10,7 +15,7 @@ from itertools import pairwise
 import msgspec
 
 from torchdelta.plan.model import DecisionClass
-from torchdelta.trace.model import BEFORE_STEP, Trace
+from torchdelta.trace.model import BEFORE_STEP, Trace, versions_over_end
 
 __all__ = ["MIN_SIZE_BYTES", "Gap", "find_gaps", "uses_of"]
 
@@ -58,8 +63,10 @@ def find_gaps(
         min_size_bytes: The least size of a buffer that may leave.
     """
     replayable = _replayable(trace)
+    uses_by_buffer = uses_of(trace)
+    over_end = versions_over_end(trace) if decision_class == "all" else {}
     gaps: list[Gap] = []
-    for buffer, uses in zip(trace.buffers, uses_of(trace), strict=True):
+    for buffer, uses in zip(trace.buffers, uses_by_buffer, strict=True):
         if buffer.size_bytes < min_size_bytes or not buffer.size_bytes:
             continue
         born = buffer.birth_op != BEFORE_STEP
@@ -70,6 +77,10 @@ def find_gaps(
             pairs = list(pairwise(uses))
         else:
             pairs = []
+        if buffer.id in over_end and buffer.kind in _SWAPPED_KINDS:
+            first = over_end[buffer.id]
+            again = uses_by_buffer[first.id] + [first.death_op] * (first.death_op < len(trace.ops))
+            pairs += [(uses[-1], len(trace.ops) + again[0])] if uses else []
         gaps += [
             Gap(
                 buffer_id=buffer.id,

@@ -21,7 +21,7 @@ from torchdelta.simulate.arrays import (
     Static,
     Work,
 )
-from torchdelta.simulate.clock import clock, issue_moments
+from torchdelta.simulate.clock import LAST_TURN, clock, is_settled, issue_moments
 from torchdelta.simulate.contents import contents
 
 __all__ = ["NO_CUT", "evaluate", "measure"]
@@ -58,10 +58,23 @@ def evaluate(
     w.absent[:] = 0
     w.stall_out[:] = 0.0
     w.stall_in[:] = 0.0
+    num_gaps = codes.shape[0]
+    any_over_end = s.gap_by_next.shape[0] > num_gaps
+    if any_over_end:
+        w.out_end[num_gaps:] = 0.0
     contents(s, w, codes, limits[0], most_excess)
     if not w.ints[CUT]:
         issue_moments(s, w, limits[0], prefetch)
-        clock(s, w, codes, limits[0], synchronous, most_excess, most_s)
+        turn = 0
+        while True:
+            # Called from one place alone, so that the compiler puts it in here: handing over all arrays takes longer
+            # than the queues of a small step.
+            clock(s, w, codes, limits[0], synchronous, most_excess, most_s, turn == LAST_TURN)
+            turn += 1
+            if not any_over_end or w.ints[CUT] or turn > LAST_TURN or is_settled(s, w, codes, turn):
+                break
+            w.stall_out[:] = 0.0
+            w.stall_in[:] = 0.0
     # Too much elsewhere weighs as if it lasted the whole step, so that a search sees it in the same sum.
     w.ints[EXCESS_SUM] += max(0, w.ints[HOST_PEAK] - limits[1]) * s.time_s.shape[0]
     w.ints[EXCESS_SUM] += max(0, w.ints[DISK_PEAK] - limits[2]) * s.time_s.shape[0]

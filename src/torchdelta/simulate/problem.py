@@ -14,7 +14,7 @@ from torchdelta.simulate import arrays, kernel
 from torchdelta.simulate.answer import answer
 from torchdelta.simulate.gaps import MIN_SIZE_BYTES, Gap, find_gaps
 from torchdelta.simulate.model import Code, Decision, Options, Score, Simulation
-from torchdelta.trace.model import BEFORE_STEP, Trace, load_curve, storage_versions
+from torchdelta.trace.model import BEFORE_STEP, Trace, load_curve, storage_versions, versions_over_end
 
 __all__ = ["Problem"]
 
@@ -135,6 +135,10 @@ class Problem:
                     f"has no such gap, or is below {self.min_size_bytes} bytes"
                 )
             code = _CODES[decision.action, decision.tier]
+            if code == Code.RECOMPUTE and self.gaps[index].next_use_op >= len(self.trace.ops):
+                raise PlanError(
+                    f"buffer {decision.buffer_id} is away over the end of the step: only a swap brings it back"
+                )
             codes[index] = Code.AGAIN if code == Code.RECOMPUTE and not decision.stays_when_met else code
         return codes
 
@@ -197,7 +201,10 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
     reads = [_replay_reads(trace, index, previous) for index in range(num_ops)]
     writes = [op.writes for op in trace.ops]
     last_use = np.array([gap.last_use_op for gap in gaps], np.int64)
-    next_use = np.array([gap.next_use_op for gap in gaps], np.int64)
+    next_use = np.array([gap.next_use_op % num_ops for gap in gaps], np.int64)
+    over_end = np.array([gap.next_use_op >= num_ops for gap in gaps], np.bool_)
+    firsts = versions_over_end(trace) if over_end.any() else {}
+    first = [firsts[gap.buffer_id].id if over else gap.buffer_id for gap, over in zip(gaps, over_end, strict=True)]
     return arrays.Static(
         time_s=np.array([op.time_s for op in trace.ops], np.float64),
         plain=load + workspace,
@@ -212,10 +219,10 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
         birth=np.array([buffer.birth_op for buffer in buffers], np.int64),
         last=last,
         previous=previous,
-        gap_buffer=np.array([gap.buffer_id for gap in gaps], np.int64),
+        gap_buffer=np.array([gap.buffer_id for gap in gaps] + first, np.int64),
         gap_last=last_use,
         gap_next=next_use,
-        gap_by_next=np.argsort(next_use, kind="stable").astype(np.int64),
+        gap_by_next=np.append(np.argsort(next_use, kind="stable"), np.flatnonzero(over_end)).astype(np.int64),
         rates=np.array(
             [
                 machine.host_out_bytes_per_s,

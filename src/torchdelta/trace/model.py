@@ -324,3 +324,18 @@ def storage_versions(trace: Trace) -> dict[int, list[Buffer]]:
     for buffer in sorted(trace.buffers, key=lambda buffer: buffer.birth_op):
         versions.setdefault(buffer.storage_id, []).append(buffer)
     return versions
+
+
+def versions_over_end(trace: Trace) -> dict[int, Buffer]:
+    """Return the first version of each storage that outlives the step from before it, by the id of the last version.
+
+    What the last version holds at the end of one step is what the next one finds in the first. Storages that the step
+    leaves at another size than it found them at are left out: they are not the same from step to step.
+    """
+    ends: dict[int, Buffer] = {}
+    for versions in storage_versions(trace).values():
+        first, last = versions[0], versions[-1]
+        lasts = first.birth_op == BEFORE_STEP and last.death_op == len(trace.ops)
+        if lasts and all(version.size_bytes == first.size_bytes for version in versions):
+            ends[last.id] = first
+    return ends

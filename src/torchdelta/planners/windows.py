@@ -1,0 +1,75 @@
+"""A move of the planner `torchdelta`: the codes of a few neighbouring gaps at once, all combinations tried. Compiled.
+
+Where memory is short, one buffer of a chain leaves another way only if its neighbours do too (swapped, it spares its
+descendants the chain above it, which then may leave in turn), and every change by itself is worse. Gaps are neighbours
+if their buffers are used again one after another: there replays share their chains.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from torchdelta.planners.search import Flags, is_better
+from torchdelta.simulate.arrays import Codes, Static, Work
+from torchdelta.simulate.kernel import NO_CUT, measure
+
+__all__ = ["try_windows"]
+
+
+@njit(cache=True)
+def try_windows(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    limits: NDArray[np.int64],
+    allowed: Flags,
+    order: NDArray[np.int64],
+    width: int,
+    rounds: int,
+) -> tuple[int, float]:
+    """Give each run of `width` gaps its best codes, in place; return excess and time.
+
+    Takes up to `5 ** width` evaluations a window, most of which are cut short.
+
+    Args:
+        s: The problem.
+        w: Room.
+        codes: Where to start; the result.
+        limits: See `evaluate`.
+        allowed: Which codes each gap may take.
+        order: Gaps, neighbours beside one another.
+        width: How many gaps change at once.
+        rounds: How often it goes through the order, at most: it ends when nothing changes.
+    """
+    now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    tried = np.zeros(width, np.int64)
+    best_codes = codes.copy()
+    for _ in range(rounds):
+        changed = False
+        for start in range(order.shape[0] - width + 1):
+            tried[:] = 0
+            while True:
+                possible = True
+                for place in range(width):
+                    gap = order[start + place]
+                    codes[gap] = tried[place]
+                    possible = possible and allowed[gap, tried[place]]
+                if possible:
+                    most_s = now[1] * (1 - 1e-9) if now[0] == 0 else np.inf
+                    found = measure(s, w, codes, limits, now[0], most_s)
+                    if is_better(found, now):
+                        now = found
+                        best_codes[:] = codes
+                        changed = True
+                # The next combination, as one counts.
+                place = 0
+                while place < width and tried[place] == 4:
+                    tried[place] = 0
+                    place += 1
+                if place == width:
+                    break
+                tried[place] += 1
+            codes[:] = best_codes
+        if not changed:
+            break
+    return now
