@@ -41,11 +41,7 @@ class Contest:
 
     def step(self) -> None:
         """Run one ordinary training step."""
-        loss = self.workload.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss.item()
+        self.workload.train(self.optimizer)
 
     def block(self, contender: str) -> dict[str, list[float]]:
         """Run a block of steps and return the wall and processor time of each."""

@@ -36,6 +36,14 @@ class Workload:
         """Run the forward pass."""
         return self.compute_loss(self.model, self.batch)
 
+    def train(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run one ordinary training step, to its end."""
+        loss = self.loss()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
 
 def seed_everything(seed: int) -> None:
     """Seed torch, numpy and random: some models draw their masks with numpy."""

@@ -80,11 +80,7 @@ class Contest:
 
     def step(self) -> None:
         """Run one ordinary training step."""
-        loss = self.workload.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss.item()
+        self.workload.train(self.optimizer)
 
     def record(self, clock_s: Callable[[], float]) -> Trace:
         """Record one step that nothing leaves, its ops timed by a clock."""

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     import argparse
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
-TABLES = ("overheads", "floors", "batches", "autoswap", "times")
+TABLES = ("overheads", "proofs", "floors", "batches", "autoswap", "times")
 OURS = (f"{tables.OURS}:best", f"{tables.OURS}:fast", f"{tables.OURS}-extended:best")
+LEAST = f"{tables.OURS}-all:fast"
+"""Looked at by its least budgets, beside ours and AutoSwap's; by its overheads where `--planners` names it."""
+
 OTHERS = (
     "keep",
     "swap-all",
@@ -77,7 +80,7 @@ def run(options: argparse.Namespace) -> Outcome:
         options.cases, options.shares = options.cases[:1], [0.6, 0.4]
     fill = {"overheads": _overheads, "floors": _floors, "batches": _batches, "autoswap": _autoswap, "times": _times}
     wanted = () if options.join else [name for name in TABLES if name in options.tables]
-    found: Rows = {name: fill[name](options) for name in wanted}
+    found: Rows = {name: fill[name](options) for name in wanted if name != "proofs"}
     if wanted:
         found["runs"] = [{"commit": commit(), "options": _asked_for(options)}]
     name = options.name + ("-quick" if options.quick else "") + (f"-{options.tag}" if options.tag else "")
@@ -85,6 +88,8 @@ def run(options: argparse.Namespace) -> Outcome:
     before = {} if options.no_write or options.fresh else _kept(name)
     for part in (*parts, found):
         before = merged(before, part)
+    if "proofs" in wanted:
+        before = merged(before, {"overheads": _proofs(before.get("overheads", []), options)})
     outcome.data.update(before)
     text = report(outcome, outcome.data)
     if not options.no_write:
@@ -134,8 +139,20 @@ def _overheads(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def _proofs(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prove more where the plan is far above the bound: whole decisions, which take minutes a cell."""
+    far = [row for row in rows if row["case"] in options.cases and tables.is_far_from_bound(row)]
+    return [
+        {"case": row["case"], "share": row["share"], "whole_bound": tables.whole_bound(row)}
+        for row in tqdm(far, file=sys.stderr, desc="proofs")
+    ]
+
+
 def _floors(options: argparse.Namespace) -> list[dict[str, Any]]:
-    planners = list(dict.fromkeys(p.replace(":best", ":fast") for p in options.planners))
+    planners = [planner.replace(":best", ":fast") for planner in options.planners]
+    if f"{tables.OURS}:fast" in planners:
+        planners.append(LEAST)
+    planners = list(dict.fromkeys(planners))
     return [tables.floor(CASES[name], planners) for name in tqdm(options.cases, file=sys.stderr, desc="floors")]
 
 

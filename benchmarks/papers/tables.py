@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from benchmarks.papers.subjects import Case, largest_plain_batch, step
+from benchmarks.papers.subjects import CASES, Case, largest_plain_batch, step
 from torchdelta.errors import InfeasibleError
 from torchdelta.planners import get
 from torchdelta.planners.autoswap import SCORES, reduction
@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 OURS = "torchdelta"
+FAR = 0.015
+"""From here on a plan is far from the bound, as a share of the plain step's time."""
+
+WHOLE_MOMENTS = (10, 16)
+"""Spread over the time, and the tightest: with more of them a search of as many nodes proves less."""
+
+WHOLE_SHARE = 0.04
+"""Tensors of at least so much of the budget are whole."""
+
+WHOLE_NODES = 200
+
 SLOWDOWNS = (1.05, 1.10, 1.25)
 DELTA_MULTIPLES = {"resnet50": 2.04, "resnet101": 2.25, "gpt2_large": 5.5, "gpt2_xl": 6.0}
 """Published multiples of the plain batch (DELTA 2022 for ResNets, DELTA 2024 for GPT-2)."""
@@ -63,6 +74,36 @@ def overheads(case: Case, shares: Sequence[float], planners: Sequence[str], *, w
                 "solve_s": time.process_time() - start_s,
             }
         yield row
+
+
+def is_far_from_bound(row: Row) -> bool:
+    """Tell whether the best plan of a row takes over a point and a half more than what the linear program proves."""
+    best, proved = row["planners"].get(f"{OURS}:best", {}), row.get("bound", {}).get("overhead")
+    return proved is not None and best.get("feasible", False) and best["overhead"] > proved + FAR
+
+
+def whole_bound(row: Row) -> Row:
+    """Return what is proved of a row's budget if decisions are whole: branch and bound, ended after some nodes."""
+    case = CASES[row["case"]]
+    trace = step(case.model, case.machine, row["batch_size"], with_optimizer=False)
+    start_s = time.process_time()
+    proved = bound(
+        trace,
+        case.machine,
+        row["budget_bytes"],
+        integral=True,
+        num_moments=WHOLE_MOMENTS[0],
+        num_tight_moments=WHOLE_MOMENTS[1],
+        min_whole_bytes=int(WHOLE_SHARE * row["budget_bytes"]),
+        max_nodes=WHOLE_NODES,
+    )
+    return {
+        "class": proved.decision_class,
+        "overhead": proved.overhead,
+        "moments": len(proved.moments),
+        "nodes": WHOLE_NODES,
+        "solve_s": time.process_time() - start_s,
+    }
 
 
 def overhead(trace: Trace, machine: Machine, budget_bytes: int, planner: str) -> Row:
