@@ -12,6 +12,7 @@ from torchdelta import planners
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners import search
+from torchdelta.planners.anneal import anneal
 from torchdelta.planners.torchdelta import choose, least_peak
 from torchdelta.planners.windows import try_windows
 from torchdelta.simulate import simulate_plan
@@ -54,6 +55,21 @@ def test_two_changes_at_once_hold_the_budget_and_cost_no_more(drawn, share):
     assert found == (0, after.time_s)
 
 
+def _allowed(problem: Problem):
+    """Return which codes of the class *saved* each gap may take, and how many combinations of them there are."""
+    allowed = np.zeros((len(problem.gaps), len(Code)), np.bool_)
+    allowed[:, [Code.KEEP, Code.SWAP]] = True
+    allowed[:, Code.RECOMPUTE] = [gap.can_recompute for gap in problem.gaps]
+    return allowed
+
+
+def _least_time_s(problem: Problem, budget_bytes: int) -> float:
+    """Return the time of the best decision, by trying all."""
+    everything = product(*[np.flatnonzero(codes) for codes in _allowed(problem)])
+    scores = [problem.score(np.array(each, np.int8), budget_bytes) for each in everything]
+    return min(score.time_s for score in scores if score.is_feasible)
+
+
 @settings(max_examples=10, deadline=None)
 @given(blocks(), st.floats(0, 1))
 def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
@@ -62,19 +78,50 @@ def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
     floor = least_peak(problem)
     budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
-    can_recompute = [gap.can_recompute for gap in problem.gaps]
-    allowed = np.zeros((len(codes), len(Code)), np.bool_)
-    allowed[:, [Code.KEEP, Code.SWAP]] = True
-    allowed[:, Code.RECOMPUTE] = can_recompute
     order = np.arange(len(codes), dtype=np.int64)
     found = try_windows(
-        problem.static, problem.work, codes, problem.limits(budget_bytes), allowed, order, len(order), 1
+        problem.static, problem.work, codes, problem.limits(budget_bytes), _allowed(problem), order, len(order), 1
     )
-    everything = product(*[(0, 1, 3) if possible else (0, 1) for possible in can_recompute])
-    scores = [problem.score(np.array(each, np.int8), budget_bytes) for each in everything]
     assert found[0] == 0
-    assert found[1] == pytest.approx(min(score.time_s for score in scores if score.is_feasible), rel=1e-8)
+    assert found[1] == pytest.approx(_least_time_s(problem, budget_bytes), rel=1e-8)
     assert problem.score(codes, budget_bytes).time_s == found[1]
+
+
+@settings(max_examples=10, deadline=None)
+@given(blocks(), st.floats(0, 1))
+def test_annealing_finds_the_best_decision_of_a_small_step(drawn, share):
+    """From everything on the device, which does not fit; the same twice."""
+    problem = Problem.of(chain(drawn[:3]), MACHINE)
+    floor = least_peak(problem)
+    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    order = np.arange(len(problem.gaps), dtype=np.int64)
+    answers = []
+    for _ in range(2):
+        codes = problem.keep_all()
+        limits, allowed = problem.limits(budget_bytes), _allowed(problem)
+        found = anneal(
+            problem.static, problem.work, codes, limits, allowed, order, problem.plain_time_s, (0.1, 1e-4), 3000, 1
+        )
+        answers.append((found, codes.tolist()))
+    assert answers[0] == answers[1]
+    assert found == (0, problem.score(codes, budget_bytes).time_s)
+    assert found[1] == pytest.approx(_least_time_s(problem, budget_bytes), rel=1e-8)
+
+
+def test_annealing_below_the_least_peak_leaves_the_decision_as_it_was():
+    """Nothing fits there, so there is nothing to put in its place; gaps that may not change do not."""
+    problem = Problem.of(STEP, MACHINE)
+    codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
+    order = np.arange(1, len(codes), dtype=np.int64)
+    floor = least_peak(problem)
+    arguments = (_allowed(problem), order, problem.plain_time_s, (0.1, 1e-4), 500, 0)
+    excess, time_s = anneal(problem.static, problem.work, codes, problem.limits(floor - 1), *arguments)
+    assert excess > 0
+    assert time_s == np.inf
+    assert codes.tolist() == [Code.SWAP] * len(codes)
+    assert anneal(problem.static, problem.work, codes, problem.limits(10 * floor), *arguments)[0] == 0
+    assert codes[0] == Code.SWAP
+    assert Code.KEEP in codes
 
 
 @pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended", "torchdelta-all"])

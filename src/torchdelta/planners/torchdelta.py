@@ -5,14 +5,14 @@ each second that it costs; that cost is the difference of two simulations, so re
 fill are in it. Then it takes back what is no longer needed, exchanges swaps for replays, and changes two gaps at once.
 Starts differ in the price of a link's byte (a small one makes cheap replays leave the link to others), in how far they
 look around and in how much of the budget they use; `best` also starts from the linear program of the bound, if its
-solver is there, and shakes.
+solver is there, shakes, and near the least budget anneals.
 
 Guarantees: never a plan above the budget; within the class *saved* it finds a plan whenever there is one and the host
 has room, because swapping everything reaches the least peak of the class, and the search may start there.
-Deterministic. Known weakness: below about 1.3 times the least peak it is a local optimum of single moves, of pairs and
-of small random repairs.
+Deterministic. Known weakness: near the least budget `fast` is a local optimum of single moves, of few neighbours
+and of small random repairs, and steps with too many gaps are not annealed.
 
-Each simulation is linear in the ops; `fast` takes some thousands of them, `best` some hundreds of thousands.
+Each simulation is linear in the ops; `fast` takes some thousands of them, `best` up to two million.
 """
 
 import logging
@@ -24,6 +24,7 @@ from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners import search
+from torchdelta.planners.anneal import anneal
 from torchdelta.planners.lp_bound import bound
 from torchdelta.planners.outcome import finished
 from torchdelta.planners.registry import Effort, register
@@ -74,6 +75,18 @@ _WINDOW_ROUNDS = 3
 
 _SHORT_OF_MEMORY = 1.6
 """Budgets below so many times the least peak have little room: there `fast` looks at windows too."""
+
+_ANNEALED_BELOW = 1.8
+"""Budgets below so many times the least peak have so little room that `best` anneals too: above, nothing is gained."""
+
+_ANNEALED_OPS = 800_000_000
+_CHANGES_A_GAP = (300, 2700)
+"""How many changes annealing tries: so many over the ops, and not more often than that for each gap and part. With
+fewer it ends where it came to by chance, and is left out."""
+
+_ANNEALED_PARTS = 6
+_HOT, _WARM, _TEPID = (0.05, 0.001), (0.02, 0.0005), (0.01, 0.0005)
+"""The heats of the parts: a hot one begins with everything on the device, the others go on from the best decision."""
 
 _FEW_SHAKES = 20
 _SHAKES_A_GAP = 40
@@ -185,6 +198,8 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         steps = min(_SHAKES_A_GAP * len(keep), _SHAKEN_OPS // (len(keep) * len(problem.trace.ops)))
         hunt.shake(steps, _SHAKEN_PARTS, _EXCHANGES)
         hunt.try_windows(*_WINDOWS)
+        if budget_bytes < _ANNEALED_BELOW * least_peak(problem):
+            hunt.anneal(anew=start is None)
     elif small and start is None:
         hunt.shake(_FEW_SHAKES, 1, _FEW_EXCHANGES)
         if budget_bytes < _SHORT_OF_MEMORY * least_peak(problem):
@@ -239,6 +254,23 @@ class _Hunt:
             found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
             self._take(codes, found)
             self.exchange(most_exchanges)
+
+    def anneal(self, *, anew: bool) -> None:
+        static, work = self.problem.static, self.problem.work
+        keep = self.problem.keep_all()
+        least, most = (changes * len(keep) for changes in _CHANGES_A_GAP)
+        steps = min(most, _ANNEALED_OPS // (len(self.problem.trace.ops) * _ANNEALED_PARTS))
+        if steps < least or self.excess > 0:
+            return
+        order = np.argsort(static.gap_next[: len(keep)], kind="stable").astype(np.int64)
+        for part in range(_ANNEALED_PARTS):
+            unit_s = self.time_s - self.problem.plain_time_s
+            if unit_s <= 1e-9 * self.problem.plain_time_s:
+                return  # it costs nothing
+            heats = ((_HOT, _WARM) if anew else (_WARM, _TEPID))[part % 2]
+            codes = keep.copy() if heats == _HOT else self.codes.copy()
+            anneal(static, work, codes, self.limits, self.allowed, order, unit_s, heats, steps, part)
+            self.follow(codes, rounds=2)
 
     def _take(self, codes: Codes, found: tuple[int, float]) -> None:
         if (found[0], found[1]) < (self.excess, self.time_s):

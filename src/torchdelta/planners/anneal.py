@@ -1,0 +1,119 @@
+"""A move of the planner `torchdelta`: simulated annealing, for budgets near the least one. Compiled.
+
+Where memory is short a better plan can lie behind many worse ones, and behind some that do not fit: what every other
+buffer does depends on which few large ones stay. So decisions that pass the budget are gone through here, at a price
+that rises until they are left; slower ones with a chance that falls (Kirkpatrick, Gelatt and Vecchi, Science 1983).
+"""
+
+import math
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from torchdelta.planners.search import Flags
+from torchdelta.simulate.arrays import CUT, EXCESS_SUM, INVALID, TIME, Codes, Static, Work
+from torchdelta.simulate.kernel import NO_CUT, evaluate
+
+__all__ = ["anneal"]
+
+_PRICES = (3.0, 100.0)
+"""What it costs to pass the budget by as much again at one op, at the first step and at the last."""
+
+_ROUND = 64
+"""Steps between two looks at the schedule."""
+
+_REACH = 8
+"""Gaps that change together are so near to each other, half of the times."""
+
+_MOST_CHANGES = 4
+
+
+@njit(cache=True)
+def _chance(state: NDArray[np.uint64]) -> float:
+    """Return the next random number from 0 up to 1 (Marsaglia's xorshift, 64 bits)."""
+    bits = state[0]
+    bits ^= bits << np.uint64(13)
+    bits ^= bits >> np.uint64(7)
+    bits ^= bits << np.uint64(17)
+    state[0] = bits
+    return float(bits >> np.uint64(11)) / 9007199254740992.0
+
+
+@njit(cache=True)
+def anneal(
+    s: Static,
+    w: Work,
+    codes: Codes,
+    limits: NDArray[np.int64],
+    allowed: Flags,
+    order: NDArray[np.int64],
+    unit_s: float,
+    heats: tuple[float, float],
+    steps: int,
+    seed: int,
+) -> tuple[int, float]:
+    """Change one to four gaps at a time, in place; leave the fastest decision within the budget that was met.
+
+    Returns excess and time, `NO_CUT` and infinity (and the codes as they were) if none was met.
+
+    Args:
+        s: The problem.
+        w: Room.
+        codes: Where to start; the result.
+        limits: See `evaluate`.
+        allowed: Which codes each gap may take.
+        order: The gaps that may change, neighbours beside one another.
+        unit_s: What heats and prices are multiples of: the seconds that a plan costs, more than none.
+        heats: The time that is let pass with a chance of 1/e, at the first step and at the last.
+        steps: How many changes are tried.
+        seed: Of its chance, 0 or more.
+    """
+    state = np.array([np.uint64(seed) * np.uint64(2654435761) + np.uint64(88172645463325252)], np.uint64)
+    for _ in range(10):
+        _chance(state)
+    num_gaps = order.shape[0]
+    budget = float(max(limits[0], 1))
+    best_s, best_codes = np.inf, codes.copy()
+    evaluate(s, w, codes, limits, True, False, NO_CUT, np.inf)
+    excess, time_s = w.ints[EXCESS_SUM] / budget, w.floats[TIME]
+    heat, price, now = 0.0, 0.0, 0.0
+    places = np.zeros(_MOST_CHANGES, np.int64)
+    before = np.zeros(_MOST_CHANGES, np.int8)
+    for step in range(steps):
+        if step % _ROUND == 0:
+            done = step / steps
+            heat = unit_s * heats[0] * (heats[1] / heats[0]) ** done
+            price = unit_s * _PRICES[0] * (_PRICES[1] / _PRICES[0]) ** done
+            now = time_s + price * excess
+        drawn = _chance(state)
+        num_changes = 1 if drawn < 0.5 else 2 if drawn < 0.8 else 3 if drawn < 0.95 else _MOST_CHANGES
+        beside = _chance(state) < 0.5
+        first = int(_chance(state) * num_gaps)
+        for number in range(num_changes):
+            drawn = _chance(state)
+            place = (first + int(drawn * _REACH)) % num_gaps if beside else int(drawn * num_gaps)
+            gap = order[place]
+            code = int(_chance(state) * 5)
+            while not allowed[gap, code]:
+                code = int(_chance(state) * 5)
+            places[number], before[number] = gap, codes[gap]
+            codes[gap] = code
+        # Drawn first, so that what is surely refused is not simulated to its end.
+        most = now - heat * math.log(max(_chance(state), 1e-300))
+        evaluate(s, w, codes, limits, True, False, int(min(most / price * budget, 1e18)), most)
+        taken = False
+        if not w.ints[INVALID] and not w.ints[CUT]:
+            new_excess, new_s = w.ints[EXCESS_SUM] / budget, w.floats[TIME]
+            if new_s + price * new_excess <= most:
+                taken = True
+                excess, time_s = new_excess, new_s
+                now = time_s + price * excess
+                if w.ints[EXCESS_SUM] == 0 and time_s < best_s * (1 - 1e-9):
+                    best_s = time_s
+                    best_codes[:] = codes
+        if not taken:
+            for number in range(num_changes - 1, -1, -1):
+                codes[places[number]] = before[number]
+    codes[:] = best_codes
+    return (0, best_s) if best_s < np.inf else (NO_CUT, np.inf)
