@@ -12,8 +12,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from torchdelta.planners.search import Flags
-from torchdelta.simulate.arrays import CUT, EXCESS_SUM, INVALID, TIME, Codes, Static, Work
-from torchdelta.simulate.kernel import NO_CUT, evaluate
+from torchdelta.simulate.arrays import Codes, Static, Work
+from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["anneal"]
 
@@ -75,8 +75,7 @@ def anneal(
     num_gaps = order.shape[0]
     budget = float(max(limits[0], 1))
     best_s, best_codes = np.inf, codes.copy()
-    evaluate(s, w, codes, limits, True, False, NO_CUT, np.inf)
-    excess, time_s = w.ints[EXCESS_SUM] / budget, w.floats[TIME]
+    excess, time_s = measure(s, w, codes, limits, NO_CUT, np.inf)
     heat, price, now = 0.0, 0.0, 0.0
     places = np.zeros(_MOST_CHANGES, np.int64)
     before = np.zeros(_MOST_CHANGES, np.int8)
@@ -85,7 +84,7 @@ def anneal(
             done = step / steps
             heat = unit_s * heats[0] * (heats[1] / heats[0]) ** done
             price = unit_s * _PRICES[0] * (_PRICES[1] / _PRICES[0]) ** done
-            now = time_s + price * excess
+            now = time_s + price * (excess / budget)
         drawn = _chance(state)
         num_changes = 1 if drawn < 0.5 else 2 if drawn < 0.8 else 3 if drawn < 0.95 else _MOST_CHANGES
         beside = _chance(state) < 0.5
@@ -101,18 +100,14 @@ def anneal(
             codes[gap] = code
         # Drawn first, so that what is surely refused is not simulated to its end.
         most = now - heat * math.log(max(_chance(state), 1e-300))
-        evaluate(s, w, codes, limits, True, False, int(min(most / price * budget, 1e18)), most)
-        taken = False
-        if not w.ints[INVALID] and not w.ints[CUT]:
-            new_excess, new_s = w.ints[EXCESS_SUM] / budget, w.floats[TIME]
-            if new_s + price * new_excess <= most:
-                taken = True
-                excess, time_s = new_excess, new_s
-                now = time_s + price * excess
-                if w.ints[EXCESS_SUM] == 0 and time_s < best_s * (1 - 1e-9):
-                    best_s = time_s
-                    best_codes[:] = codes
-        if not taken:
+        found, found_s = measure(s, w, codes, limits, int(min(most / price * budget, 1e18)), most)
+        if found_s + price * (found / budget) <= most:
+            excess, time_s = found, found_s
+            now = time_s + price * (excess / budget)
+            if excess == 0 and time_s < best_s * (1 - 1e-9):
+                best_s = time_s
+                best_codes[:] = codes
+        else:
             for number in range(num_changes - 1, -1, -1):
                 codes[places[number]] = before[number]
     codes[:] = best_codes

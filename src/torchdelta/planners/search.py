@@ -20,6 +20,8 @@ Flags = NDArray[np.bool_]
 
 _SAMPLE = 20
 _TINY_S = 1e-9
+# See [Note: typed constants] in simulate/kernel.py.
+_NOBODY, _NO_NEIGHBOURS, _ONCE = np.int64(-1), np.int64(0), np.int64(1)
 
 
 @njit(cache=True)
@@ -91,7 +93,7 @@ def release(
         _price(s, w, codes, limits, allowed, link_price, among[index], now, ratio)
     stale_rounds = 0
     while now[0] > 0:
-        best, best_ratio, second = -1, 0.0, 0.0
+        best, best_ratio, second = _NOBODY, 0.0, 0.0
         for index in range(among.shape[0]):
             gap = among[index]
             for code in range(1, 5):
@@ -240,7 +242,7 @@ def exchange(
                         continue
                     codes[other] = repair
                     done += 1
-                    found = measure(s, w, codes, limits, 0, now[1] * (1 - 1e-6))
+                    found = measure(s, w, codes, limits, now[0], now[1] * (1 - 1e-6))
                     if found[0] == 0:
                         now = found
                         changed = True
@@ -305,10 +307,10 @@ def shake(
             state = (state * 1103515245 + 12345) % 2147483648
             chosen[(state >> 8) % num_gaps] = True
         among = np.flatnonzero(chosen)
-        found = release(s, w, codes, limits, allowed, among, 0.0, 0)
+        found = release(s, w, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS)
         if found[0] <= now[0] and found[1] < now[1] * 1.02:
             touched = among[codes[among] != 0]
-            found = improve(s, w, codes, limits, allowed, touched, 1)
+            found = improve(s, w, codes, limits, allowed, touched, _ONCE)
         allowed_s = slack * (1 - step / steps) * max(best[1] - plain_s, 0.0)
         if found[0] < now[0] or (found[0] == now[0] and found[1] < max(now[1] * (1 - 1e-9), best[1] + allowed_s)):
             now = found

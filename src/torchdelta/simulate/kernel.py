@@ -1,6 +1,10 @@
 """The simulation itself, compiled: arrays in, arrays out. `docs/design/0008-the-simulator.md` states what it means.
 
 Three passes, each linear in the ops but for one binary search a swap-in: `contents`, `issue_moments` and `clock`.
+
+[Note: typed constants]
+numba compiles a function anew for each constant that a compiled caller hands over as a literal, seconds each time. So
+those are numpy's numbers, which have a type and no value.
 """
 
 from typing import Any
@@ -26,8 +30,11 @@ from torchdelta.simulate.contents import contents
 
 __all__ = ["NO_CUT", "evaluate", "measure"]
 
-NO_CUT = 2**62
-"""No sum of bytes is more."""
+NO_CUT = np.int64(2**62)
+"""No sum of bytes is more. See [Note: typed constants]."""
+
+_PREFETCH, _SYNCHRONOUS = np.bool_(True), np.bool_(False)
+"""What a planner counts on."""
 
 
 @njit(cache=True)
@@ -38,8 +45,8 @@ def evaluate(
     limits: Ints,
     prefetch: bool,
     synchronous: bool,
-    most_excess: Any = NO_CUT,
-    most_s: Any = np.inf,
+    most_excess: Any,
+    most_s: Any,
 ) -> None:
     """Simulate a step. The answers are in `w`.
 
@@ -85,7 +92,7 @@ def evaluate(
 @njit(cache=True)
 def measure(s: Static, w: Work, codes: Codes, limits: Ints, most_excess: Any, most_s: Any) -> tuple[int, float]:
     """Return excess and time; both at their worst where the codes are impossible or the evaluation was cut."""
-    evaluate(s, w, codes, limits, True, False, most_excess, most_s)
+    evaluate(s, w, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)
     if w.ints[INVALID] or w.ints[CUT]:
         return NO_CUT, np.inf
     return w.ints[EXCESS_SUM], w.floats[TIME]

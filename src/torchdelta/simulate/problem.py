@@ -150,7 +150,8 @@ class Problem:
         """Evaluate a decision: about 20 microseconds for every thousand ops."""
         work = self.work
         limits = self.limits(budget_bytes)
-        kernel.evaluate(self.static, work, codes, limits, self.options.prefetch, self.options.synchronous)
+        prefetch, synchronous = self.options.prefetch, self.options.synchronous
+        kernel.evaluate(self.static, work, codes, limits, prefetch, synchronous, kernel.NO_CUT, np.inf)
         ints = work.ints
         return Score(
             time_s=float(work.floats[arrays.TIME]),

@@ -1,0 +1,33 @@
+"""The first plan on a machine waits for the compiler, so nothing is compiled twice."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import importlib, pkgutil
+from numba.core.dispatcher import Dispatcher
+import torchdelta.planners, torchdelta.simulate
+from tests.planners.chains import MACHINE, MIB, chain
+from torchdelta.planners.torchdelta import choose, least_peak
+from torchdelta.simulate.problem import Problem
+
+step = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3, optimizer=True)
+for decision_class in ("saved", "all"):
+    problem = Problem.of(step, MACHINE, decision_class=decision_class)
+    for effort in ("fast", "best"):
+        choose(problem, int(1.1 * least_peak(problem)), effort)
+for package in (torchdelta.planners, torchdelta.simulate):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, Dispatcher) and value.__module__ == module.name:
+                print(name, len(value.signatures))
+"""
+
+
+def test_each_function_is_compiled_for_one_signature():
+    """A constant that is handed over as a literal would make another one."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    signatures = dict(line.split() for line in ended.stdout.splitlines())
+    assert {"measure", "evaluate", "clock", "contents", "improve", "release", "shake", "anneal"} <= set(signatures)
+    assert {name: number for name, number in signatures.items() if number != "1"} == {}
