@@ -46,6 +46,20 @@ def test_a_plan_is_made_written_and_simulated(trace, tmp_path):
         assert again[name] == facts[name]
 
 
+def test_near_the_least_budget_a_larger_class_is_named(trace):
+    """The least budget is one that can be asked for, and below it there is no plan."""
+    roomy = torchdelta("plan", trace, *ON, "--memory-budget", peak(STEP).size_bytes * 9 // 10, "--effort", "fast")
+    assert "torchdelta-extended" not in roomy.stdout
+    facts = json.loads(
+        torchdelta("plan", trace, *ON, "--memory-budget", peak(STEP).size_bytes * 6 // 10, "--json").stdout
+    )
+    least_bytes = facts["least_budget_bytes"]
+    tight = torchdelta("plan", trace, *ON, "--memory-budget", least_bytes, "--effort", "fast")
+    assert "hint " in tight.stdout
+    assert "--planner torchdelta-extended" in tight.stdout
+    torchdelta("plan", trace, *ON, "--memory-budget", least_bytes - 1, code=78)
+
+
 def test_a_planner_with_another_runtime_is_simulated_with_it(trace, tmp_path):
     """DELTA's published code waits for its copies: so do the figures of its plans, when made and when read back."""
     path = tmp_path / "step.plan"

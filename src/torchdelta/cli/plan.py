@@ -51,7 +51,9 @@ def plan(
         from torchdelta.plan.file import write_plan
         from torchdelta.planners import get, options_of
         from torchdelta.planners.lp_bound import bound
+        from torchdelta.planners.torchdelta import NEAR_LEAST, least_peak
         from torchdelta.simulate import simulate_plan
+        from torchdelta.simulate.problem import Problem
 
         hardware, choose = find(machine), get(planner)
         size = number_or_text(memory_budget)
@@ -80,6 +82,9 @@ def plan(
         say("simulating")
         facts = facts_of(simulate_plan(step, hardware, made, options=options_of(planner)), step)
         facts |= placed | {"planner": planner, "machine": hardware.name, "decision_class": made.header.decision_class}
+        if made.header.decision_class == "saved":
+            facts["least_budget_bytes"] = least_peak(Problem.of(step, hardware))
+            facts["near_least"] = facts["overhead"] > 0 and budget_bytes < NEAR_LEAST * facts["least_budget_bytes"]
         if with_bound:
             say("bounding")
             proved = bound(step, hardware, budget_bytes)

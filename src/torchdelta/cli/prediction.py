@@ -85,6 +85,12 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     if "bound_time_s" in facts:
         gap = facts["bound_time_s"] / facts["plain_time_s"] - 1 if facts["plain_time_s"] else 0.0
         lines.append(f"bound        no plan of the class {facts['bound_class']!r} is below {100 * gap:+.2f} %")
+    if facts.get("near_least"):
+        least = format_bytes(facts["least_budget_bytes"])
+        lines.append(
+            f"hint         the least budget of the class 'saved', {least}, is near: --planner torchdelta-extended may "
+            "be faster"
+        )
     lines.append("largest tensors at the peak:")
     lines += [_tensor_line(tensor) for tensor in facts["peak_tensors"]]
     if "path" in facts:

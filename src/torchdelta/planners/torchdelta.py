@@ -33,7 +33,7 @@ from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace
 
-__all__ = ["choose", "least_peak", "plan", "plan_all", "plan_extended"]
+__all__ = ["NEAR_LEAST", "choose", "least_peak", "plan", "plan_all", "plan_extended"]
 
 Codes = NDArray[np.int8]
 
@@ -76,17 +76,19 @@ _WINDOW_ROUNDS = 3
 _SHORT_OF_MEMORY = 1.6
 """Budgets below so many times the least peak have little room: there `fast` looks at windows too."""
 
-_ANNEALED_BELOW = 1.8
-"""Budgets below so many times the least peak have so little room that `best` anneals too: above, nothing is gained."""
+NEAR_LEAST = 1.8
+"""Budgets below so many times the least peak have so little room that `best` anneals too: above, nothing is gained.
+There larger classes gain the most as well."""
 
 _ANNEALED_OPS = 800_000_000
-_CHANGES_A_GAP = (300, 2700)
+_CHANGES_A_GAP = (150, 2700)
 """How many changes annealing tries: so many over the ops, and not more often than that for each gap and part. With
 fewer it ends where it came to by chance, and is left out."""
 
 _ANNEALED_PARTS = 6
-_HOT, _WARM, _TEPID = (0.05, 0.001), (0.02, 0.0005), (0.01, 0.0005)
-"""The heats of the parts: a hot one begins with everything on the device, the others go on from the best decision."""
+_HEATS = ((0.05, 0.001), (0.02, 0.0005), (0.01, 0.0005))
+"""The heats of its parts, one after the other. Within the class *saved* the hot ones begin with everything on the
+device, all others go on from the best decision."""
 
 _FEW_SHAKES = 20
 _SHAKES_A_GAP = 40
@@ -198,7 +200,7 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         steps = min(_SHAKES_A_GAP * len(keep), _SHAKEN_OPS // (len(keep) * len(problem.trace.ops)))
         hunt.shake(steps, _SHAKEN_PARTS, _EXCHANGES)
         hunt.try_windows(*_WINDOWS)
-        if budget_bytes < _ANNEALED_BELOW * least_peak(problem):
+        if budget_bytes < NEAR_LEAST * least_peak(problem):
             hunt.anneal(anew=start is None)
     elif small and start is None:
         hunt.shake(_FEW_SHAKES, 1, _FEW_EXCHANGES)
@@ -267,8 +269,8 @@ class _Hunt:
             unit_s = self.time_s - self.problem.plain_time_s
             if unit_s <= 1e-9 * self.problem.plain_time_s:
                 return  # it costs nothing
-            heats = ((_HOT, _WARM) if anew else (_WARM, _TEPID))[part % 2]
-            codes = keep.copy() if heats == _HOT else self.codes.copy()
+            heats = _HEATS[part % len(_HEATS)]
+            codes = keep.copy() if anew and heats == _HEATS[0] else self.codes.copy()
             anneal(static, work, codes, self.limits, self.allowed, order, unit_s, heats, steps, part)
             self.follow(codes, rounds=2)
 
