@@ -80,15 +80,15 @@ NEAR_LEAST = 1.8
 """Budgets below so many times the least peak have so little room that `best` anneals too: above, nothing is gained.
 There larger classes gain the most as well."""
 
-_ANNEALED_OPS = 800_000_000
+_ANNEALED_OPS = 700_000_000
 _CHANGES_A_GAP = (150, 2700)
 """How many changes annealing tries: so many over the ops, and not more often than that for each gap and part. With
 fewer it ends where it came to by chance, and is left out."""
 
-_ANNEALED_PARTS = 6
-_HEATS = ((0.05, 0.001), (0.02, 0.0005), (0.01, 0.0005))
-"""The heats of its parts, one after the other. Within the class *saved* the hot ones begin with everything on the
-device, all others go on from the best decision."""
+_HOT, _WARM, _TEPID = (0.05, 0.001), (0.02, 0.0005), (0.01, 0.0005)
+_HEATS = (_HOT, _HOT, _HOT, _WARM, _TEPID, _TEPID)
+"""The heats of its parts. Within the class *saved* the hot ones begin with everything on the device, each for itself;
+all others go on from the best decision."""
 
 _FEW_SHAKES = 20
 _SHAKES_A_GAP = 40
@@ -261,16 +261,15 @@ class _Hunt:
         static, work = self.problem.static, self.problem.work
         keep = self.problem.keep_all()
         least, most = (changes * len(keep) for changes in _CHANGES_A_GAP)
-        steps = min(most, _ANNEALED_OPS // (len(self.problem.trace.ops) * _ANNEALED_PARTS))
+        steps = min(most, _ANNEALED_OPS // (len(self.problem.trace.ops) * len(_HEATS)))
         if steps < least or self.excess > 0:
             return
         order = np.argsort(static.gap_next[: len(keep)], kind="stable").astype(np.int64)
-        for part in range(_ANNEALED_PARTS):
+        for part, heats in enumerate(_HEATS):
             unit_s = self.time_s - self.problem.plain_time_s
             if unit_s <= 1e-9 * self.problem.plain_time_s:
                 return  # it costs nothing
-            heats = _HEATS[part % len(_HEATS)]
-            codes = keep.copy() if anew and heats == _HEATS[0] else self.codes.copy()
+            codes = keep.copy() if anew and heats == _HOT else self.codes.copy()
             anneal(static, work, codes, self.limits, self.allowed, order, unit_s, heats, steps, part)
             self.follow(codes, rounds=2)
 
