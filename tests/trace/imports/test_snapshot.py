@@ -141,3 +141,9 @@ def test_what_is_no_snapshot(tmp_path):
     path.write_bytes(pickle.dumps(snapshot_of_steps(4)))
     with pytest.raises(TraceFileError, match=r"no events of device 1: there are some of \[0\]"):
         read_snapshot(path, device=1)
+    negative = snapshot_of_steps(4)
+    next(entry for entry in negative["device_traces"][0] if entry["action"] == "alloc")["size"] = -5
+    path.write_bytes(pickle.dumps(negative))
+    with pytest.raises(TraceFileError, match="negative size_bytes -5") as caught:
+        read_snapshot(path, whole=True)
+    assert str(caught.value).startswith(str(path))

@@ -159,7 +159,7 @@ def trace_of_events(
         num_before: The first events that only say what was there before the log.
 
     Raises:
-        TraceFileError: There is no iteration in it, or no op.
+        TraceFileError: There is no iteration in it, or no op, or a size is negative or beyond what can be added up.
     """
     if not any(event.op != "free" for event in events):
         raise TraceFileError(f"{source}: the log has no allocation, read or write: there is no step in it")
@@ -178,7 +178,10 @@ def trace_of_events(
     if found is not None:
         comment = f"iteration of {end - first} events, found {found.num_events // found.length} times"
     step = _Builder(events, first, end, end_s).trace(comment=f"{source}: {comment}", device=device)
-    validate(step)
+    try:
+        validate(step)
+    except TraceFileError as error:
+        raise TraceFileError(f"{source}: {error}") from error
     return step
 
 
