@@ -46,12 +46,15 @@ OTHERS = (
 )
 AUTOSWAP_MODELS = {"vgg16": 100, "resnet50": 100, "alexnet": 100}
 AUTOSWAP_MACHINES = ("t4", "v100-32g")
+_TIMED_SHARES = (0.4, 0.2)
+"""Budgets whose planning is timed: at the second ResNet-50 is annealed."""
+
 _KEYS = {
     "overheads": ("case", "share"),
     "floors": ("case",),
     "batches": ("case",),
     "autoswap": ("model", "machine"),
-    "times": ("case", "effort"),
+    "times": ("case", "effort", "share"),
 }
 """What tells the rows of each table apart."""
 
@@ -171,8 +174,9 @@ def _autoswap(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _times(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [
-        tables.planning_time(CASES[name], effort, 0.4, rounds=1 if effort == "best" else 3)
+        tables.planning_time(CASES[name], effort, share, rounds=1 if effort == "best" else 3)
         for name in TIMED
         if name in options.cases
+        for share in _TIMED_SHARES
         for effort in ("fast", "best")
     ]

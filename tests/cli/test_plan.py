@@ -46,18 +46,27 @@ def test_a_plan_is_made_written_and_simulated(trace, tmp_path):
         assert again[name] == facts[name]
 
 
-def test_near_the_least_budget_a_larger_class_is_named(trace):
-    """The least budget is one that can be asked for, and below it there is no plan."""
-    roomy = torchdelta("plan", trace, *ON, "--memory-budget", peak(STEP).size_bytes * 9 // 10, "--effort", "fast")
-    assert "torchdelta-extended" not in roomy.stdout
-    facts = json.loads(
-        torchdelta("plan", trace, *ON, "--memory-budget", peak(STEP).size_bytes * 6 // 10, "--json").stdout
-    )
-    least_bytes = facts["least_budget_bytes"]
-    tight = torchdelta("plan", trace, *ON, "--memory-budget", least_bytes, "--effort", "fast")
-    assert "hint " in tight.stdout
-    assert "--planner torchdelta-extended" in tight.stdout
-    torchdelta("plan", trace, *ON, "--memory-budget", least_bytes - 1, code=78)
+def test_where_memory_is_short_and_costs_time_more_thought_is_named(trace, tmp_path):
+    """Not where there is room, not where the step loses nothing, and not for what another planner did."""
+    fast = (*ON, "--effort", "fast", "--memory-budget")
+    facts = json.loads(torchdelta("plan", trace, *fast, peak(STEP).size_bytes * 6 // 10, "--json").stdout)
+    least_bytes = facts["least_saved_peak_bytes"]
+    assert facts["budget_bytes"] < 1.8 * least_bytes  # but it loses nothing
+    assert not facts["is_near_least"]
+    tight = torchdelta("plan", trace, *fast, least_bytes)
+    assert "the budget is 1.00 times the least" in tight.stdout
+    assert "--effort best or --planner torchdelta-extended" in tight.stdout
+    assert "--effort" not in torchdelta("plan", trace, *ON, "--memory-budget", least_bytes).stdout
+    swapped = torchdelta("plan", trace, *fast, least_bytes, "--planner", "swap-all")
+    assert "hint" not in swapped.stdout
+    torchdelta("plan", trace, *fast, least_bytes - 1, code=78)
+
+    dear = tmp_path / "dear.trace"
+    write_trace(chain([(512 * MIB, 1e-3, 1e-3)] * 6), dear)  # no time to swap in, and recomputed for a price
+    roomy = json.loads(torchdelta("plan", dear, *fast, "5GiB", "--json").stdout)
+    assert roomy["overhead"] > 0.01
+    assert roomy["budget_bytes"] > 1.8 * roomy["least_saved_peak_bytes"]
+    assert not roomy["is_near_least"]
 
 
 def test_a_planner_with_another_runtime_is_simulated_with_it(trace, tmp_path):

@@ -14,6 +14,8 @@ __all__ = ["plan"]
 
 ALIGNMENT_BYTES = 512  # of torch's CUDA allocator
 
+_WORTH_MORE = 0.01  # a step that takes so much more time is worth more thought
+
 
 def plan(
     trace: Annotated[
@@ -81,10 +83,16 @@ def plan(
             made = choose(step, hardware, budget_bytes, wanted)
         say("simulating")
         facts = facts_of(simulate_plan(step, hardware, made, options=options_of(planner)), step)
-        facts |= placed | {"planner": planner, "machine": hardware.name, "decision_class": made.header.decision_class}
-        if made.header.decision_class == "saved":
-            facts["least_budget_bytes"] = least_peak(Problem.of(step, hardware))
-            facts["near_least"] = facts["overhead"] > 0 and budget_bytes < NEAR_LEAST * facts["least_budget_bytes"]
+        facts |= placed | {
+            "planner": planner,
+            "effort": wanted,
+            "machine": hardware.name,
+            "decision_class": made.header.decision_class,
+        }
+        if planner == "torchdelta":
+            least_bytes = least_peak(Problem.of(step, hardware))
+            is_near = facts["overhead"] > _WORTH_MORE and budget_bytes < NEAR_LEAST * least_bytes
+            facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
         if with_bound:
             say("bounding")
             proved = bound(step, hardware, budget_bytes)

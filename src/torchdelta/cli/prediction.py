@@ -85,17 +85,23 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     if "bound_time_s" in facts:
         gap = facts["bound_time_s"] / facts["plain_time_s"] - 1 if facts["plain_time_s"] else 0.0
         lines.append(f"bound        no plan of the class {facts['bound_class']!r} is below {100 * gap:+.2f} %")
-    if facts.get("near_least"):
-        least = format_bytes(facts["least_budget_bytes"])
-        lines.append(
-            f"hint         the least budget of the class 'saved', {least}, is near: --planner torchdelta-extended may "
-            "be faster"
-        )
+    if facts.get("is_near_least"):
+        lines.append(_hint(facts))
     lines.append("largest tensors at the peak:")
     lines += [_tensor_line(tensor) for tensor in facts["peak_tensors"]]
     if "path" in facts:
         lines.append(f"plan in {facts['path']}")
     answer("\n".join(lines))
+
+
+def _hint(facts: dict[str, Any]) -> str:
+    least_bytes = facts["least_saved_peak_bytes"]
+    advice = "--effort best or " if facts["effort"] == "fast" else ""
+    times = facts["budget_bytes"] / least_bytes
+    return (
+        f"hint         the budget is {times:.2f} times the least ({format_bytes(least_bytes)}):\n"
+        f"             {advice}--planner torchdelta-extended, which may drop a tensor twice, can be faster here"
+    )
 
 
 def _tensor_line(tensor: dict[str, Any]) -> str:

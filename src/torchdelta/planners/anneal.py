@@ -31,7 +31,7 @@ _MOST_CHANGES = 4
 
 @njit(cache=True)
 def _chance(state: NDArray[np.uint64]) -> float:
-    """Return the next random number from 0 up to 1 (Marsaglia's xorshift, 64 bits)."""
+    """Return the next random number from 0 up to 1 (Marsaglia's xorshift, 64 bits: millions are drawn)."""
     bits = state[0]
     bits ^= bits << np.uint64(13)
     bits ^= bits >> np.uint64(7)
@@ -55,15 +55,16 @@ def anneal(
 ) -> tuple[int, float]:
     """Change one to four gaps at a time, in place; leave the fastest decision within the budget that was met.
 
-    Returns excess and time, `NO_CUT` and infinity (and the codes as they were) if none was met.
+    Returns excess and time, `NO_CUT` and infinity (and the codes as they were) if none was met on the way. The start
+    itself does not count, so what comes back may be slower than it.
 
     Args:
         s: The problem.
         w: Room.
         codes: Where to start; the result.
         limits: See `evaluate`.
-        allowed: Which codes each gap may take.
-        order: The gaps that may change, neighbours beside one another.
+        allowed: Which codes each gap may take; at least two of those in `order`.
+        order: The gaps that may change, at least one, neighbours beside one another.
         unit_s: What heats and prices are multiples of: the seconds that a plan costs, more than none.
         heats: The time that is let pass with a chance of 1/e, at the first step and at the last.
         steps: How many changes are tried.
@@ -94,7 +95,7 @@ def anneal(
             place = (first + int(drawn * _REACH)) % num_gaps if beside else int(drawn * num_gaps)
             gap = order[place]
             code = int(_chance(state) * 5)
-            while not allowed[gap, code]:
+            while code == codes[gap] or not allowed[gap, code]:
                 code = int(_chance(state) * 5)
             places[number], before[number] = gap, codes[gap]
             codes[gap] = code

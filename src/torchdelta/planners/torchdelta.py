@@ -10,9 +10,10 @@ solver is there, shakes, and near the least budget anneals.
 Guarantees: never a plan above the budget; within the class *saved* it finds a plan whenever there is one and the host
 has room, because swapping everything reaches the least peak of the class, and the search may start there.
 Deterministic. Known weakness: near the least budget `fast` is a local optimum of single moves, of few neighbours
-and of small random repairs, and steps with too many gaps are not annealed.
+and of small random repairs, and steps with too many ops and gaps are not
+annealed.
 
-Each simulation is linear in the ops; `fast` takes some thousands of them, `best` up to two million.
+Each simulation is linear in the ops; `fast` takes some thousands of them, `best` up to some millions.
 """
 
 import logging
@@ -77,18 +78,20 @@ _SHORT_OF_MEMORY = 1.6
 """Budgets below so many times the least peak have little room: there `fast` looks at windows too."""
 
 NEAR_LEAST = 1.8
-"""Budgets below so many times the least peak have so little room that `best` anneals too: above, nothing is gained.
-There larger classes gain the most as well."""
+"""Budgets below so many times the least peak have so little room that `best` anneals too: it found nothing above. There
+larger classes gain the most as well."""
 
 _ANNEALED_OPS = 700_000_000
+"""How many ops annealing simulates if no replay is among them, in all parts together."""
+
 _CHANGES_A_GAP = (150, 2700)
-"""How many changes annealing tries: so many over the ops, and not more often than that for each gap and part. With
-fewer it ends where it came to by chance, and is left out."""
+"""How many changes that leaves for each gap in each part: no more than the second are tried, and with fewer than the
+first it would end where it came to by chance, and is left out."""
 
 _HOT, _WARM, _TEPID = (0.05, 0.001), (0.02, 0.0005), (0.01, 0.0005)
-_HEATS = (_HOT, _HOT, _HOT, _WARM, _TEPID, _TEPID)
-"""The heats of its parts. Within the class *saved* the hot ones begin with everything on the device, each for itself;
-all others go on from the best decision."""
+_HEATS = (_HOT, _WARM, _HOT, _WARM, _TEPID, _TEPID)
+"""The heats of its parts. Within the class *saved* all but the tepid ones begin with everything on the device, each for
+itself; the others go on from the best decision."""
 
 _FEW_SHAKES = 20
 _SHAKES_A_GAP = 40
@@ -239,8 +242,7 @@ class _Hunt:
 
     def try_windows(self, largest: int, width: int) -> None:
         static, work = self.problem.static, self.problem.work
-        chosen = self.largest_first[:largest]
-        order = chosen[np.argsort(static.gap_next[chosen], kind="stable")]
+        order = self._by_next_use(self.largest_first[:largest])
         codes = self.codes.copy()
         found = try_windows(static, work, codes, self.limits, self.allowed, order, width, _WINDOW_ROUNDS)
         if (found[0], found[1]) < (self.excess, self.time_s):
@@ -264,14 +266,17 @@ class _Hunt:
         steps = min(most, _ANNEALED_OPS // (len(self.problem.trace.ops) * len(_HEATS)))
         if steps < least or self.excess > 0:
             return
-        order = np.argsort(static.gap_next[: len(keep)], kind="stable").astype(np.int64)
+        order = self._by_next_use(self.everyone)
         for part, heats in enumerate(_HEATS):
             unit_s = self.time_s - self.problem.plain_time_s
             if unit_s <= 1e-9 * self.problem.plain_time_s:
                 return  # it costs nothing
-            codes = keep.copy() if anew and heats == _HOT else self.codes.copy()
+            codes = keep.copy() if anew and heats != _TEPID else self.codes.copy()
             anneal(static, work, codes, self.limits, self.allowed, order, unit_s, heats, steps, part)
             self.follow(codes, rounds=2)
+
+    def _by_next_use(self, gaps: NDArray[np.int64]) -> NDArray[np.int64]:
+        return gaps[np.argsort(self.problem.static.gap_next[gaps], kind="stable")]
 
     def _take(self, codes: Codes, found: tuple[int, float]) -> None:
         if (found[0], found[1]) < (self.excess, self.time_s):
