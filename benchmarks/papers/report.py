@@ -66,7 +66,7 @@ def report(outcome: Outcome, data: dict[str, list[Row]]) -> str:
         show("AutoSwap: reduction of the peak in % without waiting", _AUTOSWAP_NOTE, _autoswap_table(data["autoswap"]))
         _check_autoswap(outcome, data["autoswap"])
     if data.get("times"):
-        show("Planning at 40 %, seconds of one core", _times_table(data["times"]))
+        show("Planning, seconds of one core", _times_table(data["times"]))
         _check_times(outcome, data["times"])
     return "\n\n".join(sections) + "\n"
 
