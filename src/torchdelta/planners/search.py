@@ -7,6 +7,8 @@ is not simulated to its end. All end after a number of steps that depends on the
 generator with a fixed seed: the same problem gives the same plan.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -21,7 +23,9 @@ Flags = NDArray[np.bool_]
 _SAMPLE = 20
 _TINY_S = 1e-9
 # See [Note: typed constants] in simulate/kernel.py.
-_NOBODY, _NO_NEIGHBOURS, _ONCE = np.int64(-1), np.int64(0), np.int64(1)
+_NOBODY: Any = np.int64(-1)
+_NO_NEIGHBOURS: Any = np.int64(0)
+_ONCE: Any = np.int64(1)
 
 
 @njit(cache=True)

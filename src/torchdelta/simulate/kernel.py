@@ -30,10 +30,11 @@ from torchdelta.simulate.contents import contents
 
 __all__ = ["NO_CUT", "evaluate", "measure"]
 
-NO_CUT = np.int64(2**62)
+NO_CUT: Any = np.int64(2**62)
 """No sum of bytes is more. See [Note: typed constants]."""
 
-_PREFETCH, _SYNCHRONOUS = np.bool_(True), np.bool_(False)
+_PREFETCH: Any = np.bool_(True)
+_SYNCHRONOUS: Any = np.bool_(False)
 """What a planner counts on."""
 
 
