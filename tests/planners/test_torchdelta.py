@@ -22,15 +22,20 @@ from torchdelta.simulate.problem import Problem
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
 
 
+def _budget_bytes(problem: Problem, share: float) -> int:
+    """Return a budget between the least peak (0) and what the plain step takes (1)."""
+    floor = least_peak(problem)
+    return int(floor + share * (problem.plain_peak_bytes - floor))
+
+
 @settings(max_examples=8, deadline=None)
 @given(blocks())
 def test_the_price_never_falls_with_the_budget(drawn):
     """A smaller budget never takes less time, but for 0.2 points."""
     problem = Problem.of(chain(drawn), MACHINE)
-    floor = least_peak(problem)
     before_s = 0.0
     for share in (1.0, 0.75, 0.5, 0.25, 0.0):
-        budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+        budget_bytes = _budget_bytes(problem, share)
         score = problem.score(choose(problem, budget_bytes, "best"), budget_bytes)
         assert score.is_feasible
         assert score.time_s >= before_s - 0.002 * problem.plain_time_s
@@ -42,8 +47,7 @@ def test_the_price_never_falls_with_the_budget(drawn):
 def test_two_changes_at_once_hold_the_budget_and_cost_no_more(drawn, share):
     """Exchanges start from any decision that holds the budget, and only ever save time."""
     problem = Problem.of(chain(drawn), MACHINE)
-    floor = least_peak(problem)
-    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    budget_bytes = _budget_bytes(problem, share)
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
     allowed = np.zeros((len(codes), len(Code)), np.bool_)
     allowed[:, [Code.KEEP, Code.SWAP]] = True
@@ -75,8 +79,7 @@ def _least_time_s(problem: Problem, budget_bytes: int) -> float:
 def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
     """No combination of the codes that are allowed is better than what a window as wide as the step ends with."""
     problem = Problem.of(chain(drawn[:3]), MACHINE)
-    floor = least_peak(problem)
-    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    budget_bytes = _budget_bytes(problem, share)
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
     order = np.arange(len(codes), dtype=np.int64)
     found = try_windows(
@@ -92,8 +95,7 @@ def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
 def test_annealing_finds_the_best_decision_of_a_small_step(drawn, share):
     """From everything on the device, which does not fit; every run ends within the budget, equal ones with the same."""
     problem = Problem.of(chain(drawn[:3]), MACHINE)
-    floor = least_peak(problem)
-    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    budget_bytes = _budget_bytes(problem, share)
     order = np.arange(len(problem.gaps), dtype=np.int64)
     limits, allowed = problem.limits(budget_bytes), _allowed(problem)
     answers = []
@@ -173,8 +175,7 @@ def test_all_is_never_worse_than_saved(drawn, weight_mib, share):
     """Whatever the budget is, from the least that *saved* has a plan for."""
     trace = chain(drawn, weight_bytes=weight_mib * MIB, optimizer=True)
     problem = Problem.of(trace, MACHINE)
-    floor = least_peak(problem)
-    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    budget_bytes = _budget_bytes(problem, share)
     times_s = [
         simulate_plan(trace, MACHINE, planners.get(name)(trace, MACHINE, budget_bytes, "fast")).time_s
         for name in ("torchdelta", "torchdelta-all")
@@ -188,8 +189,7 @@ def test_more_freedom_is_never_worse(drawn, share):
     """The class *extended* starts from the answer in *saved*."""
     trace = chain(drawn)
     problem = Problem.of(trace, MACHINE)
-    floor = least_peak(problem)
-    budget_bytes = int(floor + share * (problem.plain_peak_bytes - floor))
+    budget_bytes = _budget_bytes(problem, share)
     extended = Problem.of(trace, MACHINE, decision_class="extended")
     place = {(gap.buffer_id, gap.last_use_op): index for index, gap in enumerate(extended.gaps)}
     start = extended.keep_all()

@@ -106,6 +106,7 @@ def test_any_schedule_is_exact(make: Callable[..., PooledTier], steps: list[tupl
     tier = make(capacity_bytes=CAPACITY)
     try:
         play(tier, 4096 if tier.name == "disk" else 64, steps, seed)
+        assert tier.used_bytes == 0
     finally:
         tier.close()
 
