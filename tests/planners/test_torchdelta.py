@@ -76,6 +76,33 @@ def _least_time_s(problem: Problem, budget_bytes: int) -> float:
 
 @settings(max_examples=10, deadline=None)
 @given(blocks(), st.floats(0, 1))
+def test_releases_may_share_their_first_prices(drawn, share):
+    """What each gap alone would lead to is simulated once for several starts, and leads each to where its own would."""
+    problem = Problem.of(chain(drawn), MACHINE)
+    budget_bytes = _budget_bytes(problem, share)
+    limits, allowed = problem.limits(budget_bytes), _allowed(problem)
+    everyone = np.arange(len(problem.gaps), dtype=np.int64)
+    prices = search.price_each(problem.static, problem.work, problem.keep_all(), limits, allowed, everyone)
+    for gap, code in np.argwhere(allowed):
+        codes = problem.keep_all()
+        codes[gap] = code
+        score = problem.score(codes, budget_bytes)
+        expected = (score.excess_sum_bytes, score.time_s) if code != Code.KEEP else (np.inf, np.inf)
+        assert tuple(prices[:, gap, code]) == expected
+    for link_price, neighbours in ((0.0, 1), (0.3, 0)):
+        ends = []
+        for first_prices in (prices, search.UNPRICED):
+            codes = problem.keep_all()
+            rest = (limits, allowed, everyone, link_price, neighbours, first_prices)
+            found = search.release(problem.static, problem.work, codes, *rest)
+            score = problem.score(codes, budget_bytes)
+            assert found == (score.excess_sum_bytes, score.time_s)
+            ends.append(codes.tolist())
+        assert ends[0] == ends[1]
+
+
+@settings(max_examples=10, deadline=None)
+@given(blocks(), st.floats(0, 1))
 def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
     """No combination of the codes that are allowed is better than what a window as wide as the step ends with."""
     problem = Problem.of(chain(drawn[:3]), MACHINE)

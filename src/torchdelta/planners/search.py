@@ -16,9 +16,13 @@ from numpy.typing import NDArray
 from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 
-__all__ = ["Flags", "exchange", "improve", "is_better", "release", "shake"]
+__all__ = ["UNPRICED", "Flags", "Prices", "exchange", "improve", "is_better", "price_each", "release", "shake"]
 
 Flags = NDArray[np.bool_]
+Prices = NDArray[np.float64]
+
+UNPRICED: Prices = np.empty((2, 0, 5))
+"""In place of what `price_each` returns: nothing is known yet."""
 
 _SAMPLE = 20
 _TINY_S = 1e-9
@@ -41,26 +45,44 @@ def _price(
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
-    link_price: float,
     gap: int,
-    now: tuple[int, float],
-    ratio: NDArray[np.float64],
+    prices: Prices,
 ) -> None:
-    """Fill `ratio[gap, code]`: what a release gains, in byte-moments above the budget, for each second it costs."""
+    """Fill `prices[:, gap]`: excess and time if the gap alone changes, by code."""
     old = codes[gap]
+    prices[:, gap] = np.inf
     for code in range(1, 5):
+        if allowed[gap, code] and code != old:
+            codes[gap] = code
+            excess, time_s = measure(s, w, codes, limits, NO_CUT, np.inf)
+            prices[0, gap, code], prices[1, gap, code] = excess, time_s
+    codes[gap] = old
+
+
+@njit(cache=True)
+def price_each(
+    s: Static, w: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, among: NDArray[np.int64]
+) -> Prices:
+    """Return what each change of one gap leads to: `[0, gap, code]` the excess, `[1, gap, code]` the time."""
+    prices = np.full((2, codes.shape[0], 5), np.inf)
+    for index in range(among.shape[0]):
+        _price(s, w, codes, limits, allowed, among[index], prices)
+    return prices
+
+
+@njit(cache=True)
+def _rate(
+    s: Static, link_price: float, gap: int, now: tuple[int, float], prices: Prices, ratio: NDArray[np.float64]
+) -> None:
+    """Fill `ratio[gap]`: what each release gains, in byte-moments above the budget, for each second it costs."""
+    for code in range(1, 5):
+        gain = now[0] - prices[0, gap, code]
         ratio[gap, code] = -1.0
-        if not allowed[gap, code] or code == old:
-            continue
-        codes[gap] = code
-        excess, time_s = measure(s, w, codes, limits, NO_CUT, np.inf)
-        gain = now[0] - excess
         if gain > 0:
-            cost = max(time_s - now[1], 0.0) + _TINY_S
+            cost = max(prices[1, gap, code] - now[1], 0.0) + _TINY_S
             if code <= 2:
                 cost += link_price * s.size[s.gap_buffer[gap]] / s.rates[0]
             ratio[gap, code] = gain / cost
-    codes[gap] = old
 
 
 @njit(cache=True)
@@ -73,6 +95,7 @@ def release(
     among: NDArray[np.int64],
     link_price: float,
     neighbours: int,
+    first_prices: Prices,
 ) -> tuple[int, float]:
     """Change codes, in place, until the budget holds or nothing helps; return excess and time.
 
@@ -88,13 +111,15 @@ def release(
         among: The gaps that may change.
         link_price: Added cost of a swap, as a share of its transfer's time.
         neighbours: How many gaps on either side are priced anew.
+        first_prices: What `price_each` says of the start, or `UNPRICED`.
     """
     now = measure(s, w, codes, limits, NO_CUT, np.inf)
-    ratio = np.full((codes.shape[0], 5), -1.0)
     if now[0] == 0:
         return now
+    prices = price_each(s, w, codes, limits, allowed, among) if first_prices.shape[1] == 0 else first_prices.copy()
+    ratio = np.full((codes.shape[0], 5), -1.0)
     for index in range(among.shape[0]):
-        _price(s, w, codes, limits, allowed, link_price, among[index], now, ratio)
+        _rate(s, link_price, among[index], now, prices, ratio)
     stale_rounds = 0
     while now[0] > 0:
         best, best_ratio, second = _NOBODY, 0.0, 0.0
@@ -113,9 +138,11 @@ def release(
             if stale_rounds > 2:
                 break
             for index in range(among.shape[0]):
-                _price(s, w, codes, limits, allowed, link_price, among[index], now, ratio)
+                _price(s, w, codes, limits, allowed, among[index], prices)
+                _rate(s, link_price, among[index], now, prices, ratio)
             continue
-        _price(s, w, codes, limits, allowed, link_price, best, now, ratio)
+        _price(s, w, codes, limits, allowed, best, prices)
+        _rate(s, link_price, best, now, prices, ratio)
         fresh, fresh_code = 0.0, 0
         for code in range(1, 5):
             if ratio[best, code] > fresh:
@@ -123,12 +150,14 @@ def release(
         if fresh_code == 0 or fresh < 0.9 * second:
             continue
         codes[best] = fresh_code
-        now = measure(s, w, codes, limits, NO_CUT, np.inf)
+        now = (int(prices[0, best, fresh_code]), prices[1, best, fresh_code])
         stale_rounds = 0
+        prices[:, best] = np.inf
         ratio[best, :] = -1.0
         for other in range(max(0, best - neighbours), min(codes.shape[0], best + neighbours + 1)):
             if codes[other] == 0 and ratio[other, 1:].max() > 0.0:
-                _price(s, w, codes, limits, allowed, link_price, other, now, ratio)
+                _price(s, w, codes, limits, allowed, other, prices)
+                _rate(s, link_price, other, now, prices, ratio)
     return now
 
 
@@ -283,6 +312,7 @@ def shake(
     now = measure(s, w, codes, limits, NO_CUT, np.inf)
     state = seed
     old = codes.copy()
+    unpriced = np.empty((2, 0, 5))  # a global array would be of a type of its own: readonly
     best, best_codes = now, codes.copy()
     plain_s = s.time_s.sum()
     for step in range(steps):
@@ -311,7 +341,7 @@ def shake(
             state = (state * 1103515245 + 12345) % 2147483648
             chosen[(state >> 8) % num_gaps] = True
         among = np.flatnonzero(chosen)
-        found = release(s, w, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS)
+        found = release(s, w, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS, unpriced)
         if found[0] <= now[0] and found[1] < now[1] * 1.02:
             touched = among[codes[among] != 0]
             found = improve(s, w, codes, limits, allowed, touched, _ONCE)

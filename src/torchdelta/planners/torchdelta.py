@@ -9,8 +9,8 @@ solver is there, shakes, and near the least budget anneals.
 
 Guarantees: never a plan above the budget; within the class *saved* it finds a plan whenever there is one and the host
 has room, because swapping everything reaches the least peak of the class, and the search may start there.
-Deterministic. Known weakness: near the least budget `fast` is a local optimum of single moves, of few neighbours
-and of small random repairs, and steps with too many ops and gaps are not
+Deterministic. Known weakness: near the least budget `fast` is a local optimum of single moves and of few neighbours,
+which other choices of its large buffers lead away from one at a time only, and steps with too many ops and gaps are not
 annealed.
 
 Each simulation is linear in the ops; `fast` takes some thousands of them, `best` up to some millions.
@@ -73,6 +73,12 @@ _WINDOWS = (100, 5)
 """How many of the largest gaps are looked at in windows, and how wide those are."""
 
 _WINDOW_ROUNDS = 3
+
+_LARGE = 0.1
+"""What everything else hangs on: buffers of at least so large a share of the budget."""
+
+_REBUILDS = 4
+"""The most of them that `fast` has stay, one at a time."""
 
 _SHORT_OF_MEMORY = 1.6
 """Budgets below so many times the least peak have little room: there `fast` looks at windows too."""
@@ -187,14 +193,12 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
     else:
         starts = _SMALL_STARTS if small else _FAST_STARTS
     for link_price, neighbours, share in starts:
-        tighter = limits.copy()
-        tighter[0] = int(share * budget_bytes)
-        hunt.release(keep.copy(), tighter, link_price, neighbours)
+        hunt.begin(share, link_price, neighbours)
     if effort == "best" and start is None and problem.decision_class == "saved":
         for codes in _relaxed_starts(problem, budget_bytes):
-            hunt.release(codes, limits, 0.0, 1)
+            hunt.release(codes, 1)
     if hunt.excess > 0:
-        hunt.release(hunt.codes.copy(), limits, 0.0, 0)
+        hunt.release(hunt.codes.copy(), 0)
     if hunt.excess > 0:
         hunt.follow(np.where(hunt.allowed[:, Code.SWAP], Code.SWAP, Code.KEEP).astype(np.int8), rounds=3)
     if effort == "best":
@@ -205,10 +209,12 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         hunt.try_windows(*_WINDOWS)
         if budget_bytes < NEAR_LEAST * least_peak(problem):
             hunt.anneal(anew=start is None)
+    elif small and start is None and budget_bytes < _SHORT_OF_MEMORY * least_peak(problem):
+        hunt.rebuild()
+        hunt.exchange(_FEW_EXCHANGES)
+        hunt.try_windows(*_FEW_WINDOWS)
     elif small and start is None:
         hunt.shake(_FEW_SHAKES, 1, _FEW_EXCHANGES)
-        if budget_bytes < _SHORT_OF_MEMORY * least_peak(problem):
-            hunt.try_windows(*_FEW_WINDOWS)
     return hunt.codes
 
 
@@ -219,21 +225,46 @@ class _Hunt:
         self.problem = problem
         self.limits = limits
         self.allowed = _allowed(problem)
-        sizes = problem.static.size[problem.static.gap_buffer[: len(problem.gaps)]]
-        self.everyone = np.arange(len(sizes), dtype=np.int64)
-        self.largest_first = np.argsort(-sizes, kind="stable").astype(np.int64)
+        self.sizes = problem.static.size[problem.static.gap_buffer[: len(problem.gaps)]]
+        self.everyone = np.arange(len(self.sizes), dtype=np.int64)
+        self.largest_first = np.argsort(-self.sizes, kind="stable").astype(np.int64)
         self.codes = problem.keep_all()
+        self.first_prices: dict[float, search.Prices] = {}  # of everything on the device, by the share of the budget
         self.excess, self.time_s = 2**62, float("inf")
 
-    def release(self, codes: Codes, limits: NDArray[np.int64], link_price: float, neighbours: int) -> None:
-        static, work = self.problem.static, self.problem.work
-        search.release(static, work, codes, limits, self.allowed, self.everyone, link_price, neighbours)
+    def begin(self, share: float, link_price: float, neighbours: int) -> None:
+        """Let go of what has to leave, from everything on the device, as if there were a share of the budget."""
+        static, work, allowed, everyone = self.problem.static, self.problem.work, self.allowed, self.everyone
+        limits, codes = self.limits.copy(), self.problem.keep_all()
+        limits[0] = int(share * limits[0])
+        if share not in self.first_prices:
+            self.first_prices[share] = search.price_each(static, work, codes, limits, allowed, everyone)
+        prices = self.first_prices[share]
+        search.release(static, work, codes, limits, allowed, everyone, link_price, neighbours, prices)
+        self.follow(codes, rounds=1)
+
+    def release(self, codes: Codes, neighbours: int) -> None:
+        static, work, limits = self.problem.static, self.problem.work, self.limits
+        search.release(static, work, codes, limits, self.allowed, self.everyone, 0.0, neighbours, search.UNPRICED)
         self.follow(codes, rounds=1)
 
     def follow(self, codes: Codes, *, rounds: int) -> None:
         static, work = self.problem.static, self.problem.work
         found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, rounds)
         self._take(codes, found)
+
+    def rebuild(self) -> None:
+        """Have a large buffer stay that is swapped, and decide anew what the smaller ones do."""
+        static, work, limits = self.problem.static, self.problem.work, self.limits
+        is_large = self.sizes >= _LARGE * limits[0]
+        smaller = np.flatnonzero(~is_large)
+        swapped = np.flatnonzero(is_large & (self.codes == Code.SWAP))
+        decided = np.where(is_large, self.codes, Code.KEEP).astype(np.int8)
+        for gap in swapped[:_REBUILDS]:
+            codes = decided.copy()
+            codes[gap] = Code.KEEP
+            search.release(static, work, codes, limits, self.allowed, smaller, 0.0, 0, search.UNPRICED)
+            self.follow(codes, rounds=1)
 
     def exchange(self, most: int) -> None:
         static, work = self.problem.static, self.problem.work
@@ -346,5 +377,5 @@ def _with_states_away(saved: Problem, problem: Problem, budget_bytes: int) -> li
     codes[states] = Code.SWAP
     limits, allowed = problem.limits(budget_bytes), _allowed(problem)
     among = np.union1d(_places(saved, problem), over_end)
-    search.release(problem.static, problem.work, codes, limits, allowed, among, _FAST_STARTS[0][0], 0)
+    search.release(problem.static, problem.work, codes, limits, allowed, among, _FAST_STARTS[0][0], 0, search.UNPRICED)
     return [codes]
