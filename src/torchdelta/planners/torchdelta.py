@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 
 _FAST_STARTS = ((0.1, 0, 1.0), (0.3, 0, 1.0))
 _SMALL_STARTS = ((0.0, 1, 1.0), (0.05, 0, 1.0), (0.1, 0, 1.0), (0.3, 0, 0.8), (1.0, 0, 1.0))
+_SHORT_STARTS = ((0.0, 1, 1.0), (0.3, 0, 0.8), (1.0, 0, 1.0))
 _BEST_STARTS = ((0.0, 3, 1.0), (0.05, 1, 1.0), (0.1, 1, 1.0), (0.2, 0, 1.0), (0.0, 1, 0.95))
 _SMALL_BEST_STARTS = (
     (0.0, 3, 1.0),
@@ -81,7 +82,8 @@ _REBUILDS = 4
 """The most of them that `fast` has stay, one at a time."""
 
 _SHORT_OF_MEMORY = 1.6
-"""Budgets below so many times the least peak have little room: there `fast` looks at windows too."""
+"""Budgets below so many times the least peak have little room: there `fast` rebuilds and looks at windows, and does not
+shake."""
 
 NEAR_LEAST = 1.8
 """Budgets below so many times the least peak have so little room that `best` anneals too: it found nothing above. There
@@ -183,6 +185,7 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         return keep
     hunt = _Hunt(problem, limits)
     small = len(keep) <= _SMALL
+    is_short = budget_bytes < _SHORT_OF_MEMORY * least_peak(problem)
     if effort == "best" and start is None:
         hunt.follow(choose(problem, budget_bytes, "fast"), rounds=2)
     if start is not None:
@@ -191,7 +194,7 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
     elif effort == "best":
         starts = _SMALL_BEST_STARTS if small else _BEST_STARTS
     else:
-        starts = _SMALL_STARTS if small else _FAST_STARTS
+        starts = (_SHORT_STARTS if is_short else _SMALL_STARTS) if small else _FAST_STARTS
     for link_price, neighbours, share in starts:
         hunt.begin(share, link_price, neighbours)
     if effort == "best" and start is None and problem.decision_class == "saved":
@@ -209,7 +212,7 @@ def choose(problem: Problem, budget_bytes: int, effort: Effort, *, start: Codes 
         hunt.try_windows(*_WINDOWS)
         if budget_bytes < NEAR_LEAST * least_peak(problem):
             hunt.anneal(anew=start is None)
-    elif small and start is None and budget_bytes < _SHORT_OF_MEMORY * least_peak(problem):
+    elif small and start is None and is_short:
         hunt.rebuild()
         hunt.exchange(_FEW_EXCHANGES)
         hunt.try_windows(*_FEW_WINDOWS)
