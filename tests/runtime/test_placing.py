@@ -21,6 +21,7 @@ from torchdelta import Config, MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.arena import arena_status, new_arena
 from torchdelta.runtime import placing
+from torchdelta.runtime.notices import say_once
 from torchdelta.runtime.placing import Placing, arena_for
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ def test_without_the_helper_training_goes_on(
 ) -> None:
     """One that ends, refuses or talks nonsense is told of once; memory is allocated as ever."""
     monkeypatch.setattr(placing, "_COMMAND", (sys.executable, "-c", code))
-    placing._say_once.cache_clear()
+    say_once.cache_clear()
 
     def run(program: Program, _session: Session | None) -> None:
         for _ in range(5):
@@ -347,7 +348,7 @@ def test_a_helper_that_hangs_is_ended_and_nothing_is_kept_for_it(
     """It reads nothing of a request that is more than a pipe holds: the time limit ends that, too."""
     monkeypatch.setattr(placing, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(placing, "_ANSWER_TIME_S", 1.0)
-    placing._say_once.cache_clear()
+    say_once.cache_clear()
     arena = OneRecording(50_000)
     placer = Placing(arena)
     placer.start()
@@ -391,7 +392,7 @@ def test_many_open_files_and_a_long_step_are_no_trouble(monkeypatch: pytest.Monk
 
 def test_on_another_device_it_says_so_and_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """There is no pretence of planned addresses where there are none."""
-    placing._say_once.cache_clear()
+    say_once.cache_clear()
     for _ in range(2):
         assert arena_for(Config(arena=True), torch.device("xpu", 0)) is None
     assert arena_for(Config(), torch.device("xpu", 0)) is None

@@ -13,6 +13,7 @@ from tests.runtime.programs import UNLIMITED
 from torchdelta import MemoryBudget
 from torchdelta.pool.segment import segment_bytes
 from torchdelta.runtime import region
+from torchdelta.runtime.notices import say_once
 from torchdelta.runtime.region import Region
 from torchdelta.trace.model import storage_versions
 
@@ -44,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(region, "end_pool", lambda _device, pool: made.append(("end", pool)))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: made.append("empty"))
     monkeypatch.setattr(torch, "UntypedStorage", lambda size_bytes, device: made.append((size_bytes, device.type)))
-    region._say_once.cache_clear()
+    say_once.cache_clear()
     return made
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import functools
 import logging
 import os
 import selectors
@@ -24,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from torchdelta.errors import NativeError, PoolError
 from torchdelta.native.arena import new_arena
+from torchdelta.runtime.notices import say_once
 from torchdelta.runtime.region import Region
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def arena_for(config: Config, device: torch.device) -> Arena | None:
     if not config.arena:
         return None
     if device.type != "cpu":
-        _say_once(f"no arena: allocations on {device.type} are left as they are")
+        say_once(f"no arena: allocations on {device.type} are left as they are")
         return None
     arena = new_arena()
     if isinstance(arena, NativeError):
-        _say_once(f"no arena ({arena}): memory is allocated as ever")
+        say_once(f"no arena ({arena}): memory is allocated as ever")
         return None
     return arena
 
@@ -127,7 +127,7 @@ class Placing:
                     self._end_helper()
         except (OSError, PoolError, ValueError) as error:  # the last one: an answer that is none
             self._is_given_up = True
-            _say_once(f"the arena plans no more steps: {error}")
+            say_once(f"the arena plans no more steps: {error}")
             self._end_helper()
         except BaseException:  # an interrupt: what the helper says next would be the answer to something else
             self._end_helper()
@@ -238,8 +238,3 @@ def _exchange(helper: subprocess.Popen[bytes], request: bytes, length_bytes: int
                     return bytes(answer)
             if time.monotonic() >= deadline_s:
                 raise PoolError(f"its helper process gave no answer within {_ANSWER_TIME_S:.0f} s")
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _logger.warning(message)

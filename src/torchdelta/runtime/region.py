@@ -16,7 +16,6 @@ have segments of their own kind in every pool of torch, and stay there; what exi
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import os
@@ -26,6 +25,7 @@ import torch
 
 from torchdelta._torch_device import begin_pool, end_pool, has_graph_trees
 from torchdelta.errors import PoolError
+from torchdelta.runtime.notices import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ class Region:
         self._pool: Any = None
         self._is_given_up = importlib.util.find_spec("numba") is None
         if self._is_given_up:
-            _say_once("no arena (numba is not installed to plan with: pip install 'torchdelta[plan]')")
+            self._say_once("no arena (numba is not installed to plan with: pip install 'torchdelta[plan]')")
 
     def start(self) -> None:
         """Do nothing: how much it takes is known when a step has ended."""
@@ -70,17 +70,17 @@ class Region:
             return
         self._is_given_up = True  # unless it succeeds: once is enough
         if has_graph_trees():
-            _say_once("no arena: compiled code may capture CUDA graphs, which have pools of their own")
+            self._say_once("no arena: compiled code may capture CUDA graphs, which have pools of their own")
             return
         if any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES):
-            _say_once("no arena: expandable segments, which are switched on, do the same and more")
+            self._say_once("no arena: expandable segments, which are switched on, do the same and more")
             return
         from torchdelta.pool.segment import segment_bytes  # numba: only where it is wanted
 
         try:
             wanted_bytes = segment_bytes(trace)
         except PoolError as error:
-            _say_once(f"no arena: {error}")
+            self._say_once(f"no arena: {error}")
             return
         size_bytes = min(wanted_bytes, self._room_bytes()) // _SEGMENT_BYTES * _SEGMENT_BYTES
         if size_bytes < _LEAST_REGION_BYTES:
@@ -92,7 +92,7 @@ class Region:
             torch.UntypedStorage(size_bytes, device=self._device)  # freed at once: the segment stays
         except RuntimeError as error:  # out of memory is one
             end_pool(self._device, pool)
-            _say_once(f"no arena: a segment of {size_bytes} bytes cannot be had ({str(error).splitlines()[0]})")
+            self._say_once(f"no arena: a segment of {size_bytes} bytes cannot be had ({str(error).splitlines()[0]})")
             return
         except BaseException:
             end_pool(self._device, pool)
@@ -113,7 +113,6 @@ class Region:
         self._pool = None
         self._is_given_up = True
 
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _logger.warning("%s; memory is allocated as ever", message)
+    @staticmethod
+    def _say_once(why: str) -> None:
+        say_once(f"{why}; memory is allocated as ever")

@@ -5,7 +5,6 @@ It outlives the stop while saved tensors of its graphs are alive: a backward aft
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
@@ -36,6 +35,7 @@ from torchdelta.runtime.device_residency import DeviceResidency
 from torchdelta.runtime.device_saved import DeviceSavedTensors
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.ledger import Ledger
+from torchdelta.runtime.notices import say_once
 from torchdelta.runtime.optimizers import first_step_bytes, is_trial
 from torchdelta.runtime.placing import open_arena
 from torchdelta.runtime.react import REGISTRY
@@ -172,7 +172,7 @@ class Session:
             return
         counter = new_counter()
         if isinstance(counter, NativeError):
-            _say_once(f"not counting at the allocator ({counter}): what ops allocate inside themselves is estimated")
+            say_once(f"not counting at the allocator ({counter}): what ops allocate inside themselves is estimated")
         else:
             self.ledger.count_with(counter)
 
@@ -358,11 +358,6 @@ class Session:
         self.residency.surveys = False
         self.residency.prefetches = True
         self.recorder.execute = execute
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _logger.warning(message)
 
 
 def _leave_child() -> None:
