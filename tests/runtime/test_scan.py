@@ -6,14 +6,19 @@ import gc
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import nn
 
 from tests.runtime.programs import mlp, reachable_bytes, running
+from torchdelta._torch import FakeTensorMode
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.scan import _is_anybody_at_work, scan_storages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Lazy:
@@ -82,6 +87,27 @@ def test_scan_passes_over_what_has_no_storage() -> None:
     scan_storages(ledger)
     assert ledger.live_bytes == reachable_bytes()
     assert len(kept) == 4
+
+
+@pytest.fixture
+def _warns_always() -> Iterator[None]:
+    """Have torch say every time what it says once."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+@pytest.mark.usefixtures("_warns_always")
+def test_scan_asks_no_fake_memory_for_its_address() -> None:
+    """A plain tensor on a fake one's storage warns if asked; a survey that failed leaves some in its traceback."""
+    fake = FakeTensorMode().from_tensor(torch.ones(1000))
+    plain = torch.empty(0, device="meta")
+    plain.set_(fake.untyped_storage(), 0, (1000,), (1,))
+    with pytest.warns(UserWarning, match="data pointer"):
+        plain.untyped_storage().data_ptr()
+    with running() as (_, session):
+        assert session.ledger.live_bytes == reachable_bytes()
 
 
 def test_gradient_that_only_torch_holds_is_found() -> None:

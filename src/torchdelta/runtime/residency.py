@@ -18,6 +18,7 @@ from torchdelta.errors import SavedTensorError, TierError, TierFullError, TierIO
 from torchdelta.runtime import faults
 from torchdelta.runtime.action import Action
 from torchdelta.runtime.buffer import Buffer, Fetch, SurveyedCopy, TierCopy
+from torchdelta.runtime.garbage import collect_garbage
 from torchdelta.runtime.outage import Outage
 from torchdelta.runtime.resized import check_size
 
@@ -115,6 +116,8 @@ class Residency:
             return
         self._make_room(budget_bytes - size_bytes)
         ledger.ask_counter()
+        if ledger.total_bytes + size_bytes > budget_bytes and not self.surveys and collect_garbage(ledger):
+            ledger.ask_counter()
         if ledger.total_bytes + size_bytes > budget_bytes:
             self.on_shortage(size_bytes, why)
 

@@ -1,4 +1,4 @@
-"""After an out-of-memory error inside an op: everything that can leaves the device, and the op runs once more.
+"""After an out-of-memory error inside an op: all that can leaves the device, garbage too, and the op runs once more.
 
 The budget is kept before an op runs, but the memory may be less than the user thought: another process came, or the
 budget was set too high. What the allocator then raises need not end the step.
@@ -20,6 +20,7 @@ import torch
 from torchdelta.aten.facts import TRAINING_POSITION, Kind
 from torchdelta.runtime import faults
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.garbage import collect_garbage
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -73,7 +74,7 @@ def may_replay_again(error: RuntimeError, facts: OpFacts, residency: Residency) 
 
 
 def _has_made_room(facts: OpFacts, residency: Residency) -> bool:
-    freed_bytes = residency.send_all_away()
+    freed_bytes = residency.send_all_away() + collect_garbage(residency.ledger)
     if freed_bytes <= 0:
         return False
     _logger.warning(

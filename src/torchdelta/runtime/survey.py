@@ -13,6 +13,7 @@ on the spot; where that is not possible the error says "at least".
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -79,7 +80,8 @@ class Survey:
                 return execute(func, facts, args, kwargs)
             return targets[0]  # what is real stays as it is: parameters, statistics, optimizer states
         try:
-            with self.mode:
+            # Torch hides from the log what it warns of itself there; filters that raise would still end the survey.
+            with warnings.catch_warnings(action="ignore"), self.mode:
                 out = func(*args, **(kwargs or {}))
         except Exception as error:
             if facts.kind is Kind.NO_OUTPUT:
