@@ -136,6 +136,19 @@ def test_annealing_finds_the_best_decision_of_a_small_step(drawn, share):
     assert min(answers)[0][1] == pytest.approx(_least_time_s(problem, budget_bytes), rel=1e-8)
 
 
+def test_where_memory_is_short_large_buffers_are_decided_first(monkeypatch):
+    """Of eight blocks with large outputs one that is swapped had better stay: `fast` finds that by deciding anew."""
+    drawn = [(4, 2e-3, 5e-4), (8, 2e-3, 1e-3), (4, 2e-3, 1e-3), (16, 2e-3, 1e-4)]
+    drawn += [(16, 1e-3, 1e-3), (4, 2e-3, 5e-4), (8, 4e-3, 1e-3), (16, 1e-3, 5e-4)]
+    problem = Problem.of(chain([(size * MIB, *times_s) for size, *times_s in drawn]), MACHINE)
+    budget_bytes = int(1.3 * least_peak(problem))
+    with_it = problem.score(choose(problem, budget_bytes, "fast"), budget_bytes)
+    monkeypatch.setattr("torchdelta.planners.torchdelta._Hunt.rebuild", lambda _hunt: None)
+    without = problem.score(choose(problem, budget_bytes, "fast"), budget_bytes)
+    assert with_it.is_feasible
+    assert with_it.time_s < without.time_s
+
+
 def test_annealing_below_the_least_peak_leaves_the_decision_as_it_was():
     """Nothing fits there, so there is nothing to put in its place; gaps that may not change do not."""
     problem = Problem.of(STEP, MACHINE)

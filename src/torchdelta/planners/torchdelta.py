@@ -9,8 +9,8 @@ solver is there, shakes, and near the least budget anneals.
 
 Guarantees: never a plan above the budget; within the class *saved* it finds a plan whenever there is one and the host
 has room, because swapping everything reaches the least peak of the class, and the search may start there.
-Deterministic. Known weakness: near the least budget `fast` is a local optimum of single moves and of few neighbours,
-which other choices of its large buffers lead away from one at a time only, and steps with too many ops and gaps are not
+Deterministic. Known weakness: near the least budget `fast` is a local optimum of single moves and of few neighbours;
+of its choices of large buffers it only takes back swaps, one at a time. Steps with too many ops and gaps are not
 annealed.
 
 Each simulation is linear in the ops; `fast` takes some thousands of them, `best` up to some millions.
@@ -79,11 +79,11 @@ _LARGE = 0.1
 """What everything else hangs on: buffers of at least so large a share of the budget."""
 
 _REBUILDS = 4
-"""The most of them that `fast` has stay, one at a time."""
+"""The most of them that `fast` has stay, one at a time, the largest first."""
 
 _SHORT_OF_MEMORY = 1.6
-"""Budgets below so many times the least peak have little room: there `fast` rebuilds and looks at windows, and does not
-shake."""
+"""Budgets below so many times the least peak have little room: there `fast` rebuilds and looks at windows. It does not
+shake there, which takes as long and found less."""
 
 NEAR_LEAST = 1.8
 """Budgets below so many times the least peak have so little room that `best` anneals too: it found nothing above. There
@@ -257,13 +257,17 @@ class _Hunt:
         self._take(codes, found)
 
     def rebuild(self) -> None:
-        """Have a large buffer stay that is swapped, and decide anew what the smaller ones do."""
+        """Have a large buffer stay that is swapped, and decide anew what the smaller ones do.
+
+        Of all changes of one large buffer this is the one that led to better plans; a swap looks cheap while the link
+        is still free, and what it makes others wait for shows only when all have been decided.
+        """
         static, work, limits = self.problem.static, self.problem.work, self.limits
         is_large = self.sizes >= _LARGE * limits[0]
         smaller = np.flatnonzero(~is_large)
-        swapped = np.flatnonzero(is_large & (self.codes == Code.SWAP))
+        swapped = is_large & ((self.codes == Code.SWAP) | (self.codes == Code.DISK))
         decided = np.where(is_large, self.codes, Code.KEEP).astype(np.int8)
-        for gap in swapped[:_REBUILDS]:
+        for gap in self.largest_first[swapped[self.largest_first]][:_REBUILDS]:
             codes = decided.copy()
             codes[gap] = Code.KEEP
             search.release(static, work, codes, limits, self.allowed, smaller, 0.0, 0, search.UNPRICED)

@@ -21,15 +21,17 @@ _logger = logging.getLogger("torchdelta")
 
 
 def collect_garbage(ledger: Ledger) -> int:
-    """Free what nobody can reach; return how many of the ledger's bytes that were.
+    """Free what nobody can reach; return how many bytes less there are for it, unseen ones included.
 
     Takes up to seconds where there are many objects.
     """
     if faults.is_disabled("garbage"):
         return 0
-    before_bytes = ledger.live_bytes
+    ledger.ask_counter(fresh=True)
+    before_bytes = ledger.total_bytes
     gc.collect()
-    freed_bytes = max(before_bytes - ledger.live_bytes, 0)
+    ledger.ask_counter(fresh=True)
+    freed_bytes = max(before_bytes - ledger.total_bytes, 0)
     if freed_bytes:
         _logger.info("reference cycles alone held %d bytes: collected", freed_bytes)
     return freed_bytes

@@ -102,6 +102,7 @@ class Ledger:
                 address, storage.nbytes() if storage.device in self.counted_devices else 0, self._died
             )
             record.watch_storage(storage)
+            # Fake storages, which a failed survey may leave behind, warn when they are asked for their address.
             self._add(record, storage.data_ptr() if self.is_counting and record.size_bytes else 0)
         elif record.reference is None:
             record.watch_storage(storage)

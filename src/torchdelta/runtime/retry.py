@@ -20,7 +20,6 @@ import torch
 from torchdelta.aten.facts import TRAINING_POSITION, Kind
 from torchdelta.runtime import faults
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.garbage import collect_garbage
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -74,13 +73,15 @@ def may_replay_again(error: RuntimeError, facts: OpFacts, residency: Residency) 
 
 
 def _has_made_room(facts: OpFacts, residency: Residency) -> bool:
-    freed_bytes = residency.send_all_away() + collect_garbage(residency.ledger)
-    if freed_bytes <= 0:
+    freed_bytes = residency.collect_garbage()  # first: what garbage holds as well cannot leave
+    sent_bytes = residency.send_all_away()
+    if freed_bytes + sent_bytes <= 0:
         return False
     _logger.warning(
-        "%s ran out of memory below the budget: %d bytes left the device and it runs again; a smaller budget would "
-        "spare this",
+        "%s ran out of memory below the budget: %d bytes left the device, %d were garbage, and it runs again%s",
         facts.name,
+        sent_bytes,
         freed_bytes,
+        "; a smaller budget would spare this" if sent_bytes else "",
     )
     return True

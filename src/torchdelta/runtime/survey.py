@@ -13,6 +13,7 @@ on the spot; where that is not possible the error says "at least".
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
@@ -80,14 +81,19 @@ class Survey:
                 return execute(func, facts, args, kwargs)
             return targets[0]  # what is real stays as it is: parameters, statistics, optimizer states
         try:
-            # Torch hides from the log what it warns of itself there; filters that raise would still end the survey.
-            with warnings.catch_warnings(action="ignore"), self.mode:
+            with self._quietly(), self.mode:
                 out = func(*args, **(kwargs or {}))
         except Exception as error:
             if facts.kind is Kind.NO_OUTPUT:
                 self._survey_backward_of(args)
             raise self.error(is_lower_bound=True) from error
         return targets[0] if targets and isinstance(out, torch.Tensor) else out
+
+    def _quietly(self) -> contextlib.AbstractContextManager[None]:
+        """Under filters that raise, what torch warns of in its own handling of fake tensors would end the survey."""
+        if not any(action == "error" for action, *_ in warnings.filters):
+            return contextlib.nullcontext()
+        return warnings.catch_warnings(action="ignore")
 
     def _survey_backward_of(self, args: tuple[Any, ...]) -> None:
         """Somebody reads the loss before its backward: survey that backward now."""
