@@ -261,11 +261,14 @@ def test_kinds_are_found_out() -> None:
 
     gc.collect()
     # A trace begins with all that lives in the process: other tests may have left models behind.
-    all_bytes = sum(found.nbytes for found in gc.get_objects() if type(found) is nn.Parameter)
+    alive = [found for found in gc.get_objects() if type(found) in (nn.Parameter, torch.Tensor) and found.is_leaf]
+    all_bytes = sum(found.nbytes for found in alive if type(found) is nn.Parameter)
+    gradient_bytes = sum(found.grad.nbytes for found in alive if found.requires_grad and found.grad is not None)
+    del alive
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     expected = {
         "parameter": all_bytes,
-        "gradient": parameter_bytes,
+        "gradient": gradient_bytes + parameter_bytes,
         "optimizer_state": parameter_bytes,
         "input": x.nbytes,
     }

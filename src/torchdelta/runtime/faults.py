@@ -18,7 +18,6 @@ NAMES: Final = (
     "oom-retry",
     "release",
     "interrupts",
-    "garbage",
 )
 _disabled: set[str] = set()
 
