@@ -259,8 +259,8 @@ class _Hunt:
     def rebuild(self) -> None:
         """Have a large buffer stay that is swapped, and decide anew what the smaller ones do.
 
-        Of all changes of one large buffer this is the one that led to better plans; a swap looks cheap while the link
-        is still free, and what it makes others wait for shows only when all have been decided.
+        Of the changes of one large buffer this is the one that helped most often; a swap looks cheap while the link is
+        still free, and what it makes others wait for shows only when all have been decided.
         """
         static, work, limits = self.problem.static, self.problem.work, self.limits
         is_large = self.sizes >= _LARGE * limits[0]
