@@ -18,6 +18,7 @@ NAMES: Final = (
     "oom-retry",
     "release",
     "interrupts",
+    "garbage",
 )
 _disabled: set[str] = set()
 

@@ -55,6 +55,7 @@ class Residency:
         self.least_eviction_bytes = LEAST_EVICTION_BYTES
         self.recompute: Callable[[Buffer], torch.UntypedStorage]
         self.on_shortage: Callable[[int, str], None]
+        self.collect_garbage: Callable[[], int]
         self.digests = False  # verify="first-step": hash what is dropped
         self.prefetches = True
         self.surveys = False  # an impossible budget is being surveyed: count, but move nothing
@@ -115,6 +116,10 @@ class Residency:
             return
         self._make_room(budget_bytes - size_bytes)
         ledger.ask_counter()
+        if ledger.total_bytes + size_bytes > budget_bytes and not self.surveys:
+            self.collect_garbage()
+            self._make_room(budget_bytes - size_bytes)  # what garbage held as well may leave now
+            ledger.ask_counter()
         if ledger.total_bytes + size_bytes > budget_bytes:
             self.on_shortage(size_bytes, why)
 

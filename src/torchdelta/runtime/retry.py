@@ -1,4 +1,4 @@
-"""After an out-of-memory error inside an op: everything that can leaves the device, and the op runs once more.
+"""After an out-of-memory error inside an op: all that can leaves the device, garbage too, and the op runs once more.
 
 The budget is kept before an op runs, but the memory may be less than the user thought: another process came, or the
 budget was set too high. What the allocator then raises need not end the step.
@@ -73,13 +73,15 @@ def may_replay_again(error: RuntimeError, facts: OpFacts, residency: Residency) 
 
 
 def _has_made_room(facts: OpFacts, residency: Residency) -> bool:
-    freed_bytes = residency.send_all_away()
-    if freed_bytes <= 0:
+    freed_bytes = residency.collect_garbage()  # first: what garbage holds as well cannot leave
+    sent_bytes = residency.send_all_away()
+    if freed_bytes + sent_bytes <= 0:
         return False
     _logger.warning(
-        "%s ran out of memory below the budget: %d bytes left the device and it runs again; a smaller budget would "
-        "spare this",
+        "%s ran out of memory below the budget: %d bytes left the device, %d were garbage, and it runs again%s",
         facts.name,
+        sent_bytes,
         freed_bytes,
+        "; a smaller budget would spare this" if sent_bytes else "",
     )
     return True

@@ -33,6 +33,7 @@ from torchdelta.runtime.device_counter import DeviceCounter
 from torchdelta.runtime.device_recorder import DeviceRecorder
 from torchdelta.runtime.device_residency import DeviceResidency
 from torchdelta.runtime.device_saved import DeviceSavedTensors
+from torchdelta.runtime.garbage import collect_garbage
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.ledger import Ledger
 from torchdelta.runtime.notices import say_once
@@ -80,6 +81,7 @@ class Session:
         self.residency.recompute = self.rematerializer.recompute
         self.residency.missing_time_s = self.rematerializer.missing_time_s
         self.residency.on_shortage = self._on_shortage
+        self.residency.collect_garbage = self._collect_garbage
         self.residency.digests = config.verify == "first-step"
         self.residency.prefetches = config.decisions is None
         if config.decisions is not None:
@@ -267,6 +269,15 @@ class Session:
         self.residency.forget()
         if self._is_stopped:
             self._finish()
+
+    def _collect_garbage(self) -> int:
+        self.num_handles += 1  # an op is under way: were the last handle to go now, what it reads would be forgotten
+        try:
+            return collect_garbage(self.ledger)
+        finally:
+            self.num_handles -= 1
+            if self.num_handles == 0 and self._is_stopped:
+                self.on_last_handle()  # else the next last handle calls it
 
     def on_backward_end(self, *, keeps_graph: bool) -> None:
         """A backward pass is over."""

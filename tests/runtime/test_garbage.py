@@ -1,0 +1,180 @@
+"""Tensors that nobody can reach any more take no room from a step that fits."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
+from tests.runtime.test_retry import Shortage
+from torchdelta import BudgetError
+from torchdelta._torch import Quietly
+from torchdelta.native.counting import counting_status
+from torchdelta.runtime import faults
+from torchdelta.runtime.action import Action
+from torchdelta.runtime.recorder import execute
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchdelta import MemoryBudget
+
+NUM_CYCLES = 16
+CYCLE_BYTES = 2**16
+GARBAGE_BYTES = NUM_CYCLES * CYCLE_BYTES
+"""About as much as the step needs."""
+
+
+class Cycle:
+    """Holds a tensor, and itself: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.tensor = torch.ones(CYCLE_BYTES // 4)
+
+
+def _make_garbage() -> None:
+    for _ in range(NUM_CYCLES):
+        Cycle()
+
+
+@pytest.fixture
+def _by_hand() -> Iterator[None]:
+    """Let nobody but the library collect."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _plain() -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    model, x = mlp(64, 4), torch.randn(256, 64)
+    with running() as (budget, _):
+        observed = train(model, x)
+    return observed, budget.summary().peak_bytes
+
+
+def _fits_beside_garbage(budget_bytes: int, *, before: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = mlp(64, 4), torch.randn(256, 64)
+    if before:
+        _make_garbage()
+    with running(budget_bytes) as _:
+        if not before:
+            _make_garbage()
+        return train(model, x)
+
+
+@pytest.mark.usefixtures("_by_hand")
+@pytest.mark.parametrize("before", [True, False])
+def test_garbage_is_collected_before_a_budget_is_called_impossible(before: bool) -> None:
+    """Reference cycles made before the scope or in it: the step runs, with the bits of plain."""
+    expected, peak_bytes = _plain()
+    assert same_bits(_fits_beside_garbage(peak_bytes + GARBAGE_BYTES // 8, before=before), expected)
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_without_collecting_garbage_ends_the_step() -> None:
+    """The control: with the handling off the same step does not fit."""
+    _, peak_bytes = _plain()
+    with faults.disabled("garbage"), pytest.raises(BudgetError):
+        _fits_beside_garbage(peak_bytes + GARBAGE_BYTES // 8, before=True)
+
+
+class Littering(nn.Module):
+    """Leaves a cycle behind that holds what it hands on, as a module does that keeps a closure over it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Hand on."""
+        cycle: list[object] = [x]
+        cycle.append(cycle)
+        return x
+
+
+@pytest.mark.usefixtures("_by_hand")
+@pytest.mark.parametrize("policy", ["swap-only", "recompute-only"])
+def test_what_garbage_holds_as_well_can_leave(policy: str) -> None:
+    """Cycles that hold what autograd saves free nothing by themselves: it can leave once they are gone."""
+
+    def run(budget: int | str) -> tuple[list[torch.Tensor], MemoryBudget]:
+        torch.manual_seed(0)
+        layers = [[nn.Linear(64, 64), nn.Tanh(), Littering()] for _ in range(8)]
+        model, x = nn.Sequential(*(layer for each in layers for layer in each)), torch.randn(256, 64)
+        with running(budget, policy=policy) as (memory_budget, _):
+            return train(model, x, num_steps=1), memory_budget
+
+    expected, plain = run(UNLIMITED)
+    gc.collect()
+    observed, memory_budget = run(int(0.75 * plain.summary().peak_bytes))
+    summary = memory_budget.summary()
+    assert same_bits(observed, expected)
+    assert summary.swapped_out_bytes + summary.recomputed_bytes > 0
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_garbage_that_only_the_allocator_knows_is_collected_too() -> None:
+    """Made where no mode looks, it is counted at the allocator alone."""
+    if not counting_status().is_on:
+        pytest.skip("nothing counts at the allocator here")
+    expected, peak_bytes = _plain()
+    torch.manual_seed(0)
+    model, x = mlp(64, 4), torch.randn(256, 64)
+    with running(peak_bytes + GARBAGE_BYTES // 8):
+        with Quietly():
+            _make_garbage()
+        assert same_bits(train(model, x), expected)
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_an_op_out_of_memory_runs_again_after_a_collection(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing can leave, but there is garbage: the op has the room of that. Without any, the error is the user's."""
+    with running() as (_, session), torch.no_grad():
+        _make_garbage()
+        shortage = session.recorder.execute = Shortage("aten.sin")  # pyright: ignore[reportAttributeAccessIssue]
+        assert torch.equal(torch.ones(3).sin(), torch.ones(3).double().sin().float())
+        assert shortage.num_failures == 1
+        assert f"0 bytes left the device, {GARBAGE_BYTES} were garbage" in caplog.text
+        session.recorder.execute = Shortage("aten.sin")  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(3).sin()
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_a_graph_that_is_collected_takes_no_op_under_way_with_it() -> None:
+    """All that was saved is garbage, and goes in the middle of an op: how that op is replayed is known all the same."""
+    with running() as (_, session):
+        graph = torch.ones(64, 64, requires_grad=True).exp()
+        cycle: list[object] = [graph]
+        cycle.append(cycle)
+        del graph, cycle
+        x = torch.full((64, 64), 2.0)
+        session.recorder.execute = Shortage("aten.mul")  # pyright: ignore[reportAttributeAccessIssue]
+        y = x * 2
+        session.recorder.execute = execute  # pyright: ignore[reportAttributeAccessIssue]
+        del x
+        leaf = torch.ones(64, 64, requires_grad=True)
+        loss = (leaf * y).sum()
+        record = session.ledger.find(y)
+        assert record is not None
+        buffer = record.current
+        assert buffer is not None
+        del y, record
+        session.residency.evict(buffer, Action.DROP)
+        loss.backward()
+        assert leaf.grad is not None
+        assert leaf.grad.eq(4).all()
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_nothing_is_collected_while_the_step_fits() -> None:
+    """A collection takes its time, so it comes last."""
+    with running(UNLIMITED) as (_, session):
+        _make_garbage()
+        train(mlp(64, 4), torch.randn(256, 64))
+        assert session.ledger.live_bytes >= GARBAGE_BYTES
+    gc.collect()
