@@ -46,5 +46,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Name bytes by their number: what gzip wrote differs by the second, and workers have to collect the same names."""
+    """Name bytes by their length: what gzip wrote differs by the second, and workers have to collect the same names."""
     return f"{len(val)}-bytes" if isinstance(val, bytes) else None

@@ -7,5 +7,5 @@ import pytest
 
 @pytest.mark.parametrize("content", [gzip.compress(b"", mtime=second) for second in (1, 2)])
 def test_compressed_bytes_are_not_part_of_a_name(request: pytest.FixtureRequest, content: bytes) -> None:
-    """Gzip writes the second into its header: workers that began in two seconds collected two names, and none ran."""
+    """Gzip writes the second into its header: workers that began in different seconds collected other tests."""
     assert request.node.callspec.id in {f"{len(content)}-bytes0", f"{len(content)}-bytes1"}

@@ -9,6 +9,7 @@
 | backward never called, graphs kept, out of order | handles count per buffer | `..._graphs_...` | `release` |
 | garbage collector off | no cycles hold storages; all of the above run with it off | all | a cycle |
 | out of memory inside an op | runtime/retry.py | tests/runtime/test_retry.py | `oom-retry` |
+| cycles that hold tensors | runtime/garbage.py | tests/runtime/test_garbage.py | `garbage` |
 | threads that train at the same time | the session is the thread's own | `..._threads_...` | one for all |
 | processes, forks, kills, disks | | test_processes.py, test_disk.py | there |
 """

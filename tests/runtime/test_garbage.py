@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,6 +50,7 @@ def _by_hand() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+    gc.collect()
 
 
 def _plain() -> tuple[list[torch.Tensor], int]:
@@ -174,7 +176,39 @@ def test_a_graph_that_is_collected_takes_no_op_under_way_with_it() -> None:
 def test_nothing_is_collected_while_the_step_fits() -> None:
     """A collection takes its time, so it comes last."""
     with running(UNLIMITED) as (_, session):
-        _make_garbage()
+        cycle = Cycle()
+        remains = weakref.ref(cycle)
+        del cycle
         train(mlp(64, 4), torch.randn(256, 64))
-        assert session.ledger.live_bytes >= GARBAGE_BYTES
-    gc.collect()
+        assert remains() is not None
+        assert session.collected_bytes == 0
+
+
+@pytest.mark.usefixtures("_by_hand")
+def test_a_backward_in_which_garbage_went_is_not_measured() -> None:
+    """It grew from a start that held the garbage: without it the same backward grows by more."""
+
+    class Collects(torch.autograd.Function):
+        """Does nothing, but that garbage goes when its gradient comes."""
+
+        @staticmethod
+        def forward(_ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx: object, *gradients: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            session.residency.collect_garbage()
+            return gradients[0]
+
+    calls: list[object] = []
+    num_measured: list[int] = []
+    with running(UNLIMITED) as (_, session), pytest.MonkeyPatch.context() as patch:
+        session.residency.budget_bytes = 2**40
+        patch.setattr(session.backward.headroom, "measured", lambda *args, **_: calls.append(args))
+        for makes_garbage in (False, False, True):  # the first one is traced
+            if makes_garbage:
+                _make_garbage()
+            x = torch.randn(64, 64, requires_grad=True)
+            Collects.apply(x.sin()).sum().backward()
+            num_measured.append(len(calls))
+    assert num_measured == [0, 1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def test_random_numbers_that_cannot_be_put_back_are_not_drawn_twice() -> None:
 def test_a_second_shortage_is_the_users() -> None:
     """When nothing is left to leave, the error is told as it came."""
     net, x = model()
+    gc.collect()  # other tests' garbage would be room
     with running(UNLIMITED) as (_, session):
         session.recorder.execute = Shortage("aten.addmm.", skip=0)
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):  # nothing is saved so far

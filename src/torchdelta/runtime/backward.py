@@ -94,6 +94,7 @@ class Backward:
             )
             if expected_bytes is not None:
                 return self._run_unwatched(original, graph, expected_bytes, outputs, *args, **kwargs)
+        collected_bytes = self.session.collected_bytes
         ledger.peak_bytes = start_bytes
         if budget_bytes is None:
             self.session.residency.see_off()  # forced decisions are carried out, also where nothing presses
@@ -124,7 +125,8 @@ class Backward:
             self._settle()
             if self.session.survey is not None:
                 self.session.survey.leaves.extend(self._leaves)
-            if graph is not None and error is None:
+            # Had garbage gone on the way, the growth would be too small for a start without it.
+            if graph is not None and error is None and collected_bytes == self.session.collected_bytes:
                 self.headroom.measured(
                     graph,
                     start_bytes=start_bytes,

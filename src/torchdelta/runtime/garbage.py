@@ -1,7 +1,8 @@
 """Tensors that only reference cycles hold: the last room there is before a step is called impossible.
 
-Cycles are common around a training loop (closures, tracebacks that a notebook keeps, a model that was replaced), and
-Python frees them when it comes to it: by the number of new objects, which says nothing of bytes.
+Cycles are common around a training loop (closures over themselves, exceptions that a frame of their own traceback
+holds, modules that know their parents), and Python frees them when it comes to it: by the number of new objects, which
+says nothing of bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _logger = logging.getLogger("torchdelta")
 
 
 def collect_garbage(ledger: Ledger) -> int:
-    """Free what nobody can reach; return how many bytes less there are for it, unseen ones included.
+    """Free what nobody can reach; return by how many bytes that lowered what counts, unseen ones included.
 
     Takes up to seconds where there are many objects.
     """

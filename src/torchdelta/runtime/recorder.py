@@ -125,6 +125,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError as error:
             if not may_retry(error, facts, args, None, self.residency):
                 raise
+            self._mark(need)  # what has left since is none of the op's
             out = self.execute(func, facts, args, kwargs)
         time_s = self.clock.stop(mark, None)
         self._note_backward_output(out)
@@ -164,6 +165,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError as error:
             if not may_retry(error, facts, args, entry, self.residency):
                 raise
+            self._mark(need)  # what has left since is none of the op's
             out = self.execute(func, facts, args, kwargs)
         time_s = self.clock.stop(mark, entry)
         size_bytes = 0

@@ -90,6 +90,7 @@ class Session:
         self.steps.on_step_end = self._on_step_end
         self.modules = ModulePaths()
         self.num_handles = 0
+        self.collected_bytes = 0  # of garbage, so far
         self.survey: Survey | None = None
         self.node_name = ""
         self.subclasses = Subclasses(self)
@@ -271,9 +272,12 @@ class Session:
             self._finish()
 
     def _collect_garbage(self) -> int:
-        self.num_handles += 1  # an op is under way: were the last handle to go now, what it reads would be forgotten
+        # An op may be under way: were the last handle to go now, what it reads would be forgotten.
+        self.num_handles += 1
         try:
-            return collect_garbage(self.ledger)
+            freed_bytes = collect_garbage(self.ledger)
+            self.collected_bytes += freed_bytes
+            return freed_bytes
         finally:
             self.num_handles -= 1
             if self.num_handles == 0 and self._is_stopped:
