@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.runtime.programs import UNLIMITED, running
 from torchdelta.aten.facts import Kind, facts_of
-from torchdelta.runtime.predict import Predictor, new_bytes
+from torchdelta.native.counting import counting_status
+from torchdelta.runtime.predict import Need, Predictor, new_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,6 +161,32 @@ def test_what_an_op_takes_inside_is_the_most_it_ever_took() -> None:
     assert need.learn_inside(8) == 8
     assert need.learn_inside(24) == 24
     assert need.learn_inside(16) == 24
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (4, 8, 40), (4, 8, 16, 16), (2, 8, 8, 8, 8)])
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_the_estimate_of_batch_norms_backward_holds_at_the_allocator(shape: tuple[int, ...], is_expanded: bool) -> None:
+    """A first step has nothing but it: too little passes the budget, too much says that a step does not fit."""
+    if not counting_status().is_on:
+        pytest.skip("nothing counts at the allocator here")
+    found: list[tuple[int, int]] = []
+    original = Need.learn_inside
+
+    def learn(self: Need, size_bytes: int) -> int:
+        found.append((self.inside_bytes, size_bytes))
+        return original(self, size_bytes)
+
+    x = torch.randn(shape, requires_grad=True)
+    with running(UNLIMITED):
+        y = torch.nn.functional.batch_norm(x, None, None, training=True)
+        loss = y.sum() if is_expanded else y.square().sum()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Need, "learn_inside", learn)
+            loss.backward()
+    largest_bytes = max(size_bytes for _, size_bytes in found)
+    estimates = [estimate for estimate, size_bytes in found if size_bytes == largest_bytes]
+    assert largest_bytes == pytest.approx(0 if is_expanded else x.nbytes, abs=256)
+    assert max(estimates) == pytest.approx(largest_bytes, abs=256)
 
 
 def test_new_bytes_counts_each_storage_once() -> None:

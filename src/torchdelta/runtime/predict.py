@@ -101,6 +101,8 @@ class Predictor:
 
     def _new_need(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
         output_bytes = self._ask(facts, func, args, kwargs)
+        if facts.name.startswith("aten.native_batch_norm_backward."):
+            return Need(output_bytes, batch_norm_workspace_bytes(args))
         if not facts.reorders:
             return Need(output_bytes, 0)
         # What the backward of a convolution makes is as large as what it reads.
@@ -151,6 +153,18 @@ def workspace_bytes(args: tuple[Any, ...], output_bytes: int) -> int:
     if tensors[0].is_contiguous(memory_format=torch.channels_last) and not tensors[0].is_contiguous():
         return 0
     return output_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def batch_norm_workspace_bytes(args: tuple[Any, ...]) -> int:
+    """Estimate what batch norm's backward allocates inside itself on CPU: its input's gradient once more.
+
+    Measured on inputs of 2 to 5 dimensions in both layouts (torch 2.13): that to the byte, and next to nothing where
+    the gradient that it reads is expanded from fewer numbers, as that of a sum is.
+    """
+    gradient, x = args[0], args[1]
+    if x.device.type != "cpu" or 0 in gradient.stride():
+        return 0
+    return x.numel() * x.element_size()
 
 
 def _unsaid_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
