@@ -17,6 +17,7 @@ from torchdelta._torch import Quietly
 from torchdelta.native.counting import counting_status
 from torchdelta.runtime import faults
 from torchdelta.runtime.action import Action
+from torchdelta.runtime.predict import Need
 from torchdelta.runtime.recorder import execute
 
 if TYPE_CHECKING:
@@ -144,6 +145,34 @@ def test_an_op_out_of_memory_runs_again_after_a_collection(caplog: pytest.LogCap
         session.recorder.execute = Shortage("aten.sin")  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(3).sin()
+
+
+@pytest.mark.usefixtures("_by_hand")
+@pytest.mark.parametrize("records", [False, True])
+def test_what_went_before_an_op_ran_again_is_none_of_what_it_takes(records: bool) -> None:
+    """Measured from before it went, the op would seem to take nothing inside itself, and pass the budget next time."""
+    if not counting_status().is_on:
+        pytest.skip("nothing counts at the allocator here")
+    learned: list[list[int]] = []
+    original = Need.learn_inside
+    for fails in (False, True):
+        found: list[int] = []
+
+        def learn(self: Need, size_bytes: int, found: list[int] = found) -> int:
+            found.append(size_bytes)
+            return original(self, size_bytes)
+
+        x, weight = torch.ones(4, 8, 16, 16), torch.ones(8, 8, 3, 3, requires_grad=records)
+        with running() as (_, session), pytest.MonkeyPatch.context() as patch:
+            _make_garbage()
+            if fails:
+                session.recorder.execute = Shortage("aten.convolution.")  # pyright: ignore[reportAttributeAccessIssue]
+            patch.setattr(Need, "learn_inside", learn)
+            torch.nn.functional.conv2d(x, weight, padding=1)
+        learned.append(found)
+        gc.collect()
+    assert learned[0][0] > x.nbytes // 2
+    assert learned[1] == learned[0]
 
 
 @pytest.mark.usefixtures("_by_hand")
