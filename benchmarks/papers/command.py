@@ -143,7 +143,7 @@ def _overheads(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _proofs(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prove more where the plan is far above the bound: whole decisions, which take minutes a cell."""
+    """Prove more where the plan is far above the bound: whole tensors, which take minutes a cell."""
     far = [row for row in rows if row["case"] in options.cases and tables.is_far_from_bound(row)]
     return [
         {"case": row["case"], "share": row["share"], "whole_bound": tables.whole_bound(row)}

@@ -17,13 +17,15 @@ MACHINE = Machine(
 )
 
 
-def chain(blocks, *, weight_bytes=MIB, optimizer=False):
+def chain(blocks, *, weight_bytes=MIB, optimizer=False, skips=False, stats=False):
     """Return a step of blocks in a row: each a wide op whose output is saved, a cheap one, and one whose output dies.
 
     Args:
         blocks: One `(size_bytes, wide_s, cheap_s)` a block.
         weight_bytes: Bytes of each block's parameter.
         optimizer: Whether momentum and parameter of each block are then written over, one block after the other.
+        skips: Whether a block's output is made from that of the block before, too.
+        stats: Whether backward begins by reading four bytes that were made from each wide output.
     """
     ops, drafts, saved = [], [], []
 
@@ -59,19 +61,23 @@ def chain(blocks, *, weight_bytes=MIB, optimizer=False):
 
     weights = [buffer(weight_bytes, "parameter", BEFORE_STEP) for _ in blocks]
     batch = buffer(blocks[0][0], "input", BEFORE_STEP)
-    stream, tape = batch, []
+    stream, tape, small = batch, [], []
     for index, (size_bytes, wide_s, cheap_s) in enumerate(blocks):
         module = f"layers.{index}"
         (wide,) = run(
             "aten.mm.default", "forward", module, (stream, weights[index]), (size_bytes,), wide_s, "activation"
         )
         (dead,) = run("aten.neg.default", "forward", module, (wide,), (size_bytes,), cheap_s)
-        (cheap,) = run("aten.gelu.default", "forward", module, (dead,), (size_bytes,), cheap_s, "activation")
+        read = (dead, stream) if skips else (dead,)
+        (cheap,) = run("aten.gelu.default", "forward", module, read, (size_bytes,), cheap_s, "activation")
+        if stats:
+            small += run("aten.sum.default", "forward", module, (wide,), (4,), 1e-6, "activation")
+            saved.append((len(ops), small[-1]))
         tape.append((stream, wide, cheap))
         saved += [(len(ops), wide), (len(ops), cheap)]
         stream = cheap
     (loss,) = run("aten.mean.default", "forward", "", (stream,), (4,), 1e-6, "activation")
-    (grad,) = run("aten.expand.default", "backward", "", (loss,), (blocks[-1][0],), 1e-6)
+    (grad,) = run("aten.expand.default", "backward", "", (loss, *small), (blocks[-1][0],), 1e-6)
     grads = []
     for index, (stream, wide, cheap) in reversed(list(enumerate(tape))):
         size_bytes, wide_s, cheap_s = blocks[index]

@@ -54,8 +54,8 @@ class LinearProgram:
         """Set what one unit of a variable costs."""
         self._cost[variable] = cost
 
-    def row(self, terms: list[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf) -> None:
-        """Add `lower <= sum of factor x variable <= upper`; a variable may occur twice."""
+    def row(self, terms: list[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf) -> int:
+        """Add `lower <= sum of factor x variable <= upper`, and return its number; a variable may occur twice."""
         merged: dict[int, float] = {}
         for column, factor in terms:
             merged[column] = merged.get(column, 0.0) + factor
@@ -64,50 +64,24 @@ class LinearProgram:
         self._starts.append(len(self._columns))
         self._row_lower.append(lower)
         self._row_upper.append(upper)
+        return len(self._row_lower) - 1
 
-    def solve(self, *, integral: bool = False, max_nodes: int | None = None) -> Solution | None:
+    def solve(self, *, integral: bool = False) -> Solution | None:
         """Return an optimal solution, None if there is none.
 
         Args:
             integral: Hold the integral variables to whole numbers (branch and bound, no gap left).
-            max_nodes: End the branch and bound after so many nodes: the objective is what is proved by then, the
-                values are those of the best solution found, zeros if there is none.
 
         Raises:
             PlanError: highspy is not installed, or HiGHS gave up.
         """
-        try:
-            highspy: Any = importlib.import_module("highspy")
-            numpy: Any = importlib.import_module("numpy")
-        except ModuleNotFoundError as error:
-            raise PlanError(f"a bound needs {error.name}: pip install 'torchdelta[plan,solver]'") from error
-        solver = highspy.Highs()
-        options: dict[str, Any] = {"output_flag": False, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
+        highspy = _highspy()
+        options: dict[str, Any] = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
         if not integral and len(self._upper) > _LARGE:
             options["solver"] = "ipm"  # ended by a crossover to a vertex
-        for option, value in options.items():
-            solver.setOptionValue(option, value)
-        problem = highspy.HighsLp()
-        problem.num_col_, problem.num_row_ = len(self._upper), len(self._row_lower)
-        problem.col_cost_ = numpy.array(self._cost)
-        problem.col_lower_ = numpy.zeros(len(self._upper))
-        problem.col_upper_ = numpy.array(self._upper)
-        problem.row_lower_, problem.row_upper_ = numpy.array(self._row_lower), numpy.array(self._row_upper)
-        problem.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        problem.a_matrix_.start_ = numpy.array(self._starts, dtype=numpy.int32)
-        problem.a_matrix_.index_ = numpy.array(self._columns, dtype=numpy.int32)
-        problem.a_matrix_.value_ = numpy.array(self._values)
-        if integral:
-            if max_nodes is not None:
-                solver.setOptionValue("mip_max_nodes", max_nodes)
-            kinds = highspy.HighsVarType
-            problem.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in self._integral]
-        solver.passModel(problem)
+        solver = self._solver(options, integral=integral)
         solver.run()
         status = solver.getModelStatus()
-        if status == highspy.HighsModelStatus.kSolutionLimit and max_nodes is not None:
-            found = list(solver.getSolution().col_value) or [0.0] * len(self._upper)
-            return Solution(objective=float(solver.getInfo().mip_dual_bound), values=[float(v) for v in found])
         if status not in {highspy.HighsModelStatus.kOptimal, *_infeasible(highspy)}:
             # It stopped short of a proof, which the plain simplex method (and branch and bound) then gives.
             solver.clearSolver()
@@ -122,6 +96,36 @@ class LinearProgram:
         info = solver.getInfo()
         objective = info.mip_dual_bound if integral else info.objective_function_value
         return Solution(objective=float(objective), values=[float(v) for v in solver.getSolution().col_value])
+
+    def _solver(self, options: dict[str, Any], *, integral: bool = False) -> Any:
+        """Return HiGHS with this program in it, on one thread."""
+        highspy, numpy = _highspy(), importlib.import_module("numpy")
+        solver = highspy.Highs()
+        for option, value in {"output_flag": False, "threads": 1, **options}.items():
+            solver.setOptionValue(option, value)
+        problem = highspy.HighsLp()
+        problem.num_col_, problem.num_row_ = len(self._upper), len(self._row_lower)
+        problem.col_cost_ = numpy.array(self._cost)
+        problem.col_lower_ = numpy.zeros(len(self._upper))
+        problem.col_upper_ = numpy.array(self._upper)
+        problem.row_lower_, problem.row_upper_ = numpy.array(self._row_lower), numpy.array(self._row_upper)
+        problem.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        problem.a_matrix_.start_ = numpy.array(self._starts, dtype=numpy.int32)
+        problem.a_matrix_.index_ = numpy.array(self._columns, dtype=numpy.int32)
+        problem.a_matrix_.value_ = numpy.array(self._values)
+        if integral:
+            kinds = highspy.HighsVarType
+            problem.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in self._integral]
+        solver.passModel(problem)
+        return solver
+
+
+def _highspy() -> Any:
+    try:
+        importlib.import_module("numpy")
+        return importlib.import_module("highspy")
+    except ModuleNotFoundError as error:
+        raise PlanError(f"a bound needs {error.name}: pip install 'torchdelta[plan,solver]'") from error
 
 
 def _infeasible(highspy: Any) -> set[Any]:

@@ -100,9 +100,6 @@ def bound(
     load_bytes: list[int] | None = None,
     integral: bool = False,
     min_candidate_bytes: int = MIN_CANDIDATE_BYTES,
-    num_tight_moments: int = 0,
-    min_whole_bytes: int = 0,
-    max_nodes: int | None = None,
 ) -> Bound:
     """Return a lower bound of the step's time under a budget, within the class *saved*.
 
@@ -114,10 +111,6 @@ def bound(
         load_bytes: The load at each op of the plain step; by default the trace's, workspaces included.
         integral: Force whole decisions, and tensors that are whole on the device or away: a MILP, for small traces.
         min_candidate_bytes: Smaller tensors are taken to be away at no cost.
-        num_tight_moments: Moments beside the others at which the memory is looked at: those at which most is left if
-            everyone is away. They tell the more, the fewer tensors fit beside what is left.
-        min_whole_bytes: With `integral`, smaller tensors may still be divided.
-        max_nodes: With `integral`, end the branch and bound after so many nodes: with what is proved by then.
 
     Raises:
         PlanError: The solver failed, or highspy is not installed.
@@ -136,8 +129,7 @@ def bound(
         )
     small = tuple(c for c in everyone if c.size_bytes < min_candidate_bytes)
     load = load_without(trace, load, small)
-    tight = _tight_moments(load, least, budget_bytes, num_tight_moments)
-    moments = tuple(sorted({*choose_moments(trace, load, budget_bytes, num_moments), *tight}))
+    moments = choose_moments(trace, load, budget_bytes, num_moments)
     nothing = Bound(
         decision_class="saved",
         budget_bytes=budget_bytes,
@@ -148,13 +140,12 @@ def bound(
     )
     if not moments:
         return nothing
-    whole_bytes = min_whole_bytes if integral else max(load) + 1
-    rows = _Rows(trace, everyone, min_candidate_bytes, moments, whole_bytes)
+    rows = _Rows(trace, everyone, min_candidate_bytes, moments, integral=integral)
     rows.add_memory(load, budget_bytes)
     rows.add_links(machine)
     rows.add_reruns()
     rows.add_parents()
-    solution = rows.program.solve(integral=integral, max_nodes=max_nodes)
+    solution = rows.program.solve(integral=integral)
     if solution is None:
         return msgspec.structs.replace(nothing, feasible=False, time_s=math.inf)
     return msgspec.structs.replace(
@@ -192,14 +183,6 @@ def choose_moments(trace: Trace, load_bytes: list[int], budget_bytes: int, num_m
     return tuple(sorted(best.values()))
 
 
-def _tight_moments(load_bytes: list[int], least_bytes: list[int], budget_bytes: int, num_moments: int) -> list[int]:
-    """Return the ops above the budget at which the least load has its highest local maxima."""
-    around = [-1, *least_bytes, -1]
-    peaks = [op for op, least in enumerate(least_bytes) if least >= max(around[op], around[op + 2])]
-    above = [op for op in peaks if load_bytes[op] > budget_bytes]
-    return sorted(above, key=lambda op: (-least_bytes[op], op))[:num_moments]
-
-
 _Crossing = tuple[int, float, float]
 """A share that is away, the seconds that it takes on the link, and the plain seconds that it has for them."""
 
@@ -213,10 +196,11 @@ class _Rows:
         everyone: tuple[Candidate, ...],
         min_candidate_bytes: int,
         moments: tuple[int, ...],
-        whole_bytes: int,
+        *,
+        integral: bool,
     ) -> None:
         self.trace = trace
-        self.whole_bytes = whole_bytes
+        self.integral = integral
         self.moments = moments
         self.everyone = everyone
         # Who is away at none of the moments relieves none of them, but may be a parent or a cause of reruns: left out.
@@ -224,10 +208,9 @@ class _Rows:
         self.start_s = [0.0, *accumulate(op.time_s for op in trace.ops)]  # of each op in the plain step
         self.unit_s = max(self.start_s[-1], 1e-9) / 1000
         self.program = program = LinearProgram()
-        whole = {i: everyone[i].size_bytes >= whole_bytes for i in self.chosen}
         can = {i: float(everyone[i].recomputable) for i in self.chosen}
-        self.swap = {i: program.variable(1.0, integral=whole[i]) for i in self.chosen}
-        self.recompute = {i: program.variable(can[i], integral=whole[i]) for i in self.chosen}
+        self.swap = {i: program.variable(1.0, integral=integral) for i in self.chosen}
+        self.recompute = {i: program.variable(can[i], integral=integral) for i in self.chosen}
         self.gone: dict[tuple[int, int], int] = {}
         self.missing: dict[tuple[int, int], int] = {}
         self.away_r: dict[tuple[int, int], int] = {}
@@ -293,8 +276,7 @@ class _Rows:
         """Add the rows of point 1.
 
         Where tensors are whole, what is away of one is a variable of its own, 0 or 1: rows of such variables alone are
-        knapsacks, whose covers cut the relaxation (at ResNet-50's first layers three tensors do not fit, 2.9 of them
-        do).
+        knapsacks, whose covers cut the relaxation (where three tensors do not fit, and 2.9 of them do).
         """
         unit = max(budget_bytes, 1) / 1000
         for m in self.moments:
@@ -303,7 +285,7 @@ class _Rows:
                 if (i, m) not in self.gone:
                     continue
                 size = self.everyone[i].size_bytes / unit
-                if self.everyone[i].size_bytes < self.whole_bytes:
+                if not self.integral:
                     terms += [*self._away_s(i, m, size), (self.away_r[i, m], size)]
                     continue
                 away = self.program.variable(1.0, integral=True)

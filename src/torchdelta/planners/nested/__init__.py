@@ -1,0 +1,1 @@
+"""A proved lower bound for steps whose gaps nest: a dynamic program from both ends, pruned by linear programs."""
