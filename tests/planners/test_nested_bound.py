@@ -12,7 +12,7 @@ from torchdelta.planners.lp_bound import bound
 from torchdelta.planners.nested import bound as module
 from torchdelta.planners.nested import step
 from torchdelta.planners.nested.bound import nested_bound
-from torchdelta.planners.nested.inner import InnerProgram, look_ops, outside_of
+from torchdelta.planners.nested.inner import SLOPES, InnerProgram, look_ops, outside_of
 from torchdelta.planners.nested.moves import advance
 from torchdelta.planners.nested.states import HELD_S, KEPT_BYTES, LOST_S, begin, finish, look_ahead
 from torchdelta.planners.parametric_program import ParametricProgram
@@ -122,7 +122,7 @@ def test_what_the_inner_part_loses_at_least_is_no_more_than_what_it_loses(drawn,
         states = advance(nest, states, position - 1, float("inf"), 0.0)
         out_ops, in_ops = look_ops(nest, position, middle)
         outside = outside_of(nest, states[0], position)
-        ahead = look_ahead(nest, states, position, np.array(rates), out_ops, in_ops)
+        ahead = look_ahead(nest, states, position, np.array(rates), SLOPES, out_ops, in_ops)
         points = np.column_stack([states[1][:, KEPT_BYTES], ahead, outside.flags(states[0])])
         lost_s = states[1][:, LOST_S] + states[1][:, HELD_S]
         rows = [row for row in range(0, len(points), 1 + len(points) // 8) if np.isfinite(points[row]).all()]

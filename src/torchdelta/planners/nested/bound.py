@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
-from torchdelta.planners.nested.inner import InnerProgram, look_ops, outside_of
+from torchdelta.planners.nested.inner import SLOPES, InnerProgram, look_ops, outside_of
 from torchdelta.planners.nested.moves import advance
 from torchdelta.planners.nested.states import (
     HELD_S,
@@ -72,7 +72,7 @@ _DEPTH = 7
 _PATIENCE = 10
 """Solutions in a row that leave out hardly a state, before no more are asked for: so many, or more for many states."""
 
-_STATES_A_SOLUTION = 500
+_STATES_A_SOLUTION = 2000
 """States for which one more solution in a row is worth its time."""
 
 _SLACK = 2e-5
@@ -154,7 +154,7 @@ class _Search:
         nest, middle, rates, _ = self.step
         masks, floats, _ = states
         out_ops, in_ops = look_ops(nest, position, middle)
-        ahead = look_ahead(nest, states, position, np.array(rates), out_ops, in_ops)
+        ahead = look_ahead(nest, states, position, np.array(rates), SLOPES, out_ops, in_ops)
         outside = outside_of(nest, masks, position)
         points = np.column_stack([floats[:, KEPT_BYTES], ahead, outside.flags(masks)])
         lost_s = floats[:, LOST_S] + floats[:, HELD_S]
@@ -230,7 +230,7 @@ class _Judge:
             before = int((least_s <= self.ceiling_s).sum())
             least_s = np.maximum(least_s, lost_s + cut.at(points))
             after = int((least_s <= self.ceiling_s).sum())
-            waiting = 0 if before - after > max(1, before // 1000) else waiting + 1
+            waiting = 0 if before - after > max(1, before // 200) else waiting + 1
             if least_s[row] <= self.ceiling_s:
                 for each, shares in self.inner.shares(cut.values).items():
                     part = 1.0 - max(shares)

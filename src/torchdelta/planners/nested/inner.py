@@ -15,7 +15,8 @@ replays from here on, is what is lost (what held ones still owe is the state's).
     `moving`) fit into the budget. Replays' own memory would only add to it.
 2.  `moving`, bytes that are queued and not across: it grows by what is queued and falls by no more than what the link
     carries in the time that passes: plain time, waits and, in backward, replays. A copy's latency, and that its memory
-    is free only at its end, are left out.
+    is free only at its end, are left out. Of copies under way at the edge it is known when they end: a second row says
+    that they take all of their memory until then, less some slope times the wait that brings their end nearer.
 3.  Replays: a child that is replayed by some op needs its parents there by then, kept or back.
 4.  The waits up to an op are at least those of the copies that are under way at the edge, with nobody inside taking
     room (`look_ahead` in `states.py`); in backward replays shorten them.
@@ -31,10 +32,13 @@ from numpy.typing import NDArray
 from torchdelta.planners.nested.states import HELD, HELD_SWAP, KEPT, LEAVING, STAYING, WORD, Nest
 from torchdelta.planners.parametric_program import Cut, ParametricProgram
 
-__all__ = ["InnerProgram", "Outside", "look_ops", "outside_of"]
+__all__ = ["SLOPES", "InnerProgram", "Outside", "look_ops", "outside_of"]
 
 EDGE = 3
-"""Parameters before the waits: bytes that stay, bytes under way out and in."""
+"""Parameters before those of the looks: bytes that stay, bytes under way out and in."""
+
+SLOPES = np.array([2.0, 5.0, 20.0])
+"""How many times as fast as a link memory becomes free while compute waits, in rows about whole copies under way."""
 
 REACH = 10
 """How many places further in a child may be for whose replay a row says when its parent has to be there."""
@@ -122,13 +126,13 @@ class InnerProgram:
         self.forward, self.backward = look_ops(nest, position, middle)
         self.unit_bytes, self.unit_s = float(nest.budget_bytes[0]) / 1000, float(nest.time_s.sum()) / 1000
         self.rates = tuple(rate * self.unit_s / self.unit_bytes for rate in rates)  # in the units of the program
-        num_looks = len(self.forward) + len(self.backward)
-        flags = EDGE + num_looks
+        self.num_looks = len(self.forward) + len(self.backward)
+        self.num_bytes = EDGE + len(SLOPES) * self.num_looks
+        flags = self.num_numbers = self.num_bytes + self.num_looks
         self.flag_of = {each: flags + 3 * place for place, each in enumerate(outside.makers)}
         flags += 3 * len(outside.makers)
         self.pending = {each: flags + 2 * place for place, each in enumerate(outside.pending)}
         self.program = program = ParametricProgram(flags + 2 * len(outside.pending))
-        self.num_numbers = EDGE + num_looks
         self.most = 4 * float(self.size.sum()) / self.unit_bytes + 1000
         self.beyond = program.variable(self.most, cost=1e3 * max(1 / rate for rate in self.rates))
         self.parents = [_slice(nest.parents, nest.parent, each) for each in range(len(nest.last_op))]
@@ -146,11 +150,11 @@ class InnerProgram:
         """Return a function below what is lost, in seconds, by the state.
 
         Args:
-            parameters: Bytes that stay, bytes under way out and in; the waits of `look_ahead`; the flags of `Outside`.
+            parameters: Bytes that stay; what `look_ahead` returns; the flags of `Outside`.
         """
         unit = np.ones(len(parameters))
         unit[: self.num_numbers] = 1 / self.unit_s
-        unit[:EDGE] = 1 / self.unit_bytes
+        unit[: self.num_bytes] = 1 / self.unit_bytes
         cut = self.program.cut(parameters * unit)
         return Cut(cut.constant * self.unit_s, cut.slopes * unit * self.unit_s, cut.values)
 
@@ -240,29 +244,46 @@ class InnerProgram:
         last = max(candidate, self.position) + REACH
         return any(child > last for child in self._descendants(candidate))
 
-    def _who_stays(self, op: int, forward: bool) -> tuple[list[tuple[int, float]], float]:
-        """Return terms and a number that add up to the bytes of those who stay or are back at an op in their gap."""
+    def _who_stays(self, op: int, *, forward: bool, queued: bool) -> tuple[list[tuple[int, float]], float]:
+        """Return terms and a number that add up to the bytes of those who stay or are back at an op in their gap.
+
+        With `queued` those count, too, whose copies have been queued since the edge, by now or later.
+        """
         terms: list[tuple[int, float]] = []
         total = 0.0
+        copy_s = self.nest.out_s if forward else self.nest.in_s
         for each in self.inner:
             if not (self.nest.last_op[each] < op if forward else self.nest.next_op[each] > op):
                 continue
             size = float(self.size[each]) / self.unit_bytes
             total += size
-            terms += [(self.swap[each], -size), (self.drop[each], -size)]
+            terms.append((self.drop[each], -size))
+            if not (queued and copy_s[each] > 0.0):
+                terms.append((self.swap[each], -size))
         for each in () if forward else (*self.flag_of, *self.inner):
             back = [time for time in self.times[each] if time <= op] if self.nest.next_op[each] > op else []
             if back:
                 size = float(self.size[each]) / self.unit_bytes
-                terms += [(variable, size) for variable in self.there[each, back[-1]]]
+                swapped, dropped = self.there[each, back[-1]]
+                terms.append((dropped, size))
+                # Of an inner one that is swapped all counts already, whether it is back or on its way.
+                if not (queued and copy_s[each] > 0.0 and each >= self.position):
+                    terms.append((swapped, size))
         return terms, total
 
-    def _add_memory(self, op: int, moving: int, terms: list[tuple[int, float]], taken: float) -> int:
-        """Add the row of point 1. `taken` is what is there anyway, beside what stays from outside."""
+    def _add_memory(self, op: int, look: int, moving: int, waited: int, *, forward: bool) -> list[int]:
+        """Add the rows of point 1, and return their numbers: copies as `moving` says, then for each slope."""
         room = (float(self.nest.budget_bytes[0]) - float(self.nest.least_bytes[op])) / self.unit_bytes
-        row = self.program.row([(moving, 1.0), (self.beyond, -1.0), *terms], upper=room - taken)
-        self.program.move(row, 0, -1.0)
-        return row
+        stays, total = self._who_stays(op, forward=forward, queued=False)
+        rows = [self.program.row([(moving, 1.0), (self.beyond, -1.0), *stays], upper=room - total)]
+        stays, total = self._who_stays(op, forward=forward, queued=True)
+        for number, slope in enumerate(SLOPES):
+            less = (waited, -float(slope) * self.rates[0 if forward else 1])
+            rows.append(self.program.row([less, (self.beyond, -1.0), *stays], upper=room - total))
+            self.program.move(rows[-1], EDGE + number * self.num_looks + look, -1.0)
+        for row in rows:
+            self.program.move(row, 0, -1.0)
+        return rows
 
     def _add_forward(self) -> None:
         program, rate = self.program, self.rates[0]
@@ -288,7 +309,7 @@ class InnerProgram:
                 so_far = program.variable(_LONG)
                 row = [(so_far, 1.0), (wait, -1.0)]
                 program.row([*row, (waited, -1.0)] if waited >= 0 else row, upper=0.0)
-                program.move(program.row([(so_far, 1.0)], lower=0.0), EDGE + looks[op], 1.0)
+                program.move(program.row([(so_far, 1.0)], lower=0.0), self.num_bytes + looks[op], 1.0)
                 waited = so_far
             if moving >= 0:
                 terms.append((moving, -1.0))
@@ -299,10 +320,15 @@ class InnerProgram:
             if moving < 0:
                 program.move(row_of_link, 1, 1.0)
             if op in looks:
-                row_of_memory = self._add_memory(op, now, *self._who_stays(op, forward=True))
+                rows = self._add_memory(op, looks[op], now, waited, forward=True)
                 for each, flag in self.pending.items():
+                    size = float(self.size[each]) / self.unit_bytes
                     if self.nest.last_op[each] >= op:  # it is in the load still
-                        program.move(row_of_memory, flag, float(self.size[each]) / self.unit_bytes)
+                        for row_of_memory in rows:
+                            program.move(row_of_memory, flag, size)
+                    else:  # its copy is queued behind those under way at the edge
+                        for row_of_memory in rows[1:]:
+                            program.move(row_of_memory, flag + 1, -size)
             before, moving = op, now
 
     def _add_backward(self) -> None:
@@ -354,8 +380,9 @@ class InnerProgram:
             if moving < 0:
                 program.move(row_of_link, 2, 1.0)
             if op in looks:
-                program.move(program.row([(so_far, 1.0)], lower=0.0), EDGE + len(self.forward) + looks[op], 1.0)
-                self._add_memory(op, now, *self._who_stays(op, forward=False))
+                look = len(self.forward) + looks[op]
+                program.move(program.row([(so_far, 1.0)], lower=0.0), self.num_bytes + look, 1.0)
+                self._add_memory(op, look, now, so_far, forward=False)
             before, moving = op, now
         program.row([*help_s, *later], upper=0.0)
 

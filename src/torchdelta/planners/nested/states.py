@@ -276,7 +276,30 @@ def _bytes_to_come(nest: Any, queue: Any, busy_s: Any, bytes_per_s: Any, is_out:
 
 
 @njit(cache=True)
-def look_ahead(nest: Any, states: Any, position: Any, rates: Any, out_ops: Any, in_ops: Any) -> Any:
+def _in_the_way(nest: Any, queue: Any, busy_s: Any, elapsed_s: Any, bytes_per_s: Any, slope: Any, is_out: bool) -> Any:
+    """Return bytes such that after a wait the copies under way take so many, less `slope` for each second of the wait.
+
+    Whole copies: memory is free only when one has ended. Where all have ended before, less than nothing: what the link
+    has carried since of others that were queued behind them.
+    """
+    first, count = (0, NUM_OUT) if is_out else (QUEUE, NUM_IN)
+    copy_s = nest.out_s if is_out else nest.in_s
+    if busy_s <= elapsed_s:
+        return -bytes_per_s * (elapsed_s - busy_s)
+    later_s, under_way = 0.0, 0.0
+    least = slope * (busy_s - elapsed_s)
+    for index in range(queue[count] - 1, -1, -1):
+        item = queue[first + index]
+        if busy_s - later_s <= elapsed_s:
+            break
+        later_s += copy_s[item]
+        under_way += nest.size_bytes[item]
+        least = min(least, under_way + slope * max(busy_s - later_s - elapsed_s, 0.0))
+    return least
+
+
+@njit(cache=True)
+def look_ahead(nest: Any, states: Any, position: Any, rates: Any, slopes: Any, out_ops: Any, in_ops: Any) -> Any:
     """Return of each state what the inner part will have to bear, whatever is decided there.
 
     Args:
@@ -284,30 +307,41 @@ def look_ahead(nest: Any, states: Any, position: Any, rates: Any, out_ops: Any, 
         states: Those in which all before `position` are decided.
         position: The first candidate that is not decided.
         rates: Bytes per second of the links, out and in.
+        slopes: How many times as fast as a link memory may become free while compute waits.
         out_ops: Ops of forward, not known yet, that rise.
         in_ops: Ops of backward, not known yet, that fall.
 
     Returns:
-        A row for each state: bytes under way out and in, waits in forward up to each of `out_ops`, waits (or replays,
-        that help as well) in backward from its inner end's side, up to each of `in_ops`. Waits are infinite where it
-        does not fit.
+        A row for each state. Bytes under way out and in. For each slope, for each of `out_ops` and of `in_ops`, bytes
+        that the copies now under way take there, if `slope` times what the link carries in a wait is taken off. The
+        waits in forward up to each of `out_ops`, and in backward (where replays help as well) up to each of `in_ops`,
+        infinite where it does not fit.
     """
     masks, floats, queues = states
-    found = np.zeros((masks.shape[0], 2 + out_ops.shape[0] + in_ops.shape[0]), np.float64)
+    num_looks = out_ops.shape[0] + in_ops.shape[0]
+    found = np.zeros((masks.shape[0], 2 + (1 + slopes.shape[0]) * num_looks), np.float64)
     mask, values, queue = masks[0].copy(), floats[0].copy(), queues[0].copy()
     for row in range(masks.shape[0]):
         lost_s = floats[row, LOST_S]
-        found[row, 0] = _bytes_to_come(nest, queues[row], floats[row, OUT_S], rates[0], True)
-        found[row, 1] = _bytes_to_come(nest, queues[row], floats[row, IN_S], rates[1], False)
         for side in range(2):
+            is_out = side == 0
+            busy_s = floats[row, OUT_S if is_out else IN_S]
+            found[row, side] = _bytes_to_come(nest, queues[row], busy_s, rates[side], is_out)
             mask[:], values[:], queue[:] = masks[row], floats[row], queues[row]
             values[HELD_BYTES] = 0.0
-            is_out = side == 0
             ops = out_ops if is_out else in_ops
-            column = 2 if is_out else 2 + out_ops.shape[0]
+            place = 0 if is_out else out_ops.shape[0]
             op = nest.forward_end[position - 1] if is_out else nest.next_op[position - 1] - 1
+            known, elapsed_s = op, 0.0
             fits = True
             for index in range(ops.shape[0]):
+                while known != ops[index]:
+                    elapsed_s += nest.time_s[known]
+                    known += 1 if is_out else -1
+                for number in range(slopes.shape[0]):
+                    found[row, 2 + number * num_looks + place + index] = _in_the_way(
+                        nest, queues[row], busy_s, elapsed_s, rates[side], slopes[number] * rates[side], is_out
+                    )
                 # Nothing is under way any more, nor will be: whoever then does not fit is told by other rows.
                 if queue[NUM_OUT if is_out else NUM_IN] or (is_out and (mask[LEAVING] or mask[LEAVING + 1])):
                     if is_out:
@@ -316,5 +350,6 @@ def look_ahead(nest: Any, states: Any, position: Any, rates: Any, out_ops: Any, 
                     else:
                         fits = fits and run_backward(nest, values, queue, op, ops[index] - 1)
                         op = ops[index] - 1
-                found[row, column + index] = values[LOST_S] - lost_s if fits else np.inf
+                waits = 2 + slopes.shape[0] * num_looks
+                found[row, waits + place + index] = values[LOST_S] - lost_s if fits else np.inf
     return found
