@@ -69,6 +69,9 @@ _NEAR = 0.01
 _DEPTH = 7
 """So many tensors at most are held at the same time."""
 
+_MOST_SOLUTIONS = 1500
+"""After so many solutions no more tensors are held: the states that are left go on instead."""
+
 _PATIENCE = 10
 """Solutions in a row that leave out hardly a state, before no more are asked for: so many, or more for many states."""
 
@@ -180,6 +183,7 @@ class _Judge:
         self.points = points
         self.lost_s = lost_s
         self.ceiling_s = ceiling_s
+        self.num_solutions = 0
 
     def least_s(self, depth: int) -> Floats:
         """Return what each state will have lost in the end at least, with up to so many candidates held."""
@@ -188,7 +192,7 @@ class _Judge:
     def _node(self, rows: NDArray[np.int64], depth: int) -> Floats:
         least_s, divided = self._cuts(rows)
         left = np.nonzero(least_s <= self.ceiling_s)[0]
-        if not len(left) or not depth or not divided:
+        if not len(left) or not depth or not divided or self.num_solutions > _MOST_SOLUTIONS:
             return least_s
         candidate = max(divided, key=lambda each: (divided[each], -each))
         best_s = np.full(len(left), np.inf)  # with the decision that suits each state best
@@ -227,6 +231,7 @@ class _Judge:
             number += 1
             is_open[row] = False
             cut = self.inner.cut(points[row])
+            self.num_solutions += 1
             before = int((least_s <= self.ceiling_s).sum())
             least_s = np.maximum(least_s, lost_s + cut.at(points))
             after = int((least_s <= self.ceiling_s).sum())
