@@ -11,7 +11,9 @@ from pathlib import Path
 
 __all__ = ["FOLDERS", "forget_stale_code"]
 
-FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "planners")
+_PLANNERS = Path(__file__).parent.parent / "planners"
+
+FOLDERS = (Path(__file__).parent, _PLANNERS, _PLANNERS / "nested")
 """Whose compiled functions call one another."""
 
 _STAMP = "compiled.stamp"

@@ -78,7 +78,7 @@ _PATIENCE = 10
 _STATES_A_SOLUTION = 2000
 """States for which one more solution in a row is worth its time."""
 
-_SLACK = 2e-5
+_SLACK = 1e-5
 """States whose copies end within so much of the step are not told from each other."""
 
 _ROUNDING = 1e-9

@@ -10,6 +10,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from torchdelta.simulate.stale_code import forget_stale_code
+
 __all__ = [
     "HELD",
     "HELD_BYTES",
@@ -45,6 +47,8 @@ __all__ = [
     "take",
 ]
 
+forget_stale_code()  # here, because everything compiled in this folder imports this file first
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -59,7 +63,7 @@ KEPT_BYTES, STAYING_BYTES, HELD_BYTES, HELD_S, OUT_S, IN_S, LOST_S, _NUM_FLOATS 
 """What stays, and what of it forward still uses; what is held, and the time of the replays that it still owes; until
 when each link is busy; all that was lost so far."""
 
-QUEUE = 14
+QUEUE = 30
 """Copies under way each way; of more, the first ones are forgotten."""
 NUM_OUT, NUM_IN, _WIDTH = 2 * QUEUE, 2 * QUEUE + 1, 2 * QUEUE + 2
 
