@@ -48,7 +48,7 @@ def best_s(trace, machine, budget_bytes):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: len(drawn) <= 3),
     percent=st.integers(0, 100),
@@ -71,7 +71,7 @@ def test_no_plan_beats_it(way, drawn, percent, rates, kind, ceiling, least_bytes
     assert found >= min(sum(op.time_s for op in trace.ops), ceiling_s) * (1 - 1e-9)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: len(drawn) >= 3),
     percent=st.integers(0, 60),
@@ -106,7 +106,7 @@ def ends_s(nest, middle, states, position):
     return finish(nest, states, middle).min()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: 2 <= len(drawn) <= 3),
     percent=st.integers(0, 60),
@@ -120,6 +120,8 @@ def test_what_the_inner_part_loses_at_least_is_no_more_than_what_it_loses(drawn,
     states = begin()
     for position in range(1, len(nest.last_op)):
         states = advance(nest, states, position - 1, float("inf"), 0.0)
+        if nest.next_op[position] == nest.next_op[position - 1]:
+            continue  # their copies back may still change places
         out_ops, in_ops = look_ops(nest, position, middle)
         outside = outside_of(nest, states[0], position)
         ahead = look_ahead(nest, states, position, np.array(rates), SLOPES, out_ops, in_ops)

@@ -97,7 +97,7 @@ def outside_of(nest: Nest, masks: Ints, position: int) -> Outside:
     held = [each for each in range(position) if _bits(masks, HELD, each).any()]
     inner = range(position, len(nest.last_op))
     kept = {p for child in inner for p in _slice(nest.parents, nest.parent, child) if p < position}
-    kept |= {p for child in held for p in _slice(nest.parents, nest.parent, child)}
+    kept |= {p for child in held for p in _slice(nest.parents, nest.parent, child) if p < position}
     pending = [each for each in range(position) if nest.last_op[each] >= nest.forward_end[position - 1]]
     return Outside(tuple(sorted({*held, *kept})), tuple(pending))
 

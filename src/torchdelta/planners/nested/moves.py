@@ -238,24 +238,33 @@ def _decide_all(nest: Any, states: Any, position: Any, most_s: Any, first: Any, 
         held = _held_ones(mask, values, position)
         drops = not must and nest.can_replay[position] and _are_there(nest, mask, position, False)
         endings = _endings(nest, mask, position, held) if drops else _NO_ENDING
-        if number + _DROP + endings.shape[0] > out[0].shape[0]:
+        if number + 2 * (_DROP + endings.shape[0]) > out[0].shape[0]:
             return row, number
+        # Two copies back for the same op may come in either order: the one before is taken out and queued again.
+        last = QUEUE + queue[NUM_IN] - 1
+        is_pair = position > 0 and back_from < back_to + 1 and queue[NUM_IN] > 0 and queue[last] == position - 1
         for choice in range(_DROP + 1):
             if (choice == _SWAP and must) or (choice == _DROP and not drops):
                 continue
             if choice == _DROP_EARLY and not (nest.can_replay[position] and _are_there(nest, mask, position, True)):
                 continue
-            for index in range(endings.shape[0] if choice == _DROP else 1):
+            num_ways = endings.shape[0] if choice == _DROP else 1
+            for way in range(2 * num_ways if is_pair and choice in (_SWAP, _DROP) else num_ways):
                 new_mask, new_values, new_queue = out[0][number], out[1][number], out[2][number]
                 new_mask[:], new_values[:], new_queue[:] = mask, values, queue
+                if way >= num_ways:
+                    new_queue[NUM_IN] -= 1
+                    new_values[IN_S] = max(new_values[IN_S] - nest.in_s[position - 1], 0.0)
                 if choice == _DROP:
-                    stays, order = endings[index] >> 5, endings[index] & 31
-                    _end_holding(nest, new_mask, new_values, new_queue, position, held, stays)
-                    _bring_back(nest, mask, new_values, new_queue, held, stays, order)
+                    ending = endings[way % num_ways]
+                    _end_holding(nest, new_mask, new_values, new_queue, position, held, ending >> 5)
+                    _bring_back(nest, mask, new_values, new_queue, held, ending >> 5, ending & 31)
                 else:
                     _decide(nest, new_mask, new_values, new_queue, position, choice)
                     if not _are_wanted(nest, new_mask, held, position):
                         continue
+                if way >= num_ways:
+                    enqueue(nest, new_values, new_queue, position - 1, False)
                 if not run_forward(nest, new_mask, new_values, new_queue, ahead_from, nest.forward_end[position]):
                     continue
                 if new_values[LOST_S] + new_values[HELD_S] > most_s:

@@ -1,6 +1,5 @@
 """A trace as the bound by nesting sees it: whom it decides, in which order, and who is made from whom."""
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +45,8 @@ def nest_step(trace: Trace, machine: Machine, budget_bytes: int, min_candidate_b
         released[last[place]].append(place)
     size_bytes = np.array([c.size_bytes for c in candidates], np.float64)
     in_s = machine.link_latency_s + size_bytes / machine.host_in_bytes_per_s
-    for place, (before, after) in enumerate(pairwise(candidates)):
-        if before.next_use_op == after.next_use_op:
+    for place, (first, third) in enumerate(zip(candidates, candidates[2:], strict=False)):
+        if first.next_use_op == third.next_use_op:  # of two copies back both orders are looked at, of more only two
             in_s[place] = 0.0
     users: dict[int, int] = {}
     for candidate in candidates:
