@@ -128,7 +128,7 @@ def test_what_the_inner_part_loses_at_least_is_no_more_than_what_it_loses(drawn,
         points = np.column_stack([states[1][:, KEPT_BYTES], ahead, outside.flags(states[0])])
         lost_s = states[1][:, LOST_S] + states[1][:, HELD_S]
         rows = [row for row in range(0, len(points), 1 + len(points) // 8) if np.isfinite(points[row]).all()]
-        inner = InnerProgram(nest, position, middle, rates, outside)
+        inner = InnerProgram(nest, position, middle, rates, outside, 10.0)
         cuts = [inner.cut(points[row]) for row in rows]
         for row in rows:
             least_s = lost_s[row] + max(cut.at(points[row : row + 1])[0] for cut in cuts)

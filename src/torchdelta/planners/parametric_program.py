@@ -82,7 +82,7 @@ class ParametricProgram(LinearProgram):
         ready.solver.run()
         solution = ready.solver.getSolution()
         prices = np.array(solution.row_dual)
-        if len(prices) != len(ready.sides):
+        if len(prices) != len(ready.sides) or not np.isfinite(prices).all():
             raise PlanError(f"HiGHS found no bound: {ready.solver.modelStatusToString(ready.solver.getModelStatus())}")
         # A row that has a lower side is never better bought for less than nothing, and the other way round.
         prices = np.where(ready.is_lower, np.maximum(prices, 0.0), np.minimum(prices, 0.0))

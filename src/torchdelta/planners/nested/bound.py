@@ -22,13 +22,9 @@ loses no more than the simulator says. Its order of everything is that of the pa
 waits only if an op would not fit, so everything happens as early as it can in each half (in backward: as late). Left
 out, which makes the bound lower and never wrong: the memory of replays under way; that a copy back begins after its
 copy out has ended; copies back under way in forward, and copies out in backward; small candidates (away for nothing);
-of several candidates that one op uses next all copies back but two; ops that several chains share are paid in parts;
-and a replay that held ones owe is paid when they are let go, at the latest.
-
-[Note: where it is not right]
-Found by review, with examples: the bound may be too high where one op writes two candidates that backward needs apart
-from each other (the replay of both happens at the inner one, here each pays its part at its own), where two replays
-for one op each pull copies (their order is fixed here), and where a state waits for more than twenty steps.
+of several candidates that one op uses next all copies back but two; where two replays for one op have copies brought
+back, the second one's; and a replay that held ones owe is paid when they are let go, at the latest. An op that several
+chains share runs at the innermost replay: it is paid by the outermost one, and gives its time to the link at each.
 
 [Note: which states are left out]
 From some number of states on, those are left out of which it is proved that they end above the ceiling: what they have
@@ -85,6 +81,9 @@ _STATES_A_SOLUTION = 2000
 
 _SLACK = 1e-5
 """States whose copies end within so much of the step are not told from each other."""
+
+_FARTHEST = 1000.0
+"""Ceilings of more plain steps are taken to be none."""
 
 _ROUNDING = 1e-9
 
@@ -145,7 +144,10 @@ class _Search:
             floats = states[1]
             least_s = floats[:, LOST_S] + floats[:, HELD_S]
             is_edge = position + 1 < num_candidates and nest.next_op[position] > nest.next_op[position + 1]
-            if self.ask <= len(least_s) and is_edge:  # not between two for one op, whose copies may change places
+            is_far = self.ceiling_s > _FARTHEST * self.step.plain_s  # nothing to leave out there
+            if (
+                self.ask <= len(least_s) and is_edge and not is_far
+            ):  # not between two for one op, whose copies may change places
                 least_s = self._least_s(states, position + 1)
                 left = least_s <= self.ceiling_s
                 self.ask = max(self.many, int(_MORE * left.sum()) if left.mean() > 0.8 else 0)
@@ -171,7 +173,7 @@ class _Search:
         fits = np.nonzero(np.isfinite(points).all(axis=1))[0]
         if not len(fits):
             return least_s
-        inner = InnerProgram(nest, position, middle, rates, outside)
+        inner = InnerProgram(nest, position, middle, rates, outside, self.ceiling_s)
         least_s[fits] = _Judge(inner, points[fits], lost_s[fits], self.ceiling_s).least_s(0)
         near = np.nonzero((least_s <= self.ceiling_s) & (least_s >= (1 - _NEAR) * self.ceiling_s))[0]
         if len(near) >= self.branch:

@@ -43,9 +43,6 @@ SLOPES = np.array([2.0, 5.0, 20.0])
 REACH = 10
 """How many places further in a child may be for whose replay a row says when its parent has to be there."""
 
-_LONG = 2e4
-"""More thousandths of a step than are ever lost: variables need an upper bound."""
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -116,15 +113,19 @@ class InnerProgram:
         middle: The op at which backward begins.
         rates: Bytes per second of the links, out and in.
         outside: Who of the decided ones matters.
+        ceiling_s: More loss than this is not told from infinitely much.
     """
 
-    def __init__(self, nest: Nest, position: int, middle: int, rates: tuple[float, float], outside: Outside) -> None:
+    def __init__(
+        self, nest: Nest, position: int, middle: int, rates: tuple[float, float], outside: Outside, ceiling_s: float
+    ) -> None:
         self.nest, self.position, self.middle = nest, position, middle
         self.size = nest.size_bytes
         self.inner = range(position, len(nest.last_op))
         self.starts_s = np.concatenate([[0.0], np.cumsum(nest.time_s)])
         self.forward, self.backward = look_ops(nest, position, middle)
         self.unit_bytes, self.unit_s = float(nest.budget_bytes[0]) / 1000, float(nest.time_s.sum()) / 1000
+        self.longest = (2 * ceiling_s + float(nest.help_s.sum())) / self.unit_s + 1
         self.rates = tuple(rate * self.unit_s / self.unit_bytes for rate in rates)  # in the units of the program
         self.num_looks = len(self.forward) + len(self.backward)
         self.num_bytes = EDGE + len(SLOPES) * self.num_looks
@@ -304,9 +305,9 @@ class InnerProgram:
                 else:
                     terms.append((self.swap[each], -size))
             if op in looks:
-                wait = program.variable(_LONG, cost=1.0)
+                wait = program.variable(self.longest, cost=1.0)
                 terms.append((wait, rate))
-                so_far = program.variable(_LONG)
+                so_far = program.variable(self.longest)
                 row = [(so_far, 1.0), (wait, -1.0)]
                 program.row([*row, (waited, -1.0)] if waited >= 0 else row, upper=0.0)
                 program.move(program.row([(so_far, 1.0)], lower=0.0), self.num_bytes + looks[op], 1.0)
@@ -335,23 +336,31 @@ class InnerProgram:
         program, rate, nest = self.program, self.rates[1], self.nest
         queued: dict[int, list[tuple[int, float]]] = {}
         replays: dict[int, list[tuple[int, float]]] = {}
+        owed: list[tuple[int, float]] = []
+        ops_of = [int(op) for op in nest.next_op]
+        several = {op for op in ops_of if ops_of.count(op) > 1}
         later: list[tuple[int, float]] = []  # replays whose time the link may have whenever it helps
         for each in (*self.flag_of, *self.inner):
             size = float(self.size[each]) / self.unit_bytes if nest.in_s[each] > 0.0 else 0.0
-            replay = float(nest.replay_s[each]) / self.unit_s
+            replay = float(nest.help_s[each]) / self.unit_s
             let_go = [(op, *self.there[each, op]) for op in self.times[each]]
             if each >= self.position:
                 let_go.append((int(nest.next_op[each]), self.swap[each], self.drop[each]))
             is_far = self._is_far(each)
+            if is_far and not let_go:
+                owed.append((self.flag_of[each] + 2, replay))
             # Of what is there at an op, that is let go which is not there at the one before it, further in.
             for place, (op, swapped, dropped) in enumerate(let_go):
-                queued.setdefault(op, []).append((swapped, size))
+                pulled = queued.setdefault(op, [])
+                if op not in several or op == nest.next_op[each]:  # of two replays for one op one's copies are free
+                    pulled.append((swapped, size))
                 if place or not is_far:
                     replays.setdefault(op, []).append((dropped, replay))
                 else:
                     later.append((dropped, -replay))
                 if place:
-                    queued[op].append((let_go[place - 1][1], -size))
+                    if op not in several or op == nest.next_op[each]:
+                        pulled.append((let_go[place - 1][1], -size))
                     replays[op].append((let_go[place - 1][2], -replay))
         help_s: list[tuple[int, float]] = []
         looks = {int(op): index for index, op in enumerate(self.backward)}
@@ -359,16 +368,16 @@ class InnerProgram:
         ops = {top, *looks, *(op - 1 for op in queued if self.middle < op <= top)}
         before, moving, waited = top, -1, -1
         for op in sorted((op for op in ops if op >= self.middle), reverse=True):
-            now, helped = program.variable(self.most), program.variable(_LONG)
+            now, helped = program.variable(self.most), program.variable(self.longest)
             help_s.append((helped, 1.0))
             given = [(helped, 1.0), *replays.get(op + 1, [])]
             terms = [(now, 1.0), *((variable, rate * factor) for variable, factor in given)]
             terms += [(variable, -factor) for variable, factor in queued.get(op + 1, [])]
             if op in looks:
-                wait = program.variable(_LONG, cost=1.0)
+                wait = program.variable(self.longest, cost=1.0)
                 terms.append((wait, rate))
                 given.append((wait, 1.0))
-            so_far = program.variable(_LONG)
+            so_far = program.variable(self.longest)
             row = [(so_far, 1.0), *((variable, -factor) for variable, factor in given)]
             program.row([*row, (waited, -1.0)] if waited >= 0 else row, upper=0.0)
             waited = so_far
@@ -384,7 +393,9 @@ class InnerProgram:
                 program.move(program.row([(so_far, 1.0)], lower=0.0), self.num_bytes + look, 1.0)
                 self._add_memory(op, look, now, so_far, forward=False)
             before, moving = op, now
-        program.row([*help_s, *later], upper=0.0)
+        row_of_help = program.row([*help_s, *later], upper=0.0)
+        for parameter, replay in owed:
+            program.move(row_of_help, parameter, replay)
 
 
 def _slice(ends: Ints, items: Ints, each: int) -> list[int]:

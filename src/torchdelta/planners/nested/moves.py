@@ -17,6 +17,7 @@ from torchdelta.planners.nested.states import (
     LEAVING,
     LOST_S,
     NUM_IN,
+    PULLED,
     QUEUE,
     STAYING,
     STAYING_BYTES,
@@ -134,7 +135,7 @@ def _endings(nest: Any, mask: Any, position: Any, held: Any) -> Any:
 @njit(cache=True)
 def _end_holding(nest: Any, mask: Any, floats: Any, queue: Any, position: Any, held: Any, stays: Any) -> None:
     """Let a replay make this candidate, and with it those that were held and of whom no bit of `stays` is set."""
-    replay_s = nest.replay_s[position]
+    replay_s, help_s = nest.replay_s[position], nest.help_s[position]
     for place in range(held.shape[0]):
         other = held[place]
         if (stays >> place) & 1:
@@ -145,26 +146,29 @@ def _end_holding(nest: Any, mask: Any, floats: Any, queue: Any, position: Any, h
             take(mask, HELD_SWAP, other)
         else:
             replay_s += nest.replay_s[other]
+            help_s += nest.help_s[other]
             floats[HELD_S] -= nest.replay_s[other]
     floats[LOST_S] += replay_s
-    queue[NUM_IN], floats[IN_S] = pass_time(queue, QUEUE, queue[NUM_IN], floats[IN_S], replay_s, nest.in_s)
+    queue[NUM_IN], floats[IN_S] = pass_time(queue, QUEUE, queue[NUM_IN], floats[IN_S], help_s, nest.in_s)
 
 
 @njit(cache=True)
-def _bring_back(nest: Any, before: Any, floats: Any, queue: Any, held: Any, stays: Any, order: Any) -> None:
-    """Queue the copies back of those whom `_end_holding` has let go; of more than four only the first four."""
+def _bring_back(nest: Any, before: Any, floats: Any, queue: Any, held: Any, stays: Any, order: Any) -> Any:
+    """Queue the copies back of those whom `_end_holding` has let go, of more than four only four: return how many."""
     back = np.empty(_ORDERS.shape[0] - 1, np.int64)
     number = 0
     for place in range(held.shape[0]):
         if number < back.shape[0] and not (stays >> place) & 1 and has(before, HELD_SWAP, held[place]):
             back[number] = held[place]
             number += 1
+    total = number
     for left in range(number, 0, -1):
         chosen = order % left
         order //= left
         enqueue(nest, floats, queue, back[chosen], False)
         for place in range(chosen, left - 1):
             back[place] = back[place + 1]
+    return total
 
 
 @njit(cache=True)
@@ -229,6 +233,7 @@ def _decide_all(nest: Any, states: Any, position: Any, most_s: Any, first: Any, 
     back_from = nest.time_s.shape[0] - 1 if position == 0 else nest.next_op[position - 1] - 1
     back_to = nest.next_op[position] - 1
     ahead_from = 0 if position == 0 else nest.forward_end[position - 1]
+    has_next = position + 1 < nest.next_op.shape[0] and nest.next_op[position + 1] == nest.next_op[position]
     mask, values, queue = masks[0].copy(), floats[0].copy(), queues[0].copy()
     for row in range(first, masks.shape[0]):
         mask[:], values[:], queue[:] = masks[row], floats[row], queues[row]
@@ -242,7 +247,10 @@ def _decide_all(nest: Any, states: Any, position: Any, most_s: Any, first: Any, 
             return row, number
         # Two copies back for the same op may come in either order: the one before is taken out and queued again.
         last = QUEUE + queue[NUM_IN] - 1
-        is_pair = position > 0 and back_from < back_to + 1 and queue[NUM_IN] > 0 and queue[last] == position - 1
+        is_second = position > 0 and back_from == back_to
+        is_pair = is_second and queue[NUM_IN] > 0 and queue[last] == position - 1
+        had_pulled = is_second and mask[PULLED]
+        mask[PULLED] = had_pulled and has_next
         for choice in range(_DROP + 1):
             if (choice == _SWAP and must) or (choice == _DROP and not drops):
                 continue
@@ -258,7 +266,10 @@ def _decide_all(nest: Any, states: Any, position: Any, most_s: Any, first: Any, 
                 if choice == _DROP:
                     ending = endings[way % num_ways]
                     _end_holding(nest, new_mask, new_values, new_queue, position, held, ending >> 5)
-                    _bring_back(nest, mask, new_values, new_queue, held, ending >> 5, ending & 31)
+                    # Which of two replays for one op has its copies first is left open: the second one's are free.
+                    if not had_pulled:
+                        pulled = _bring_back(nest, mask, new_values, new_queue, held, ending >> 5, ending & 31)
+                        new_mask[PULLED] = has_next and pulled > 0
                 else:
                     _decide(nest, new_mask, new_values, new_queue, position, choice)
                     if not _are_wanted(nest, new_mask, held, position):

@@ -26,6 +26,7 @@ __all__ = [
     "NUM_IN",
     "NUM_OUT",
     "OUT_S",
+    "PULLED",
     "QUEUE",
     "ROUNDING_S",
     "STAYING",
@@ -56,9 +57,10 @@ WORD = 62
 MAX_CANDIDATES = 2 * WORD
 """A mask is two words."""
 
-LEAVING, STAYING, KEPT, HELD, HELD_SWAP, _NUM_MASKS = 0, 2, 4, 6, 8, 10
+LEAVING, STAYING, KEPT, HELD, HELD_SWAP, PULLED, _NUM_MASKS = 0, 2, 4, 6, 8, 10, 11
 """Masks: swapped or kept, and forward has not come to the last use yet; kept, as far as somebody may still be made from
-them; promised to be there for a replay; those of the promised that were swapped."""
+them; promised to be there for a replay; those of the promised that were swapped. One word: whether an earlier replay
+for the op has had copies brought back."""
 KEPT_BYTES, STAYING_BYTES, HELD_BYTES, HELD_S, OUT_S, IN_S, LOST_S, _NUM_FLOATS = range(8)
 """What stays, and what of it forward still uses; what is held, and the time of the replays that it still owes; until
 when each link is busy; all that was lost so far."""
@@ -76,10 +78,11 @@ class Nest(NamedTuple):
     Attributes:
         time_s: Of each op.
         least_bytes: At each op, everybody away who can be.
-        size_bytes: Of each candidate; then of what stands in for copies under way at the start.
+        size_bytes: Of each candidate.
         out_s: What its copy out takes.
         in_s: What its copy back takes.
-        replay_s: What surely runs again if it is recomputed; ops of several candidates are shared out.
+        replay_s: What is paid if it is recomputed: ops of several candidates by the first of them.
+        help_s: For how long its replay lets the links work: all that surely runs.
         last_op: Its last use in forward.
         next_op: Its first use after forward.
         can_replay: Whether it may be recomputed.
@@ -100,6 +103,7 @@ class Nest(NamedTuple):
     out_s: Floats
     in_s: Floats
     replay_s: Floats
+    help_s: Floats
     last_op: Ints
     next_op: Ints
     can_replay: Ints

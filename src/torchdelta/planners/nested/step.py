@@ -34,6 +34,8 @@ def nest_step(trace: Trace, machine: Machine, budget_bytes: int, min_candidate_b
     position = {i: place for place, i in enumerate(chosen)}
     candidates = [everyone[i] for i in chosen]
     middle = next((op.index for op in trace.ops if op.phase != "forward"), len(trace.ops))
+    if any(op.phase == "forward" for op in trace.ops[middle:]):
+        return None
     parents = [[position[p] for p in c.parents if p in position] for c in candidates]
     children: list[list[int]] = [[] for _ in candidates]
     for child, its in enumerate(parents):
@@ -48,17 +50,22 @@ def nest_step(trace: Trace, machine: Machine, budget_bytes: int, min_candidate_b
     for place, (first, third) in enumerate(zip(candidates, candidates[2:], strict=False)):
         if first.next_use_op == third.next_use_op:  # of two copies back both orders are looked at, of more only two
             in_s[place] = 0.0
-    users: dict[int, int] = {}
-    for candidate in candidates:
+    # An op of several chains runs at the innermost replay, once: the outermost one pays, all give its time to the link.
+    payer: dict[int, int] = {}
+    for place, candidate in enumerate(candidates):
         for op in candidate.chain_ops:
-            users[op] = users.get(op, 0) + 1
+            payer.setdefault(op, place)
     nest = Nest(
         time_s=times_s,
         least_bytes=np.array(load_without(trace, load_curve(trace, with_workspace=True), everyone), np.float64),
         size_bytes=size_bytes,
         out_s=machine.link_latency_s + size_bytes / machine.host_out_bytes_per_s,
         in_s=in_s,
-        replay_s=np.array([sum(times_s[op] / users[op] for op in c.chain_ops) for c in candidates]),
+        replay_s=np.array(
+            [sum(times_s[op] for op in c.chain_ops if payer[op] == place) for place, c in enumerate(candidates)],
+            np.float64,
+        ),
+        help_s=np.array([sum(times_s[op] for op in c.chain_ops) for c in candidates], np.float64),
         last_op=np.array(last, np.int64),
         next_op=np.array([c.next_use_op for c in candidates], np.int64),
         can_replay=np.array([c.recomputable for c in candidates], np.int64),
