@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planners.chains import MACHINE, MIB, blocks, chain
+from tests.planners.tangles import tangles
 from torchdelta.errors import InfeasibleError, PlanError
 from torchdelta.planners.lp_bound import bound
 from torchdelta.planners.nested import bound as module
@@ -48,7 +49,7 @@ def best_s(trace, machine, budget_bytes):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: len(drawn) <= 3),
     percent=st.integers(0, 100),
@@ -72,6 +73,18 @@ def test_no_plan_beats_it(way, drawn, percent, rates, kind, ceiling, least_bytes
 
 
 @settings(max_examples=60, deadline=None)
+@given(trace=tangles(), percent=st.integers(0, 40), rates=st.tuples(RATES, RATES), way=st.sampled_from(list(WAYS)))
+def test_no_plan_of_a_tangled_step_beats_it(trace, percent, rates, way):
+    """Several outputs of an op, parents that are needed before their children, several tensors for one op."""
+    links, budget_bytes = machine(*rates), budget(trace, percent)
+    best = best_s(trace, links, budget_bytes)
+    ceiling_s = 1.05 * best if best < float("inf") else 1.0
+    many, branch = WAYS[way]
+    found = nested_bound(trace, links, budget_bytes, ceiling_s, min_candidate_bytes=1, many=many, branch=branch)
+    assert found <= best * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: len(drawn) >= 3),
     percent=st.integers(0, 60),
@@ -106,7 +119,7 @@ def ends_s(nest, middle, states, position):
     return finish(nest, states, middle).min()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: 2 <= len(drawn) <= 3),
     percent=st.integers(0, 60),
