@@ -1,7 +1,7 @@
 # Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
 # and the packages it already has instead: no .venv, no network.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda check bench bench-gpu bench-gpu-smoke sweep clean
+.PHONY: help demo test test-rest test-all test-cuda check bench bench-gpu bench-gpu-smoke sweep clean
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -28,8 +28,16 @@ help:  ## list the targets
 demo: $(READY)  ## train a real model twice, plain and inside half of its memory, and compare
 	$(PY) -m torchdelta demo
 
-test: $(READY)  ## run the test suite (WORKERS=2 processes)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+
+test: $(READY)  ## run the tests of every part, with a sample of the long lists (WORKERS=2 processes; 10 minutes)
+	$(PYTEST) -m "not rest"
+
+test-rest: $(READY)  ## run what `make test` leaves out: the whole lists, slow processes, long searches
+	$(PYTEST) -m rest
+
+test-all: $(READY)  ## run both
+	$(PYTEST)
 
 check: $(READY)  ## format, lint, types, import direction, exports
 	$(PY) -m ruff format --check .

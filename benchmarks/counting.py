@@ -80,15 +80,13 @@ def unit_times_s(counter: Counter, num_calls: int = NUM_CALLS) -> dict[str, floa
         assert session is not None
         recorder = session.recorder
         weight, x = torch.empty(64, 64), torch.empty(8, 64)
-        need = recorder.predictor.need(
-            facts_of(torch.ops.aten.mm.default), torch.ops.aten.mm.default, (x, weight), None
-        )
+        need = recorder.needs.need(facts_of(torch.ops.aten.mm.default), torch.ops.aten.mm.default, (x, weight), None)
 
         def ask() -> None:
             # What the recorder does more for an op: room before it, a mark, the growth after it, whose each output is.
-            recorder.ledger.ask_counter()
-            recorder._mark(need)
-            recorder._measure_inside(need, 0)
+            recorder.ledger.usage.ask_counter()
+            recorder.device.mark(need, recorder.ledger.usage)
+            recorder.device.measure(need, 0, recorder.ledger.usage)
             counter.owns(x.data_ptr())
 
         asked_s = statistics.median(timeit.repeat(ask, number=num_calls, repeat=5)) / (num_calls)

@@ -46,15 +46,16 @@ class Bottleneck(nn.Module):
 
 def resnet50(num_classes: int = 1000) -> nn.Module:
     """Return a ResNet-50 with random weights."""
-    return _resnet((3, 4, 6, 3), num_classes)
+    return build_resnet((3, 4, 6, 3), num_classes)
 
 
 def resnet101(num_classes: int = 1000) -> nn.Module:
     """Return a ResNet-101 with random weights."""
-    return _resnet((3, 4, 23, 3), num_classes)
+    return build_resnet((3, 4, 23, 3), num_classes)
 
 
-def _resnet(num_blocks_by_stage: tuple[int, int, int, int], num_classes: int) -> nn.Module:
+def build_resnet(num_blocks_by_stage: tuple[int, int, int, int], num_classes: int) -> nn.Module:
+    """Build a ResNet of bottleneck blocks."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
         nn.BatchNorm2d(64),

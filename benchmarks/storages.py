@@ -1,4 +1,4 @@
-"""Which storages are alive, asked of the garbage collector: a measure independent of the runtime's own books."""
+"""Which storages are alive, asked of the garbage collector: a measure independent of the runtime's own counts."""
 
 from __future__ import annotations
 

@@ -106,6 +106,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads")
     parser.add_argument("--meter", choices=["allocator", "none"], default="allocator")
     parser.add_argument("--no-gradients", action="store_true", help="leave the gradients' fingerprint out")
+    parser.add_argument("--keep-gradients", action="store_true", help="zero them in place between the steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser.parse_args(arguments)
 
@@ -123,7 +124,12 @@ def open_scope(options: argparse.Namespace) -> AbstractContextManager[Any]:
 
 
 def run_step(
-    workload: models.Workload, optimizer: torch.optim.Optimizer, index: int, *, with_gradients: bool
+    workload: models.Workload,
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    *,
+    with_gradients: bool,
+    keeps_gradients: bool = False,
 ) -> StepRecord:
     """Run one training step and record its bits; the time to read them is left out."""
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -133,7 +139,7 @@ def run_step(
     gradients = bits.gradients_digest(workload.model) if with_gradients else None
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not keeps_gradients)
     loss_value = loss.item()
     return StepRecord(
         index=index,
@@ -173,7 +179,14 @@ def train(
                 if index == 0:
                     # Inside the first step's segment: what opening the scope allocates is held against it.
                     budget = scope.enter_context(new_scope)
-                record.steps.append(run_step(workload, optimizer, index, with_gradients=with_gradients))
+                step = run_step(
+                    workload,
+                    optimizer,
+                    index,
+                    with_gradients=with_gradients,
+                    keeps_gradients=options.keep_gradients,
+                )
+                record.steps.append(step)
     except torch.OutOfMemoryError as error:
         now_s = time.perf_counter()
         record.outcome = "budget_error"
@@ -184,12 +197,14 @@ def train(
             "since_scope_s": now_s - began_s,
             "since_step_s": now_s - step_began_s,
             "least_budget_bytes": getattr(error, "least_budget_bytes", None),
+            "least_freeing_gradients_bytes": getattr(error, "least_freeing_gradients_bytes", None),
             "op": getattr(error, "op", None),
         }
     with segment:
-        # One tensor more, so that this segment is never empty (the meter takes an empty one for a broken one).
-        torch.empty(1)
         scope.close()
+        # One tensor more, so that this segment is never empty (the meter takes an empty one for a broken one). After
+        # the scope: a budget below what lives already would refuse it.
+        torch.empty(1)
         optimizer.zero_grad()
         gc.collect()
     if budget is not None:

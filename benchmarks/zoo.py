@@ -109,17 +109,17 @@ def bert_large_sdpa(batch_size: int) -> Step:
 
 def gpt2_large(batch_size: int) -> Step:
     """GPT2-Large, 1024 tokens."""
-    return _gpt2(batch_size, "eager", n_embd=1280, n_layer=36, n_head=20)
+    return build_gpt2(batch_size, "eager", n_embd=1280, n_layer=36, n_head=20)
 
 
 def gpt2_large_sdpa(batch_size: int) -> Step:
     """GPT2-Large, 1024 tokens, torch's fused attention."""
-    return _gpt2(batch_size, "sdpa", n_embd=1280, n_layer=36, n_head=20)
+    return build_gpt2(batch_size, "sdpa", n_embd=1280, n_layer=36, n_head=20)
 
 
 def gpt2_xl(batch_size: int) -> Step:
     """GPT2-XL, 1024 tokens."""
-    return _gpt2(batch_size, "eager", n_embd=1600, n_layer=48, n_head=25)
+    return build_gpt2(batch_size, "eager", n_embd=1600, n_layer=48, n_head=25)
 
 
 def _vision(network: nn.Module, batch_size: int) -> Step:
@@ -141,7 +141,8 @@ def _bert(batch_size: int, attention: str) -> Step:
     return BertForMaskedLM(config).train(), {"input_ids": tokens, "labels": tokens}
 
 
-def _gpt2(batch_size: int, attention: str, **sizes: int) -> Step:
+def build_gpt2(batch_size: int, attention: str, **sizes: int) -> Step:
+    """GPT-2 of any size, on 1,024 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(**sizes, attn_implementation=attention, use_cache=False, loss_type="ForCausalLM")

@@ -1,6 +1,8 @@
 """What every test shares: subprocesses find the package where this checkout has it, and tests find their device.
 
-Two markers say what a test needs. `cuda`: a CUDA device. `accelerator`: any device with streams and autograd threads of
+`rest` marks what `make test` leaves to `make test-rest` (tests/sampling.py chooses among parameters).
+
+Two more say what a test needs. `cuda`: a CUDA device. `accelerator`: any device with streams and autograd threads of
 its own, which is CUDA, or the stand-in that is built from C++ where there is none. Both are left out where the device
 is not there. TORCHDELTA_TEST_DEVICE ("cpu", "cuda" or "standin") says what the steps of same_bits/ and accelerator/ run
 on; with "cuda", those of same_bits/ count as `cuda` as well.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from torchdelta import BudgetError, Config, MemoryBudget, SavedBuffer, TorchdeltaError
 from torchdelta.errors import ConfigError, ScopeError, SizeError
+from torchdelta.notices import warn_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +66,7 @@ def test_share_is_of_the_device() -> None:
 
 @pytest.mark.parametrize("written", [0.8, 8e9, True, 0, -1, "8 potatoes", "", None])
 def test_what_is_no_size_is_refused(written: Any) -> None:
-    """A bare float has two readings; others have none."""
+    """A bare float is ambiguous; other sizes are not."""
     with pytest.raises(SizeError):
         MemoryBudget(written)
 
@@ -167,6 +170,25 @@ def test_graph_outlives_its_scope() -> None:
         total.backward()
         assert x.grad is not None
         assert torch.equal(x.grad, plain)
+
+
+def test_a_lost_budget_can_be_stopped() -> None:
+    """A notebook cell that ran twice has lost the first one: `current` finds it, and the error says so."""
+    assert MemoryBudget.current() is None
+    MemoryBudget(UNLIMITED).start()
+    with pytest.raises(ScopeError, match=r"MemoryBudget\.current\(\)\.stop\(\)"):
+        MemoryBudget(UNLIMITED).start()
+    lost = MemoryBudget.current()
+    assert lost is not None
+    found_elsewhere: list[MemoryBudget | None] = []
+    assert in_thread(lambda: found_elsewhere.append(MemoryBudget.current())) is None
+    assert found_elsewhere == [None]
+    lost.stop()
+    assert MemoryBudget.current() is None
+    with MemoryBudget(UNLIMITED) as budget:
+        assert MemoryBudget.current() is budget
+        step()
+    assert MemoryBudget.current() is None
 
 
 # -- summaries
@@ -305,6 +327,49 @@ def test_budget_acts_on_its_thread_alone() -> None:
         assert budget.summary().num_recomputed_ops == 0
     assert error is None
     assert torch.equal(results[0], plain)
+
+
+def test_training_on_another_thread_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning that names the remedy, and a summary without steps; a thread with its own budget is left in peace."""
+    warn_once.cache_clear()
+
+    def train_inside() -> None:
+        with MemoryBudget(UNLIMITED):
+            step()
+
+    with MemoryBudget(UNLIMITED) as budget:
+        in_thread(train_inside)
+        assert caplog.messages == []
+        in_thread(step)
+        in_thread(step)
+    (warning,) = [message for message in caplog.messages if "another thread" in message]
+    assert "start a MemoryBudget on this thread" in warning
+    assert "no training step was seen on this thread" in str(budget.summary())
+    caplog.clear()
+    step()
+    assert caplog.messages == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_training_in_a_forked_process_is_told() -> None:
+    """It runs without the budget, and says so once in its log."""
+    reader, writer = os.pipe()
+    with MemoryBudget(UNLIMITED):
+        child = os.fork()
+        if child == 0:
+            warn_once.cache_clear()
+            handler = logging.Handler()
+            handler.emit = lambda record: os.write(writer, record.getMessage().encode() + b"\n") and None  # pyright: ignore[reportAttributeAccessIssue]
+            logging.getLogger("torchdelta").addHandler(handler)
+            step()
+            step()
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        lines = told.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(lines) == 1
+    assert "a forked process trains" in lines[0]
 
 
 def test_two_threads_each_with_its_own_budget() -> None:

@@ -57,13 +57,30 @@ def test_text_says_when_nothing_was_needed() -> None:
     assert "the steps fit" in str(dataclasses.replace(SUMMARY, swapped_out_bytes=0, num_recomputed_ops=0))
 
 
+def test_first_line_says_when_the_budget_was_passed() -> None:
+    """By how much, and nothing below it claims that the steps fit."""
+    passed = dataclasses.replace(SUMMARY, budget_bytes=2**21, swapped_out_bytes=0, num_recomputed_ops=0)
+    assert str(passed).splitlines()[0] == "peak 3.00 MiB PASSED the budget of 2.00 MiB by 1.00 MiB; 1 steps"
+    assert "the steps fit" not in str(passed)
+    assert "PASSED" not in str(dataclasses.replace(passed, budget_bytes=passed.peak_bytes))
+    assert "PASSED" not in str(dataclasses.replace(passed, budget_bytes=None))
+
+
+def test_text_says_when_no_step_was_seen() -> None:
+    """A loop that ran on another thread or in another process would look like one that fits."""
+    text = str(dataclasses.replace(SUMMARY, steps=(), swapped_out_bytes=0, num_recomputed_ops=0))
+    assert "no training step was seen on this thread" in text
+    assert "the steps fit" not in text
+    assert "no training step" not in str(SUMMARY)
+
+
 def test_text_says_when_no_budget_was_consulted() -> None:
     """Forced decisions have no budget."""
     assert "decisions are forced" in str(dataclasses.replace(SUMMARY, budget_bytes=None))
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "shown"), [(0, []), (1, [0]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 4]), (900, [0, 1, 2, 899])]
+    ("num_steps", "shown"), [(1, [0]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 4]), (900, [0, 1, 2, 899])]
 )
 def test_table_of_steps_stays_short(num_steps: int, shown: list[int]) -> None:
     """The first three and the last; columns stand under their heads."""

@@ -77,12 +77,12 @@ def test_anything_else_is_one_clear_line(size):
 @pytest.mark.parametrize(
     ("size", "parts"),
     [
-        (0.8, ["0.8", "two readings", "'80%'", "'0.8GiB'"]),
+        (0.8, ["0.8", "is ambiguous", "'80%'", "'0.8GiB'"]),
         (1.0, ["'100%'", "'1.0GiB'"]),
         ("0.8", ["'80%'", "'0.8GiB'"]),
-        (8.0, ["two readings", "'8.0GiB'", "percentage"]),
-        (float("nan"), ["nan is no size"]),
-        (float("inf"), ["inf is no size"]),
+        (8.0, ["is ambiguous", "'8.0GiB'", "percentage"]),
+        (float("nan"), ["nan is not a size"]),
+        (float("inf"), ["inf is not a size"]),
         (-0.5, ["-0.5", "at least 1 byte"]),
         ("-1GiB", ["'-1GiB'", "positive"]),
         (0, ["at least 1 byte"]),
@@ -90,11 +90,11 @@ def test_anything_else_is_one_clear_line(size):
         ("0.4B", ["0 bytes", "at least 1 byte"]),
         (2**63, ["largest"]),
         ("9000000000GiB", ["largest"]),
-        ("8Gib/s", ["no size"]),
+        ("8Gib/s", ["is not a size"]),
         ("8 Gbit", ["unknown unit", "GiB"]),
         ("8G", ["unknown unit", "GiB"]),
-        ("", ["no size"]),
-        ("101%", ["more than there is"]),
+        ("", ["is not a size"]),
+        ("101%", ["more than 100%"]),
         (True, ["not bool"]),
         (None, ["not NoneType"]),
     ],
@@ -109,7 +109,7 @@ def test_a_refusal_says_what_would_work(size, parts):
 
 def test_a_percentage_of_nothing_is_refused():
     """Where there is no whole, a percentage has no meaning."""
-    with pytest.raises(SizeError, match="share of nothing"):
+    with pytest.raises(SizeError, match="a percentage of an unknown total"):
         parse_size("80%")
 
 

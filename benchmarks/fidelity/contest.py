@@ -22,7 +22,7 @@ from torchdelta.errors import InfeasibleError, NativeError
 from torchdelta.machine.model import Machine
 from torchdelta.native.counting import new_counter
 from torchdelta.planners import get
-from torchdelta.runtime.optime import HostClock
+from torchdelta.runtime.device.op_timer import HostTimer
 from torchdelta.simulate import Decision, Options, decisions_of, simulate
 from torchdelta.simulate.problem import Problem
 
@@ -86,7 +86,7 @@ class Contest:
         """Record one step that nothing leaves, its ops timed by a clock."""
         with MemoryBudget(NO_LIMIT_BYTES) as budget:
             assert budget._session is not None
-            budget._session.recorder.clock = HostClock(clock_s)
+            budget._session.recorder.timer = HostTimer(clock_s)
             self.step()
             return budget.trace()
 

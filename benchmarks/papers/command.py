@@ -32,7 +32,6 @@ LEAST = f"{tables.OURS}-all:fast"
 """Looked at by its least budgets, beside ours and AutoSwap's; by its overheads where `--planners` names it."""
 
 OTHERS = (
-    "keep",
     "swap-all",
     "checkpoint",
     "dtr",
@@ -40,7 +39,6 @@ OTHERS = (
     "delta-2022-released",
     "delta-2024",
     "autoswap-swdoa",
-    "autoswap-bo",
     "capuchin",
     "mu-two",
 )

@@ -37,6 +37,10 @@ EVERYTHING = f"{tables.OURS}-all:fast"
 ROUNDING = 1e-7  # of the solver, as a share of the step
 FLOOR_PRECISION = 1.01  # of the search for a least budget
 
+_BATCH_NOTE = (
+    "After the @: time a sample against plain at its largest batch; in brackets against plain that reaches the same "
+    "batch by gradient accumulation, whose optimizer steps as rarely."
+)
 _AUTOSWAP_NOTE = """What ops take inside themselves (workspaces) is left out here: the paper counts the load of
 variables. It names neither model nor machine of its 34.2 %. The V100 was tried first, and gave less; the T4, whose link
 is fast beside its compute, was added after that."""
@@ -60,7 +64,7 @@ def report(outcome: Outcome, data: dict[str, list[Row]]) -> str:
         least = {entry["case"]: _saved_floor(entry) for entry in data.get("floors", ())}
         _check_overheads(outcome, data["overheads"], least)
     if data.get("batches"):
-        show("Largest batch (multiple of plain) at a slowdown a sample", _batch_table(data["batches"]))
+        show("Largest batch (multiple of plain) at a slowdown a sample", _BATCH_NOTE, _batch_table(data["batches"]))
         _check_batches(outcome, data["batches"])
     if data.get("autoswap"):
         show("AutoSwap: reduction of the peak in % without waiting", _AUTOSWAP_NOTE, _autoswap_table(data["autoswap"]))
@@ -238,10 +242,16 @@ def _batch(entry: Row | None) -> str:
     if entry is None:
         return "-"
     multiple = "" if entry["multiple"] is None else f" (x{entry['multiple']:.1f})"
-    return f"{entry['batch_size']}{multiple} @ {entry['slowdown']:.2f}"
+    return f"{entry['batch_size']}{multiple} @ {entry['slowdown']:.2f}{_accumulated(entry, 2)}"
 
 
 def _at_delta(entry: Row | None) -> str:
     if entry is None or entry["slowdown"] is None:
         return "-"
-    return f"x{entry['multiple']} @ {entry['slowdown']:.3f}"
+    return f"x{entry['multiple']} @ {entry['slowdown']:.3f}{_accumulated(entry, 3)}"
+
+
+def _accumulated(entry: Row, num_digits: int) -> str:
+    """The slowdown against plain with gradient accumulation, in brackets; nothing for rows measured without it."""
+    slowdown = entry.get("slowdown_accumulated")
+    return "" if slowdown is None else f" ({slowdown:.{num_digits}f})"

@@ -71,7 +71,7 @@ def shared(step: Step, subject: Subject) -> Iterator[None]:
 def own(step: Step, session: Any) -> Iterator[None]:
     """Put one of the machine's faults under a budget's session for a while."""
     if step.fault in {"tier write", "tier read"}:
-        medium = session.residency.tier._copier.medium
+        medium = session.room.transfers.tier.medium
         name = "write_part" if step.fault == "tier write" else "read_part"
         setattr(medium, name, _failing_copy(getattr(medium, name), 1 + step.place % MOST_COPIES))
         try:
@@ -116,7 +116,7 @@ def _failing_op(original: Callable[..., Any], after_ops: int) -> Callable[..., A
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error is the allocator's, of whatever class."""
+    """Return whether an error is the allocator's, of whatever class."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "allocate memory" in str(error)
     )

@@ -156,8 +156,8 @@ class Trainer:
                 "budget_bytes": budget.budget_bytes,
                 "metered_peak_bytes": meter.peak_bytes,
                 # After an error in a backward torch itself keeps a part of the graph until the next one.
-                "num_handles": 0 if self.kept or step.fault else session.num_handles,
-                "counted_bytes": session.ledger.live_bytes,
+                "num_handles": 0 if self.kept or step.fault else session.ledger.num_handles,
+                "counted_bytes": session.ledger.usage.live_bytes,
             }
         say(record | {"bits": observed | {"released": released}})
 

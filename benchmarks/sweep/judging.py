@@ -100,7 +100,9 @@ def judge_mode(step: judge.Step, decisions: judge.Decisions, expected: judge.Out
     time_s = time.perf_counter() - started_s
     differing = judge.differences(expected, actual)
     leaked = leaks(step, scope, actual) if judge.leaks(expected, actual) else []
-    leaked += [f"{budget._past[-1].num_handles} saved tensors held" for budget in budgets if holds_handles(budget)]
+    leaked += [
+        f"{budget._past[-1].ledger.num_handles} saved tensors held" for budget in budgets if holds_handles(budget)
+    ]
     differing = contents(differing)
     verdict = EQUAL
     if actual.raised is not None:
@@ -134,7 +136,7 @@ def differing_plain_run(step: judge.Step, expected: judge.Outcome) -> int:
 
 def holds_handles(budget: MemoryBudget) -> bool:
     """Tell whether saved tensors of a stopped budget are still alive."""
-    return bool(budget._past and budget._past[-1].num_handles)
+    return bool(budget._past and budget._past[-1].ledger.num_handles)
 
 
 def contents(differences: list[str]) -> list[str]:

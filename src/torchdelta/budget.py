@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Self
 
 from torchdelta.config import Config
 from torchdelta.errors import ScopeError
 from torchdelta.runtime import interrupts
-from torchdelta.runtime.device import device_memory_bytes
+from torchdelta.runtime.current import current_session
+from torchdelta.runtime.device.memory import device_memory_bytes
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.session import Session
 from torchdelta.units import parse_size
@@ -21,21 +23,24 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryBudget"]
 
+_running = threading.local()  # the thread's budget, for `MemoryBudget.current()`
+
 
 class MemoryBudget:
-    """Keep whatever runs inside it within a number of bytes of device memory, with the same bits.
+    """Keep the code that runs inside it within a number of bytes of device memory, with bit-equal results.
 
     Use it around an ordinary training loop, or call `start()` and `stop()` from a framework's callbacks. It acts on the
-    thread that started it. It may be used again after it was stopped, but not nested.
+    thread that started it. It can be started again after it was stopped, but not nested.
 
     Args:
         budget: "8GiB", "80%" (of the device; on CPU of the lesser of RAM and the cgroup's limit), or an int of bytes.
         config: Options; the default is right for most.
 
     Raises:
-        SizeError: The budget cannot be read.
-        BudgetError: (inside the scope) the step does not fit, whatever leaves; names the least budget that would do.
-        ScopeError: Nested use, stopping what is not running, or another thread than the one that started it.
+        SizeError: The budget cannot be parsed.
+        BudgetError: (inside the scope) The step does not fit, whatever is evicted; names the least budget that fits.
+        ScopeError: It is nested, is stopped while not running, or is used on another thread than the one that started
+            it.
 
     Example:
         >>> with MemoryBudget("8GiB") as budget:  # doctest: +SKIP
@@ -48,7 +53,8 @@ class MemoryBudget:
 
     def __init__(self, budget: int | str, config: Config | None = None) -> None:
         self.config = config if config is not None else Config()
-        # Only a share asks the device: that starts CUDA, and a script may want to fork, or choose its device, before.
+        # Query the device only for a percentage: that initializes CUDA, and the script may still fork or choose a
+        # device.
         is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
         total_bytes = device_memory_bytes() if is_share else None
         self.budget_bytes = parse_size(budget, total_bytes=total_bytes, name="budget")
@@ -56,11 +62,11 @@ class MemoryBudget:
         self._past: list[Session] = []
 
     def __repr__(self) -> str:
-        """Return the call that makes it."""
+        """Return the constructor call."""
         return f"MemoryBudget({self.budget_bytes}, {self.config!r})"
 
     def start(self) -> None:
-        """Begin to hold the budget on this thread."""
+        """Start to enforce the budget on this thread."""
         outer = interrupts.enter()
         try:
             self._start()
@@ -69,21 +75,22 @@ class MemoryBudget:
             raise
         try:
             interrupts.leave(outer)
-        except BaseException:  # a Ctrl-C that came meanwhile: whoever called does not know that it is on
+        except BaseException:  # a Ctrl-C during the start: the caller assumes that the budget did not start
             self.stop()
             raise
 
     def _start(self) -> None:
         if self._session is not None:
-            msg = "this MemoryBudget is running already: stop it first"
+            msg = "this MemoryBudget is already running: stop it first"
             raise ScopeError(msg)
         session = Session(self.budget_bytes, self.config)
         session.start()
         self._session = session
+        _running.budget, _running.session = self, session
 
     @interrupts.shielded
     def stop(self) -> None:
-        """Stop holding the budget. Graphs made inside stay usable."""
+        """Stop enforcing the budget. Graphs made inside stay usable."""
         session = self._session
         if session is None:
             msg = "this MemoryBudget is not running: start it first"
@@ -93,8 +100,21 @@ class MemoryBudget:
         try:
             session.stop()
         except ScopeError:
-            self._session = session  # another thread asked: it runs on
+            self._session = session  # called from another thread: the session keeps running
             raise
+        finally:
+            if self._session is None and getattr(_running, "budget", None) is self:
+                _running.budget = _running.session = None
+
+    @staticmethod
+    def current() -> MemoryBudget | None:
+        """Return the budget that runs on this thread, or None.
+
+        `MemoryBudget.current().stop()` stops a budget whose variable is lost, such as that of a notebook cell that ran
+        twice.
+        """
+        budget: MemoryBudget | None = getattr(_running, "budget", None)
+        return budget if budget is not None and _running.session is current_session() else None  # none after a fork
 
     def __enter__(self) -> Self:
         """Start."""
@@ -104,7 +124,7 @@ class MemoryBudget:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, whatever happened inside. An impossible budget that nothing else has told of yet is told here."""
+        """Stop, also after an exception. Raise the BudgetError of an impossible step if none was raised inside."""
         if isinstance(error, BudgetError) or (error is not None and not isinstance(error, Exception)):
             with contextlib.suppress(BudgetError):
                 self.stop()
@@ -112,23 +132,21 @@ class MemoryBudget:
             self.stop()
 
     def summary(self) -> Summary:
-        """Return what was done since the last start."""
+        """Return the summary since the last start."""
         session = self._session or (self._past[-1] if self._past else None)
         if session is None:
-            msg = "this MemoryBudget was never started: there is nothing to sum up"
+            msg = "this MemoryBudget was never started: there is no summary"
             raise ScopeError(msg)
         return session.summary()
 
     def trace(self) -> Trace:
-        """Return the trace of the first complete step since the last start.
+        """Return the trace of the first complete step since the last start: its ops and buffers as without a budget.
 
-        Its ops and buffers, as they are without a budget.
-
-        `torchdelta.trace.model` describes it, `torchdelta.trace.file.write_trace` writes it to a file. Later steps are
-        not traced and pay nothing for it.
+        `torchdelta.trace.model` describes it; `torchdelta.trace.file.write_trace` writes it to a file. Later steps are
+        not traced, at no cost.
 
         Raises:
-            ScopeError: There is none: never started, no step complete so far, or the trace was dropped (the log says
+            ScopeError: The budget was never started, no step is complete yet, or the trace was dropped (the log says
                 why).
         """
         session = self._session or (self._past[-1] if self._past else None)

@@ -1,7 +1,6 @@
-"""The options of a budget: one frozen dataclass, checked when it is made.
+"""The options of a budget: one frozen dataclass, checked when it is constructed.
 
-Everything has a default that is right for most; a wrong value is an error that names the allowed ones, at the line
-that wrote it and not deep inside the first training step.
+A value that is not allowed raises an error that names the allowed ones at the construction, not inside the first step.
 """
 
 import os
@@ -14,7 +13,7 @@ from torchdelta.units import parse_size
 
 __all__ = ["DECISIONS", "POLICIES", "TIERS", "VERIFY", "Config", "SavedBuffer"]
 
-# The reactive policies; the runtime's registry is held equal to this by a test.
+# The reactive policies; a test compares the runtime's registry with this.
 POLICIES: Final = ("torchdelta", "delta-2022", "dtr", "largest-first", "lru", "recompute-only", "swap-only")
 DECISIONS: Final = ("recompute", "swap", "keep")
 TIERS: Final = ("disk", "memory")
@@ -23,12 +22,12 @@ VERIFY: Final = ("first-step",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedBuffer:
-    """What a `decisions` callable is told about a buffer that autograd has just saved for backward.
+    """A buffer that autograd has just saved for backward: the argument of a `decisions` callable.
 
     Attributes:
         index: Position among the buffers saved in this step, from 0.
-        op: The op that made it, such as "aten.mm.default"; empty where no op is known (a parameter, an input).
-        module: Path of the module whose forward was running, such as "transformer.h.0.attn"; empty outside of all.
+        op: The op that made it, such as "aten.mm.default"; empty if none is known (a parameter, an input).
+        module: Path of the module whose forward was running, such as "transformer.h.0.attn"; empty outside of modules.
         shape: Shape of the saved tensor.
         dtype: Its dtype without the prefix, such as "float32".
         size_bytes: Bytes of the storage behind it.
@@ -44,32 +43,32 @@ class SavedBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How a budget is held. `Config()` is right for most.
+    """How a budget is enforced. The defaults suit most training.
 
     Attributes:
-        policy: Who leaves when the budget is reached, and how. "torchdelta" weighs recomputing against swapping;
-            "delta-2022" is the paper, literal; "dtr", "largest-first" and "lru" are known rules to compare with;
-            "recompute-only" and "swap-only" do one of the two.
-        decisions: Forces the decision for every saved buffer when it is saved, and the budget is not consulted:
+        policy: Which buffers are evicted when the budget is reached, and how. "torchdelta" weighs recomputing against
+            swapping; "delta-2022" follows the paper literally; "dtr", "largest-first" and "lru" are known rules to
+            compare with; "recompute-only" and "swap-only" do one of the two.
+        decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.
         tier: Where swapped bytes go: "disk" (an unlinked file) or "memory" (a copy in host memory). On CUDA "memory" is
-            pinned, and "disk" is the same pinned memory first, as far as `host_budget` allows, and a file behind it.
+            pinned memory, and "disk" is pinned memory up to `host_budget`, then a file.
         swap_dir: Directory of the swap file. None means TORCHDELTA_SWAP_DIR, else the system's directory for
             temporary files. It should be on a real disk: a tmpfs is memory.
-        host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit, and on
-            CUDA, where it is pinned, half of what is free.
+        host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit on CPU,
+            and half of the free memory on CUDA, where it is pinned.
         disk_budget: Most bytes of disk; None is no limit but the free space.
-        checksum: Compare whatever comes back from the disk with a CRC-32 of what went there. What differs is recomputed
-            where that is possible, and otherwise an error; never a wrong gradient.
-        verify: "first-step" hashes what is dropped in the first step and compares it when it is recomputed.
-        count_allocations: On CPU, count at the allocator what every op takes, to the byte. It needs a C++ compiler at
-            its first use, once; without one, and when False, what ops allocate inside themselves is estimated.
-        arena: On CPU, give the allocations of steps that repeat planned addresses in one region, so that memory does
-            not fragment. It needs a C++ compiler at its first use, once, and the extra "plan"; without them, and on
-            other devices, memory is allocated as ever, and a warning says so. `torchdelta.native.arena.arena_status`
-            tells what it does. On CUDA, where addresses cannot be chosen, one segment for the large tensors of a step
-            (runtime/region.py); nothing has run there yet.
+        checksum: Compare all data read from the disk with a CRC-32 of what was written. A buffer that differs is
+            recomputed if possible, else an error is raised; there is never a wrong gradient.
+        verify: "first-step" hashes buffers that are dropped in the first step and compares them when recomputed.
+        count_allocations: On CPU, count at the allocator what every op allocates, to the byte. Its first use needs a
+            C++ compiler; without one, and when False, the workspace of ops is estimated.
+        arena: On CPU, give the allocations of repeating steps planned addresses in one region, so that memory does not
+            fragment. Its first use needs a C++ compiler, and it needs the extra "plan"; without them, and on other
+            devices, memory is allocated as usual, with a warning. `torchdelta.native.arena.arena_status` reports its
+            state. On CUDA, where addresses cannot be chosen, it is one segment for the large tensors of a step
+            (arena/region.py), which has not been run yet.
 
     Raises:
         ConfigError: A value is not allowed; the message names those that are.
@@ -98,6 +97,7 @@ class Config:
         _check_size("host_budget", self.host_budget)
         _check_size("disk_budget", self.disk_budget)
         _check_flag("checksum", self.checksum)
+        _check_flag("count_allocations", self.count_allocations)
         _check_flag("arena", self.arena)
 
     @property
@@ -127,7 +127,7 @@ def _check_directory(swap_dir: Any) -> None:
     if swap_dir is not None and not isinstance(swap_dir, (str, os.PathLike)):
         raise ConfigError(f"swap_dir={swap_dir!r} is not allowed: use the path of a directory, or None")
     if swap_dir is not None and not os.path.isdir(swap_dir):  # noqa: PTH112 - os.PathLike of any kind
-        raise ConfigError(f"swap_dir={os.fspath(swap_dir)!r} is no directory: make it, or name another one")
+        raise ConfigError(f"swap_dir={os.fspath(swap_dir)!r} is not a directory: create it, or name another one")
 
 
 def _check_size(option: str, size: Any) -> None:

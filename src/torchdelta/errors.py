@@ -1,22 +1,22 @@
 """The errors of torchdelta that need no torch.
 
     TorchdeltaError (Exception)
-    |-- SizeError (ValueError)             a size that cannot be read: "8 potatoes", 0.8, "-1GiB"
+    |-- SizeError (ValueError)             a size that cannot be parsed: "8 potatoes", 0.8, "-1GiB"
     |-- ConfigError (ValueError)           an option with a value that is not allowed
-    |-- TraceFileError                     a trace file that is damaged, foreign or of another version
-    |-- TraceError                         a step that cannot be traced: a module, a function, what it returns
-    |-- MachineError (ValueError)          a machine that is not known, or whose figures make no sense
-    |-- PoolError (ValueError)             lives that make no sense, or a capacity that cannot hold them
-    |-- PlanError                          a planner that is not known, or a plan or bound that cannot be made
+    |-- TraceFileError                     a trace file that is damaged, in another format or of another version
+    |-- TraceError                         a step that cannot be traced: a module, a function, its return value
+    |-- MachineError (ValueError)          an unknown machine, or one with invalid figures
+    |-- PoolError (ValueError)             invalid lives, or a capacity that cannot hold them
+    |-- PlanError                          an unknown planner, or a plan or bound that cannot be computed
     |   `-- InfeasibleError                no plan within the budget
     |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, used twice, or stopped before it was started
-    |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or has gone
-    |-- NativeError (RuntimeError)         a native piece that cannot be built or used here
-    |-- ReplayError (RuntimeError)         a recomputation that did not give what was dropped
-    |-- TierError (RuntimeError)           a swap tier that cannot do what was asked
-    |   |-- TierFullError                  no room left in it
-    |   `-- TierIOError                    a read or write that failed or came back short
-    `-- BudgetError (torch.OutOfMemoryError)   the budget cannot be held (in runtime/errors.py: needs torch)
+    |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or is lost
+    |-- NativeError (RuntimeError)         native code that cannot be built or used here
+    |-- ReplayError (RuntimeError)         a replay whose result differs from what was dropped
+    |-- TierError (RuntimeError)           a swap tier that cannot do what it was asked to
+    |   |-- TierFullError                  a tier without free space
+    |   `-- TierIOError                    a read or write that failed or was incomplete
+    `-- BudgetError (torch.OutOfMemoryError)   the budget cannot hold (in runtime/errors.py: needs torch)
 
 Each message is one line that says what failed, with the numbers and their units, and what to change.
 """
@@ -46,7 +46,7 @@ class TorchdeltaError(Exception):
 
 
 class SizeError(TorchdeltaError, ValueError):
-    """A size or budget cannot be read, or makes no sense."""
+    """A size or budget cannot be parsed, or is invalid."""
 
 
 class ConfigError(TorchdeltaError, ValueError):
@@ -54,30 +54,30 @@ class ConfigError(TorchdeltaError, ValueError):
 
 
 class TraceFileError(TorchdeltaError):
-    """A trace file is damaged, is no trace file, or has a version that is not known here."""
+    """A trace file is damaged, is not a trace file, or has an unknown version."""
 
 
 class TraceError(TorchdeltaError):
-    """A step cannot be traced: its module, its function, what that returns, or two traces that do not fit together."""
+    """A step cannot be traced (its module, its function, its return value), or two traces do not match."""
 
 
 class MachineError(TorchdeltaError, ValueError):
-    """A machine is not known, or its figures make no sense."""
+    """A machine is unknown, or its figures are invalid."""
 
 
 class PoolError(TorchdeltaError, ValueError):
-    """Lives to place that make no sense, a capacity that cannot hold them, or a placement that is wrong."""
+    """The lives to place are invalid, a capacity cannot hold them, or a placement is wrong."""
 
 
 class PlanError(TorchdeltaError):
-    """A planner is not known, or a plan or a bound cannot be made."""
+    """A planner is unknown, or a plan or a bound cannot be computed."""
 
 
 class InfeasibleError(PlanError):
     """No plan within the budget was found.
 
     Attributes:
-        least_budget_bytes: The least budget at which one was found on the way, None if none was.
+        least_budget_bytes: The least budget for which a plan was found, None if none was.
     """
 
     def __init__(self, message: str, *, least_budget_bytes: int | None) -> None:
@@ -86,28 +86,28 @@ class InfeasibleError(PlanError):
 
 
 class ScopeError(TorchdeltaError, RuntimeError):
-    """A MemoryBudget is used where it has no meaning: nested, from a second thread, or stopped before its start."""
+    """A MemoryBudget is nested, used from a second thread, or stopped before its start."""
 
 
 class SavedTensorError(TorchdeltaError, RuntimeError):
-    """A tensor saved for backward was changed in place afterwards, or is no longer to be had."""
+    """A tensor saved for backward was changed in place afterwards, or its content is lost."""
 
 
 class NativeError(TorchdeltaError, RuntimeError):
-    """A native piece cannot be built or used here."""
+    """Native code cannot be built or used here."""
 
 
 class ReplayError(TorchdeltaError, RuntimeError):
-    """A recomputation did not give what was dropped."""
+    """The result of a replay differs from what was dropped."""
 
 
 class TierError(TorchdeltaError, RuntimeError):
-    """A swap tier cannot do what was asked of it."""
+    """A swap tier cannot do what it was asked to."""
 
 
 class TierFullError(TierError):
-    """A swap tier has no room left."""
+    """A swap tier has no free space."""
 
 
 class TierIOError(TierError):
-    """A read or write of a swap tier failed, or came back short."""
+    """A read or write of a swap tier failed, or was incomplete."""

@@ -1,7 +1,7 @@
-"""How much memory this machine gives to this process: RAM, and the limit that a container or a job scheduler set.
+"""Reads how much memory this process can use: RAM, and the limit set by a container or a job scheduler.
 
-"80%" of a CPU is 80 % of the lesser of the two; inside a container the RAM alone would promise far too much.
-Linux says it in /proc and /sys; elsewhere the limit is unknown and the RAM comes from sysconf.
+"80%" of a CPU is 80 % of the lesser of the two; inside a container the RAM alone would be far too much.
+Both are read from /proc and /sys on Linux; elsewhere the limit is unknown and the RAM comes from sysconf.
 """
 
 import os
@@ -16,12 +16,12 @@ _UNLIMITED_FROM_BYTES = 2**60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """Memory of the host, as far as this process may use it.
+    """Memory of the host that this process may use.
 
     Attributes:
         ram_bytes: Physical memory of the machine.
-        available_bytes: What can be had now without swapping, by the kernel's estimate; None where it gives none.
-        cgroup_limit_bytes: The lowest limit among the control groups this process is in; None without a limit.
+        available_bytes: Memory available now without swapping, as the kernel estimates it; None if it does not.
+        cgroup_limit_bytes: The lowest limit of the control groups that this process is in; None without a limit.
     """
 
     ram_bytes: int
@@ -30,7 +30,7 @@ class HostMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """The lesser of RAM and limit: what a percentage is taken of."""
+        """The lesser of RAM and limit; percentages are relative to it."""
         if self.cgroup_limit_bytes is None:
             return self.ram_bytes
         return min(self.ram_bytes, self.cgroup_limit_bytes)
@@ -40,7 +40,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """Read the memory of the host.
 
     Args:
-        root: Where /proc and /sys are looked for; another directory in tests only.
+        root: The directory that contains /proc and /sys; tests pass another one.
     """
     meminfo = _read_meminfo(root / "proc/meminfo")
     ram_bytes = meminfo.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -71,7 +71,7 @@ def _lowest_cgroup_limit_bytes(root: Path) -> int | None:
             mount, file_name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        # A limit of any group above holds too. Inside a container the named group may not be visible, but its root is.
+        # Limits of parent groups apply too. Inside a container the named group may not be visible, but its root is.
         relative = Path(group.lstrip("/"))
         for directory in (relative, *relative.parents):
             text = _read_text(mount / directory / file_name).strip()

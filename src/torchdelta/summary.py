@@ -1,4 +1,4 @@
-"""What a budget did: an immutable picture for people, logs and files. Needs no torch."""
+"""What a budget did, as immutable data for users, logs and files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class StepSummary:
 
     Attributes:
         index: Position of the step in its scope, from 0.
-        time_s: Wall time from the end of the step before (or the start of the scope) to the end of this one.
+        time_s: Wall time from the end of the previous step (or the start of the scope) to the end of this one.
         peak_bytes: Most bytes of storages known to the runtime at once.
-        kept_bytes: Saved bytes that never left.
+        kept_bytes: Saved bytes that were never evicted.
         swapped_out_bytes: Bytes written to the tier.
-        recomputed_bytes: Bytes made again.
+        recomputed_bytes: Bytes brought back by replay.
         stall_s: Time that the training thread waited for the tier.
-        recompute_s: Time spent on making dropped buffers again.
+        recompute_s: Time spent on replays.
     """
 
     index: int
@@ -37,9 +37,9 @@ class StepSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Everything since the budget was first started.
+    """Totals since the budget was last started, and its steps.
 
-    `budget_bytes` is None where decisions are forced and no budget is consulted.
+    `budget_bytes` is None if decisions are forced, which ignores the budget.
     """
 
     budget_bytes: int | None
@@ -58,18 +58,24 @@ class Summary:
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return a table: one line of totals, one line a step (the first three and the last)."""
+        """Return the totals, then a table of the first three steps and the last one."""
         budget = "none (decisions are forced)" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        over_bytes = 0 if self.budget_bytes is None else max(0, self.peak_bytes - self.budget_bytes)
+        of_budget = (
+            f"PASSED the budget of {budget} by {format_bytes(over_bytes)}" if over_bytes else f"of budget {budget}"
+        )
         lines = [
-            f"peak {format_bytes(self.peak_bytes)} of budget {budget}; {len(self.steps)} steps",
+            f"peak {format_bytes(self.peak_bytes)} {of_budget}; {len(self.steps)} steps",
             (
                 f"kept {format_bytes(self.kept_bytes)}, swapped out {format_bytes(self.swapped_out_bytes)}, "
                 f"recomputed {format_bytes(self.recomputed_bytes)} in {self.num_recomputed_ops} ops"
             ),
             f"stalled {self.stall_s:.3f} s, recomputing {self.recompute_s:.3f} s",
         ]
-        if self.steps and self.swapped_out_bytes == 0 and self.num_recomputed_ops == 0:
-            lines.append("the steps fit: nothing left the device, the recording is the only cost")
+        if not self.steps:
+            lines.append("no training step was seen on this thread")
+        elif self.swapped_out_bytes == 0 and self.num_recomputed_ops == 0 and not over_bytes:
+            lines.append("the steps fit: nothing was evicted, recording is the only cost")
         if self.steps:
             lines.append(
                 f"{'step':>6} {'time s':>9} {'peak':>12} {'kept':>12} {'swapped':>12} {'recomputed':>12} {'stall s':>9}"

@@ -1,7 +1,7 @@
-"""Sizes as people write them, and back: "8GiB", "512MB", "80%", 1073741824.
+"""Parses and formats sizes: "8GiB", "512MB", "80%", 1073741824.
 
-GiB is 2**30 and GB is 10**9, in any case of letters. A final "b" never means bits. A bare float is refused, because
-0.8 is read as "80 %" by one half of the world and as "0.8 GiB" by the other.
+GiB is 2**30 and GB is 10**9, in upper or lower case. A final "b" never means bits. A bare float is refused, because 0.8
+may mean "80 %" or "0.8 GiB".
 """
 
 import math
@@ -22,7 +22,7 @@ _UNIT_BYTES: Final = {
     **{prefix + "ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
 }
 _UNITS_TEXT: Final = "B, kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024) or %"
-# Twenty digits on either side are more than a size needs; without a bound a long text would cost real time to read.
+# Twenty digits on either side are more than a size needs; without a limit a long text would take long to parse.
 _SIZE_PATTERN: Final = re.compile(r"(?P<number>[0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*(?P<unit>[a-z]*|%)")
 # A file offset and a torch size are signed 64-bit numbers.
 _MAX_BYTES: Final = 2**63 - 1
@@ -30,18 +30,18 @@ _BINARY_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_size(size: object, *, total_bytes: int | None = None, name: str = "size") -> int:
-    """Turn a size as a person writes it into bytes.
+    """Parse a size into bytes.
 
     Args:
         size: An int of bytes, or text such as "8GiB", "512 MB", "1.5gib" or "80%". Fractions of a byte are cut off.
-        total_bytes: What a percentage is taken of. Without it a percentage is refused.
-        name: What the size is for, as the message should call it.
+        total_bytes: The size that is 100 %. Without it a percentage is refused.
+        name: The name of the option, for error messages.
 
     Returns:
         A number of bytes, at least 1.
 
     Raises:
-        SizeError: The size cannot be read, is a bare float, or is not positive. The message is one line.
+        SizeError: The size cannot be parsed, is a bare float, or is not positive. The message is one line.
 
     Example:
         >>> parse_size("8GiB")
@@ -49,7 +49,7 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
         >>> parse_size("80%", total_bytes=1000)
         800
     """
-    # bool is an int to Python; True as one byte is never what was meant.
+    # In Python bool is an int, but True never means one byte.
     if isinstance(size, int) and not isinstance(size, bool):
         return _checked(size, size, name)
     if isinstance(size, float):
@@ -59,7 +59,7 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
     match = _SIZE_PATTERN.fullmatch(size.strip().lower())
     if match is None:
         hint = " (a size is positive)" if size.strip().startswith("-") else ""
-        raise SizeError(f"{name} {_shown(size)} is no size{hint}: write a number and one of {_UNITS_TEXT}")
+        raise SizeError(f"{name} {_shown(size)} is not a size{hint}: write a number and one of {_UNITS_TEXT}")
     # Fraction is exact where a float would be off by bytes: "0.1GB" is 100000000.
     number, unit = Fraction(match["number"]), match["unit"]
     if unit == "%":
@@ -72,7 +72,7 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Write bytes for people, in powers of 1024 and three digits or so.
+    """Format bytes with a unit (a power of 1024) and two decimals.
 
     Example:
         >>> format_bytes(4_617_089_843)
@@ -84,7 +84,7 @@ def format_bytes(size_bytes: float) -> str:
         return "-" + format_bytes(-size_bytes)
     if size_bytes < 1024:
         return f"{size_bytes:.0f} B"
-    # From 1023.995 on two decimals would round up to 1024.00 of this unit.
+    # From 1023.995 on, two decimals would round up to 1024.00 of this unit.
     power = 1
     while size_bytes / 1024**power >= 1023.995 and power < len(_BINARY_UNITS):
         power += 1
@@ -93,9 +93,9 @@ def format_bytes(size_bytes: float) -> str:
 
 def _share_bytes(percent: Fraction, total_bytes: int | None, size: str, name: str) -> int:
     if percent > 100:
-        raise SizeError(f"{name} {_shown(size)} is more than there is: a percentage ends at 100%")
+        raise SizeError(f"{name} {_shown(size)} is more than 100%: use a percentage up to 100%")
     if total_bytes is None:
-        raise SizeError(f"{name} {_shown(size)} is a share of nothing here: write bytes, such as '8GiB'")
+        raise SizeError(f"{name} {_shown(size)} is a percentage of an unknown total: write bytes, such as '8GiB'")
     return int(percent * total_bytes / 100)
 
 
@@ -109,15 +109,13 @@ def _checked(size_bytes: int, size: object, name: str) -> int:
 
 def _float_message(number: float | str, name: str) -> str:
     if isinstance(number, float) and not math.isfinite(number):
-        return f"{name} {number} is no size: write bytes as an int, or text such as '8GiB' or '80%'"
+        return f"{name} {number} is not a size: write bytes as an int, or text such as '8GiB' or '80%'"
     if isinstance(number, float) and number <= 0:
-        return f"{name} {number} is no size: a size is at least 1 byte, written as an int or as text such as '8GiB'"
+        return f"{name} {number} is not a size: a size is at least 1 byte, written as an int or as text such as '8GiB'"
     if float(number) > 1:
-        return f"{name} {number} has two readings: write '{number}GiB' for an amount, or a percentage such as '80%'"
+        return f"{name} {number} is ambiguous: write '{number}GiB' for an amount, or a percentage such as '80%'"
     percent = f"{float(Fraction(str(number)) * 100):.6g}%"
-    return (
-        f"{name} {number} has two readings: write '{percent}' for a share of the memory, or '{number}GiB' for an amount"
-    )
+    return f"{name} {number} is ambiguous: write '{percent}' for a share of the memory, or '{number}GiB' for an amount"
 
 
 def _shown(size: object) -> str:

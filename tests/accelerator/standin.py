@@ -82,9 +82,10 @@ def load() -> Any:
     )
     torch._register_device_module("standin", module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    from torchdelta.runtime import device, tiers
+    from torchdelta.runtime import tiers
+    from torchdelta.runtime.device import memory
 
-    device.ACCELERATORS.add("standin")
+    memory.ACCELERATORS.add("standin")
     tiers.ENGINES["standin"] = _engine
     return module
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from tests.same_bits.judge import Scope, bits_of, run, state_of
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta._torch_device import allocator_statistics, reset_allocator_peak
+from torchdelta._torch.device import allocator_statistics, reset_allocator_peak
+from torchdelta.errors import SavedTensorError
 from torchdelta.runtime.current import current_session
-from torchdelta.runtime.device import PeakMeter
+from torchdelta.runtime.device.memory import PeakMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,12 +94,12 @@ def test_what_no_storage_accounts_for_counts(device: torch.device) -> None:
     with MemoryBudget("1GiB", Config(tier="memory")) as budget:
         session = current_session()
         assert session is not None
-        assert session.ledger.unseen_bytes >= 8 << 20
+        assert session.ledger.usage.unseen_bytes >= 8 << 20
         tiny = [torch.ones(1) for _ in range(100)]
-        session.ledger.ask_counter(fresh=True)
+        session.ledger.usage.ask_counter(fresh=True)
         statistics = allocator_statistics(device)
         assert statistics is not None
-        assert session.ledger.total_bytes == statistics["current"]
+        assert session.ledger.usage.total_bytes == statistics["current"]
     assert budget.summary().peak_bytes >= (8 << 20) + 100 * 512
     assert hidden.nbytes() == 8 << 20
     assert len(tiny) == 100
@@ -140,29 +141,29 @@ def test_an_ops_own_workspace_is_learned() -> None:
         session = current_session()
         assert session is not None
         torch.ops.torchdelta_test.greedy(x)
-        need = session.recorder.predictor.need(
+        need = session.recorder.needs.need(
             torch.ops.torchdelta_test.greedy.default._torchdelta_facts,
             torch.ops.torchdelta_test.greedy.default,
             (x,),
             None,
         )
-        assert 4 << 20 <= need.inside_bytes < 5 << 20
+        assert 4 << 20 <= need.workspace_bytes < 5 << 20
         # The measured peak holds it as well.
-        assert session.ledger.peak_bytes >= session.ledger.live_bytes + (4 << 20)
+        assert session.ledger.usage.peak_bytes >= session.ledger.usage.live_bytes + (4 << 20)
 
 
 @pytest.mark.parametrize("resets", [True, False])
 def test_the_peak_of_a_piece_of_code(device: torch.device, *, resets: bool) -> None:
-    """A region's working set is measured; where the peak may not be reset, only a new peak tells."""
+    """A region's workspace is measured; where the peak may not be reset, only a new peak tells."""
     with MemoryBudget("1GiB", Config(tier="memory")):
         session = current_session()
         assert session is not None
         reset_allocator_peak(device)
         earlier = torch.ones(1 << 20)
         del earlier
-        with PeakMeter(session.ledger, resets=resets) as low:
+        with PeakMeter(session.ledger.device, session.ledger.usage, resets=resets) as low:
             torch.ones(1 << 18)
-        with PeakMeter(session.ledger, resets=resets) as high:
+        with PeakMeter(session.ledger.device, session.ledger.usage, resets=resets) as high:
             torch.ones(1 << 22)
     assert low.extra_bytes == (1 << 20 if resets else 0)
     assert high.extra_bytes == 1 << 24
@@ -175,10 +176,10 @@ def test_nothing_is_recorded_while_a_graph_is_captured(device: torch.device, mon
     with MemoryBudget("1TiB", Config(decisions="recompute", tier="memory")) as budget:
         session = current_session()
         assert session is not None
-        monkeypatch.setattr(session.recorder, "_is_capturing", lambda: True)
+        monkeypatch.setattr(session.device, "is_capturing", lambda: True)
         model(torch.randn(64, WIDTH)).pow(2).mean().backward()
         assert session.counters.num_ops == 0
-        assert session.num_handles == 0
+        assert session.ledger.num_handles == 0
         monkeypatch.undo()
         model(torch.randn(64, WIDTH)).pow(2).mean().backward()
     assert budget.summary().recomputed_bytes > 0
@@ -229,3 +230,19 @@ def test_what_is_allocated_between_nodes_is_learned(device: torch.device) -> Non
     assert first <= budget_bytes + 2048 * WIDTH * 4
     assert max(later) <= budget_bytes
     assert budget.summary().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_storage_that_was_shrunk_unseen_is_refused(device: torch.device, *, is_held: bool) -> None:
+    """A saved tensor whose memory C++ code has given back is an error that names it, never other numbers."""
+    del device
+    x = torch.randn(64, 64, requires_grad=True)
+    with MemoryBudget("1TiB", Config(tier="memory")):
+        y = x * 2
+        loss = y.sin().sum()
+        storage = y.untyped_storage()
+        if not is_held:
+            del y
+        super(torch.UntypedStorage, storage).resize_(0)  # below the patched method
+        with pytest.raises(SavedTensorError, match="resized to 0 bytes"):
+            loss.backward()

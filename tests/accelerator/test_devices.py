@@ -12,10 +12,11 @@ from torch import nn
 from tests.same_bits.judge import DECISIONS, DEVICE, Scope, assert_same_bits, state_of
 from torchdelta import Config, MemoryBudget
 from torchdelta.aten.facts import facts_of
-from torchdelta.runtime import rematerialize, tape
 from torchdelta.runtime.current import current_session
-from torchdelta.runtime.device import session_device
-from torchdelta.runtime.tape import generator_of
+from torchdelta.runtime.device.memory import session_device
+from torchdelta.runtime.memory import replay
+from torchdelta.runtime.state import tape
+from torchdelta.runtime.state.tape import generator_of
 
 pytestmark = pytest.mark.accelerator
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ def live_bytes() -> int:
     """Return what the running session counts."""
     session = current_session()
     assert session is not None
-    return session.ledger.live_bytes
+    return session.ledger.usage.live_bytes
 
 
 def test_the_session_is_for_the_current_device(device: torch.device, second_device: torch.device) -> None:
@@ -164,11 +165,11 @@ def test_sums_without_an_order_are_not_replayed(monkeypatch: pytest.MonkeyPatch,
     """Ops that add by atomics are kept or swapped, and run again in deterministic mode only."""
     replayed: list[str] = []
 
-    def run_again(entry: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def replay_op(entry: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         replayed.append(entry.facts.base_name)
-        return tape.run_again(entry, args, kwargs)
+        return tape.replay_op(entry, args, kwargs)
 
-    monkeypatch.setattr(rematerialize, "run_again", run_again)
+    monkeypatch.setattr(replay, "replay_op", replay_op)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(is_deterministic)
     try:

@@ -13,7 +13,7 @@ from benchmarks.gpt2 import GPT2
 from benchmarks.resnet import Bottleneck
 from tests.same_bits.judge import DEVICE, Scope, Step, assert_same_bits, run, state_of
 from torchdelta import Config, MemoryBudget
-from torchdelta._torch_device import allocator_statistics, reset_allocator_peak
+from torchdelta._torch.device import allocator_statistics, reset_allocator_peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from torch import nn
 from tests.same_bits.judge import Scope, assert_same_bits, state_of
 from torchdelta import Config, MemoryBudget
 from torchdelta.runtime.current import current_session
-from torchdelta.runtime.device_recorder import DeviceRecorder
-from torchdelta.runtime.streams import Streams
+from torchdelta.runtime.device.streams import Streams
+from torchdelta.runtime.state.buffer import Stays
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.accelerator
 
 
-def running() -> tuple[Session, DeviceRecorder]:
-    """Return the running session and its recorder."""
+def running() -> tuple[Session, Streams]:
+    """Return the running session and its streams."""
     session = current_session()
     assert session is not None
-    assert isinstance(session.recorder, DeviceRecorder)
-    return session, session.recorder
+    assert session.device.streams is not None
+    return session, session.device.streams
 
 
 def test_branches_on_side_streams(device: torch.device) -> None:
@@ -55,22 +55,22 @@ def test_what_another_stream_reads_or_makes_is_kept(device: torch.device, decisi
     side = torch.Stream(device=device)
     x = torch.randn(64, 64, requires_grad=True)
     with MemoryBudget("1TiB", Config(decisions=decisions, tier="memory")):
-        session, recorder = running()
+        session, streams = running()
         first = x.sin()
         (first * 2).exp()  # home: something is saved
         kept = first.cos()
-        assert session.residency.leaving or session.residency.away or decisions == "recompute"
+        assert session.room.transfers.leaving or session.room.transfers.away or decisions == "recompute"
         with side:
             aside = kept.exp()
             made = aside * 2
-        session.residency.see_off()
-        assert recorder.streams.current_id() == recorder.streams.home_id
+        session.room.transfers.finish_leaving()
+        assert streams.current_id() == streams.home_id
         for tensor in (kept, aside, made):
             record = session.ledger.find(tensor)
             assert record is not None
             assert record.current is not None
-            assert record.current.is_pinned
-            assert not session.residency.is_evictable(record.current)
+            assert record.current.stays & Stays.OTHER_STREAM
+            assert not session.room.is_evictable(record.current)
         made.sum().backward()
 
 
@@ -96,8 +96,8 @@ def test_home_is_where_the_step_begins(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     with MemoryBudget("1TiB", Config(decisions="recompute", tier="memory")) as budget, side:
         model(torch.randn(32, 64)).pow(2).mean().backward()
-        _, recorder = running()
-        assert recorder.streams.home_id == recorder.streams.current_id()
+        _, streams = running()
+        assert streams.home_id == streams.current_id()
     assert budget.summary().recomputed_bytes > 0
 
 

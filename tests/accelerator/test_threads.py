@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.same_bits.judge import DECISIONS, DEVICE, Scope, assert_same_bits, state_of
-from torchdelta import BudgetError, Config, MemoryBudget, _torch
+from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta._torch.modes import num_modes
 from torchdelta.runtime.current import current_session
 
 pytestmark = pytest.mark.accelerator
@@ -150,7 +151,7 @@ def test_an_error_in_a_node_leaves_nothing_on_any_thread(decisions: str) -> None
         with scope():
             for fails in (True, False, True, False):
                 hidden = model(torch.randn(8, 64))
-                hidden.register_hook(lambda _gradient: heights.append(_torch.num_modes()))
+                hidden.register_hook(lambda _gradient: heights.append(num_modes()))
                 with contextlib.suppress(KeyError):
                     (Fails.apply(hidden) if fails else hidden).pow(2).mean().backward()
                 hidden = None
@@ -182,7 +183,7 @@ def test_a_budget_error_in_backward_reaches_the_caller() -> None:
         model(torch.randn(8, 64)).sum().backward()
     assert budget.summary().peak_bytes <= 8 << 20
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert _torch.num_modes() == 0
+    assert num_modes() == 0
 
 
 @pytest.mark.usefixtures("device")

@@ -87,13 +87,13 @@ def test_training_with_late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     late = LateCopies()
     monkeypatch.setitem(ENGINES, DEVICE, late.open)
     threads: set[tuple[int, bool]] = set()
-    start = PinnedTier._start
+    start = PinnedTier.start_copy
 
     def noted_start(self: PinnedTier, slot: Any, storage: torch.UntypedStorage, *, is_read: bool) -> Any:
         threads.add((threading.get_ident(), is_read))
         return start(self, slot, storage, is_read=is_read)
 
-    monkeypatch.setattr(PinnedTier, "_start", noted_start)
+    monkeypatch.setattr(PinnedTier, "start_copy", noted_start)
 
     def step(scope: Scope) -> dict[str, Any]:
         model = nn.Sequential(
@@ -124,7 +124,7 @@ def test_a_side_stream_entered_by_two_threads(device: torch.device) -> None:
     found: list[int] = []
 
     def other() -> None:
-        with engine._current(engine._sides[Stream.OUT]):
+        with engine.on_side(Stream.OUT):
             inside.set()
             leave.wait()
         found.append(torch.accelerator.current_stream(device.index).stream_id)
@@ -132,7 +132,7 @@ def test_a_side_stream_entered_by_two_threads(device: torch.device) -> None:
     before = torch.accelerator.current_stream(device.index)
     torch.accelerator.set_stream(mine)
     thread = threading.Thread(target=other)
-    with engine._current(engine._sides[Stream.OUT]):
+    with engine.on_side(Stream.OUT):
         thread.start()
         inside.wait()
     found.append(torch.accelerator.current_stream(device.index).stream_id)

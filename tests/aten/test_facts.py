@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runtime.parts import scoped_library
 from torchdelta.aten.facts import Kind, OpFacts, facts_of
 from torchdelta.aten.recomputable import RECOMPUTABLE
 
@@ -96,7 +97,7 @@ def test_ops_that_are_never_replayed(op: Any) -> None:
 
 def test_only_aten_is_recomputable() -> None:
     """An op of another namespace is not trusted, whatever its name."""
-    with torch.library._scoped_library("torchdelta_opfacts", "DEF") as library:
+    with scoped_library("torchdelta_opfacts", "DEF") as library:
         library.define("mm(Tensor a, Tensor b) -> Tensor")
         assert not OpFacts(torch.ops.torchdelta_opfacts.mm.default).is_recomputable
     assert OpFacts(aten.mm.default).is_recomputable

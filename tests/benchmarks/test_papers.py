@@ -70,3 +70,13 @@ def test_autoswap_saves_something_without_waiting():
     """On AlexNet, the smallest of its models."""
     row = tables.autoswap("alexnet", find("t4"), 16)
     assert 0 < max(row["reduction"].values()) < 1
+
+
+def test_a_batch_is_also_held_against_gradient_accumulation():
+    """Whose optimizer steps once a batch, too: that plain is faster a sample, so the slowdown against it is larger."""
+    row = tables.batches(subjects.Case(model="alexnet", machine_name="t4"), "fast")
+    for entry in filter(None, row["largest"].values()):
+        assert entry["slowdown"] < entry["slowdown_accumulated"]
+    text = report(Outcome(), {"batches": [row]})
+    (first, *_) = filter(None, row["largest"].values())
+    assert f"@ {first['slowdown']:.2f} ({first['slowdown_accumulated']:.2f})" in text

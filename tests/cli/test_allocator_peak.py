@@ -88,5 +88,5 @@ def test_disagreement_with_known_storages_is_an_error():
         worker.join()
     known_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (seen, *hidden))
     assert meter.live_bytes == 1000
-    with pytest.raises(MeterError, match="1000 bytes to be alive, but the known storages are 2000 bytes"):
+    with pytest.raises(MeterError, match="counts 1000 live bytes, but the known storages have 2000 bytes"):
         meter.check_live(known_bytes)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from msgspec import structs
@@ -66,7 +67,7 @@ def folder(tmp_path, monkeypatch):
         damaged = {
             "cut": whole[:-30],
             "short": gzip.compress(b"".join(lines[:-2])),
-            "newer": gzip.compress(b"".join([lines[0].replace(b'"version":2', b'"version":9'), *lines[1:]])),
+            "newer": gzip.compress(b"".join([re.sub(rb'"version":\d', b'"version":9', lines[0], count=1), *lines[1:]])),
             "flipped": whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :],
             "text": b"".join(lines),
             "empty": b"",
@@ -112,13 +113,13 @@ CASES = {
     "no machine": (("simulate", "step.trace", "--machine", "abacus"), "unknown machine 'abacus'"),
     "a plan into a directory": (plan("step.trace", "-o", "directory"), "cannot write 'directory': it is a directory"),
     "a plan into nowhere": (plan("step.trace", "-o", "no/x.plan"), "there is no directory 'no'"),
-    "a plan into a device": (plan("step.trace", "-o", "/dev/null"), "cannot write '/dev/null': it is no file"),
+    "a plan into a device": (plan("step.trace", "-o", "/dev/null"), "cannot write '/dev/null': it is not a regular"),
     "a trace into a directory": (("trace", "bad_models:linear", "-o", "directory"), "it is a directory"),
     "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return (model, inputs)"),
     "a function that leaves": (fit("bad_models:leaving"), "bad_models:leaving cannot be called: SystemExit: 3"),
     "a function of one batch": (fit("bad_models:fixed"), "fixed gives the same step at batch sizes 2 and 4"),
     "a step without backward": (fit("bad_models:forward"), "the step of bad_models:forward ran no backward"),
-    "no batch": (fit("bad_models:linear", "--batch-size", "0"), "batch size 0 is no batch: use 1 or more"),
+    "no batch": (fit("bad_models:linear", "--batch-size", "0"), "batch size 0 is not allowed: use 1 or more"),
     "a plan for a smaller step": (
         ("simulate", "larger.trace", "step.plan"),
         "the budget of 424.80 MiB is passed by 99824436 bytes",
@@ -157,7 +158,7 @@ def test_one_clear_line(folder, case):
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
-@pytest.mark.parametrize("planner", ["torchdelta", "keep", "checkpoint", "exact"])
+@pytest.mark.parametrize("planner", ["torchdelta", "keep", "checkpoint"])
 def test_an_impossible_budget(folder, planner):
     """Exit code 78, who planned, and the least budget that was found."""
     line, code = refused(("plan", "step.trace", *ON, "--planner", planner, "--memory-budget", "1MiB", "-o", "x.plan"))

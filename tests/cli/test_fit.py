@@ -5,6 +5,8 @@ import json
 import pytest
 
 from tests.cli.inside import inside
+from torchdelta.machine.catalog import find
+from torchdelta.machine.model import reserve_bytes
 
 MODEL = """
 import torch
@@ -83,3 +85,23 @@ def test_a_function_that_cannot_be_used_is_one_line(function, said):
     assert len(done.stderr.strip().splitlines()) == 1
     assert said in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.usefixtures("_place")
+def test_the_reserve():
+    """By default tensors get the memory less a reserve, which is named; an option sets it."""
+    step = ("fit", "small_for_fit:model", *OPTIONS, "--batch-size", "16")
+    facts = json.loads(inside(*step, "--json").stdout)
+    t4 = find("t4")
+    assert facts["device_memory_bytes"] == t4.memory_bytes
+    assert facts["reserve_bytes"] == reserve_bytes(t4)
+    assert facts["budget_bytes"] + facts["reserve_bytes"] == t4.memory_bytes
+    assert "t4, 13.23 GiB of 14.75 GiB (1.52 GiB are left to context and allocator: --reserve): batch 16 fits" in (
+        inside(*step).stdout
+    )
+    facts = json.loads(inside(*step, "--json", "--reserve", "4GiB").stdout)
+    assert facts["budget_bytes"] == t4.memory_bytes - 4 * 2**30
+    assert json.loads(inside(*step, "--json", "--reserve", "0").stdout)["budget_bytes"] == t4.memory_bytes
+    both = inside(*step, "--reserve", "1GiB", "--memory-budget", "8GiB", code=2)
+    assert both.stderr == "torchdelta: --memory-budget is for tensors alone: --reserve has no meaning beside it\n"
+    assert "leaves nothing of the 14.75 GiB of t4" in inside(*step, "--reserve", "15GiB", code=2).stderr

@@ -5,15 +5,19 @@ import json
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.command import torchdelta as in_a_process
 from tests.cli.inside import inside as torchdelta
 from tests.planners.chains import MIB, chain
+from torchdelta.cli.step import say_if_compiling
 from torchdelta.machine.catalog import find
 from torchdelta.plan.file import read_plan
 from torchdelta.plan.validate import validate
+from torchdelta.planners import names
+from torchdelta.simulate import kernel
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.model import peak
 
@@ -104,6 +108,31 @@ def test_a_plan_over_the_end_of_the_step_goes_through_its_file(tmp_path):
         assert again[name] == facts[name]
 
 
+def test_what_a_swap_needs_stands_beside_it(trace):
+    """Pinned host memory of an accelerator, the disk of a CPU, and how long planning took."""
+    half = ("--planner", "swap-all", "--memory-budget", peak(STEP).size_bytes)
+    made = torchdelta("plan", trace, *ON, *half, "--json")
+    facts = json.loads(made.stdout)
+    assert facts["swaps_to"] == "host"
+    assert facts["host_peak_bytes"] > 0
+    assert facts["disk_peak_bytes"] == 0
+    assert 0 < facts["planning_s"] < 60
+    lines = torchdelta("plan", trace, *ON, *half).stdout.splitlines()
+    assert any(line.startswith("host memory  ") and line.endswith(" pinned, at most at once") for line in lines)
+    assert any(line.startswith("planning     ") and line.endswith(" s") for line in lines)
+
+    on_cpu = json.loads(torchdelta("plan", trace, "--machine", "cpu", *half, "--json").stdout)
+    assert on_cpu["swaps_to"] == "disk"
+    assert on_cpu["host_peak_bytes"] == 0
+    assert on_cpu["disk_peak_bytes"] == facts["host_peak_bytes"]
+    assert on_cpu["disk_written_bytes"] == on_cpu["swapped_out_bytes"] > 0
+    # 64 MiB in 8 ms would go through a memory's copy unseen; a disk has 43 ms to do with each.
+    assert on_cpu["overhead"] > 1
+    lines = torchdelta("plan", trace, "--machine", "cpu", *half).stdout.splitlines()
+    assert any(line.startswith("disk         ") for line in lines)
+    assert not any(line.startswith("host memory") for line in lines)
+
+
 def test_text_says_the_same_for_people(trace):
     """A share of the machine's memory is a budget, too; a step that fits is left alone."""
     lines = torchdelta("plan", trace, "--memory-budget", "80%", *KNAPSACK).stdout.splitlines()
@@ -174,7 +203,7 @@ def test_an_empty_trace_is_refused(tmp_path):
         (("--machine", "a100-800g", "--memory-budget", "1GiB"), "unknown machine 'a100-800g'", 1),
         ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "the nearest is 'delta-202", 1),
         ((*ON, "--effort", "most", "--memory-budget", "1GiB"), "unknown effort 'most'", 2),
-        ((*KNAPSACK, "--memory-budget", "1.5"), "two readings", 2),
+        ((*KNAPSACK, "--memory-budget", "1.5"), "is ambiguous", 2),
         ((*KNAPSACK, "--memory-budget", "8 potatoes"), "potatoes", 2),
     ],
 )
@@ -197,3 +226,40 @@ def test_files_that_are_not_there_or_something_else_are_one_line(trace, tmp_path
     done = torchdelta("simulate", trace, path, code=1)
     assert "belongs to another trace" in done.stderr.splitlines()[-1]
     assert "machine is needed" in torchdelta("simulate", trace, code=2).stderr
+
+
+def test_planners_are_listed():
+    """Without a trace, a budget or a machine, for `plan` and for `fit`."""
+    for command in ("plan", "fit"):
+        assert torchdelta(command, "--planner", "list").stdout.split() == list(names())
+
+
+def test_times_without_launches_are_marked(tmp_path):
+    """Where launches would add a tenth or more, on a machine that does not price them."""
+    for milliseconds, is_marked in ((1e-3, True), (1.0, False)):
+        path = tmp_path / "step.trace"
+        step = chain([(64 * MIB, 8e-3 * milliseconds, 2e-3 * milliseconds)] * 6)
+        write_trace(step, path)
+        done = torchdelta("simulate", path, *ON)
+        assert ("launches are left out of these times" in done.stdout) == is_marked
+        facts = json.loads(torchdelta("simulate", path, *ON, "--json").stdout)
+        num_timed = sum(op.time_s > 0 for op in step.ops)
+        assert facts["launches_left_out_s"] == pytest.approx(5e-6 * num_timed if is_marked else 0)
+
+
+def test_the_first_plan_says_that_it_compiles(monkeypatch, tmp_path, capsys):
+    """Once on a machine: where compiled code lies, nothing is said."""
+    monkeypatch.setattr(kernel, "evaluate", SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path))))
+    say_if_compiling()
+    assert capsys.readouterr().err == "torchdelta: compiling, once on this machine: about half a minute more\n"
+    (tmp_path / "kernel.measure-93.py311.nbi").touch()
+    say_if_compiling()
+    assert capsys.readouterr().err == ""
+
+
+def test_compiled_code_is_kept_where_it_is_looked_for(trace):
+    """After a plan there is something to be found, so that the next process is told nothing."""
+    torchdelta("plan", trace, "--memory-budget", "80%", *KNAPSACK)
+    assert list(pathlib.Path(kernel.evaluate.stats.cache_path).glob("kernel.*.nbi"))
+    again = in_a_process("plan", trace, "--memory-budget", "80%", *KNAPSACK)
+    assert "compiling" not in again.stderr

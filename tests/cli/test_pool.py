@@ -81,7 +81,7 @@ def test_a_capacity_of_thousands_of_digits_is_one_line(tmp_path):
     path = tmp_path / "lives.csv"
     path.write_text(EXAMPLE, encoding="utf-8")
     done = torchdelta("pool", path, "--capacity", "9" * 5000, code=2)
-    assert "is no size" in done.stderr
+    assert "is not a size" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

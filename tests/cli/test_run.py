@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.cli.command import torchdelta
+from tests.cli.inside import inside
 
 BUDGET = ("--memory-budget", "1GiB")
 SHOW = """\
@@ -53,8 +54,8 @@ def python(*arguments, cwd):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
-        ["--lr", "3", "-x", "--json", "--help"],
+        pytest.param([], marks=pytest.mark.rest),
+        pytest.param(["--lr", "3", "-x", "--json", "--help"], marks=pytest.mark.rest),
         ["a b", "", "--", "--memory-budget", "2GiB", "-m", "--"],
     ],
 )
@@ -75,6 +76,7 @@ def test_a_module_runs_as_with_python_m(script, tmp_path):
     assert json.loads(inside.stdout)["argv"][1:] == arguments
 
 
+@pytest.mark.rest
 def test_a_directory_with_a_main_runs(tmp_path):
     """As with Python, a directory (or zip file) is run by its `__main__.py`, which imports from it."""
     (tmp_path / "job").mkdir()
@@ -83,12 +85,14 @@ def test_a_directory_with_a_main_runs(tmp_path):
     assert torchdelta("run", *BUDGET, "job", "-x", cwd=tmp_path).stdout == "__main__ 8 ['-x']\n"
 
 
+@pytest.mark.rest
 def test_what_the_script_leaves_for_the_end_still_runs(script):
     """Functions registered with atexit find the script's globals and its `__main__`, after the summary."""
     path = script("import atexit, __main__\nvalue = 3\natexit.register(lambda: print(value, __main__.value))\n")
     assert torchdelta("run", *BUDGET, path).stdout == "3 3\n"
 
 
+@pytest.mark.rest
 def test_the_script_is_the_main_module(script):
     """Classes of the script pickle, as they do in plain Python."""
     path = script("import pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(A())).__class__.__module__)\n")
@@ -99,10 +103,10 @@ def test_the_script_is_the_main_module(script):
     ("text", "code", "message"),
     [
         ("import sys; sys.exit(3)", 3, ""),
-        ("import sys; sys.exit()", 0, ""),
-        ("import sys; sys.exit('no data')", 1, "no data\n"),
-        ("raise SystemExit(255)", 255, ""),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        pytest.param("import sys; sys.exit()", 0, "", marks=pytest.mark.rest),
+        pytest.param("import sys; sys.exit('no data')", 1, "no data\n", marks=pytest.mark.rest),
+        pytest.param("raise SystemExit(255)", 255, "", marks=pytest.mark.rest),
+        pytest.param("raise KeyboardInterrupt", 130, "KeyboardInterrupt", marks=pytest.mark.rest),
     ],
 )
 def test_the_exit_code_is_the_scripts(script, text, code, message):
@@ -112,6 +116,7 @@ def test_the_exit_code_is_the_scripts(script, text, code, message):
     assert ("Traceback" in done.stderr) == (message == "KeyboardInterrupt")
 
 
+@pytest.mark.rest
 def test_a_traceback_is_the_scripts_own(script, tmp_path):
     """An uncaught exception shows what plain Python shows, without a frame of torchdelta, and exits with 1."""
     script("def fail():\n    return {}['key']\n\nfail()\n")
@@ -125,6 +130,7 @@ def test_a_traceback_is_the_scripts_own(script, tmp_path):
     assert "torchdelta/cli" not in inside.stderr
 
 
+@pytest.mark.rest
 def test_a_syntax_error_is_shown(script):
     """A script that cannot be compiled exits with 1 and names its line."""
     done = torchdelta("run", *BUDGET, script("x = = 1\n"), code=1)
@@ -132,6 +138,7 @@ def test_a_syntax_error_is_shown(script):
     assert "x = = 1" in done.stderr
 
 
+@pytest.mark.rest
 def test_the_scripts_own_excepthook_is_called(script):
     """A script that reports its errors in its own way still does."""
     path = script("import sys\nsys.excepthook = lambda kind, error, frames: print('hook', kind.__name__)\n1 / 0\n")
@@ -147,7 +154,7 @@ def test_an_impossible_budget_is_one_line_and_its_own_code(script):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--arena",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--arena",), marks=pytest.mark.rest)])
 def test_a_training_script_gives_the_same_bits_and_a_summary(script, tmp_path, options):
     """An unchanged training loop prints the same losses; the summary goes to stderr and into a file."""
     path = script(TRAIN)
@@ -160,6 +167,7 @@ def test_a_training_script_gives_the_same_bits_and_a_summary(script, tmp_path, o
     assert len(summary["steps"]) == 3
 
 
+@pytest.mark.rest
 def test_the_summary_is_for_people_without_json(script):
     """A table on stderr, and nothing of ours on stdout."""
     done = torchdelta("run", *BUDGET, script("print('only this')"))
@@ -167,6 +175,7 @@ def test_the_summary_is_for_people_without_json(script):
     assert done.stderr.startswith("torchdelta:\n")
 
 
+@pytest.mark.rest
 def test_the_budget_can_come_from_the_environment(script):
     """TORCHDELTA_MEMORY_BUDGET stands in for the option, which wins over it."""
     path = script("pass")
@@ -176,16 +185,38 @@ def test_the_budget_can_come_from_the_environment(script):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory-budget", "0.8"], "torchdelta: budget 0.8 is ambiguous"),
+        (["--memory-budget", "much"], "torchdelta: budget 'much' is not a size"),
+        ([*BUDGET, "--policy", "belady"], "torchdelta: policy='belady' is not allowed: use 'torchdelta'"),
+        ([*BUDGET, "--tier", "tape"], "torchdelta: tier='tape' is not allowed: use 'disk', 'memory'"),
+        ([*BUDGET, "--swap-dir", "/nonexistent"], "torchdelta: swap_dir='/nonexistent' is not a directory"),
+        ([*BUDGET, "--disk-budget", "50%"], "torchdelta: disk_budget '50%'"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_code_2(script, monkeypatch, options, message):
+    """A value that cannot be is named before the script has begun."""
+    monkeypatch.delenv("TORCHDELTA_LOG_LEVEL", raising=False)
+    done = inside("run", *options, script("print('began')"), code=2)
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
     ("options", "env", "message"),
     [
-        (["--memory-budget", "0.8"], {}, "torchdelta: budget 0.8 has two readings"),
-        (["--memory-budget", "much"], {}, "torchdelta: budget 'much' is no size"),
-        ([*BUDGET, "--policy", "belady"], {}, "torchdelta: policy='belady' is not allowed: use 'torchdelta'"),
-        ([*BUDGET, "--tier", "tape"], {}, "torchdelta: tier='tape' is not allowed: use 'disk', 'memory'"),
-        ([*BUDGET, "--swap-dir", "/nonexistent"], {}, "torchdelta: swap_dir='/nonexistent' is no directory"),
-        ([*BUDGET, "--disk-budget", "50%"], {}, "torchdelta: disk_budget '50%'"),
-        (BUDGET, {"TORCHDELTA_LOG_LEVEL": "LOUD"}, "torchdelta: TORCHDELTA_LOG_LEVEL='LOUD' is not allowed"),
-        ([], {}, "Missing option '--memory-budget'"),
+        pytest.param(
+            ["--memory-budget", "much"], {}, "torchdelta: budget 'much' is not a size", marks=pytest.mark.rest
+        ),
+        pytest.param(
+            BUDGET,
+            {"TORCHDELTA_LOG_LEVEL": "LOUD"},
+            "torchdelta: TORCHDELTA_LOG_LEVEL='LOUD' is not allowed",
+            marks=pytest.mark.rest,
+        ),
+        pytest.param([], {}, "Missing option '--memory-budget'", marks=pytest.mark.rest),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(script, options, env, message):
@@ -196,12 +227,14 @@ def test_wrong_usage_is_one_line_and_code_2(script, options, env, message):
     assert done.stdout == ""
 
 
+@pytest.mark.rest
 def test_a_missing_script_or_module_is_named():
     """As with Python itself: 2 for a script, 1 for a module."""
     assert "no script 'nowhere.py'" in torchdelta("run", *BUDGET, "nowhere.py", code=2).stderr
     assert "No module named nowhere" in torchdelta("run", *BUDGET, "-m", "nowhere", code=1).stderr
 
 
+@pytest.mark.rest
 def test_a_directory_without_a_main_is_one_line(tmp_path):
     """Python's own words, and no traceback of ours."""
     done = torchdelta("run", *BUDGET, tmp_path, code=1)
@@ -209,6 +242,7 @@ def test_a_directory_without_a_main_is_one_line(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.rest
 def test_composes_with_torchrun(script, tmp_path):
     """Two ranks, each inside its own budget, with its own summary."""
     path = script("import os\nprint('rank', os.environ['RANK'], flush=True)\n")

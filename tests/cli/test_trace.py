@@ -15,6 +15,7 @@ from tests.cli.command import torchdelta
 from tests.trace.imports.logs import played
 from tests.trace.strategies import example
 from torchdelta.cli.app import make_app
+from torchdelta.cli.trace import _default_output
 from torchdelta.trace.file import read_trace
 from torchdelta.trace.model import counts
 
@@ -123,6 +124,7 @@ def test_bad_input_from_a_shell(folder):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.rest
 def test_gpt2_xl_takes_little_memory(tmp_path):
     """1.5 billion parameters are traced in less than 2 GiB of memory."""
     code = (
@@ -138,3 +140,26 @@ def test_gpt2_xl_takes_little_memory(tmp_path):
     facts, peak_kib = done.stdout.splitlines()
     assert json.loads(facts)["parameter_bytes"] > 5.8 * 2**30
     assert int(peak_kib) * 1024 < 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("models:linear", "linear.trace"),
+        ("train.py:make.model", "make.model.trace"),
+        ("logs/run.jsonl.gz", "run.trace"),
+        ("/logs/snapshot.pickle", "snapshot.trace"),
+    ],
+)
+def test_the_name_of_the_file_has_a_default(given, name):
+    """The function's, or that of the log without its suffixes; in the current directory."""
+    assert _default_output(given) == Path(name)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_trace_without_a_name_is_written():
+    """And its name is told."""
+    done = CliRunner().invoke(make_app(), ["trace", "models:linear", "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["path"] == "linear.trace"
+    assert read_trace("linear.trace").ops

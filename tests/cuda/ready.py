@@ -1,4 +1,4 @@
-"""Says whether the tests for CUDA can run here, and which: `python tests/cuda/ready.py` prints paths for pytest.
+"""Reports whether the tests for CUDA can run here, and which: `python tests/cuda/ready.py` prints paths for pytest.
 
 The machine that has the GPU may have no network, and other packages than the pinned ones. What is missing is said in
 one line each, and the exit code is 1 where nothing can run.

@@ -80,7 +80,7 @@ def test_compiled_parts(mode: str) -> None:
     pytest.importorskip("triton")
 
     def train(scope: Scope) -> Any:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         seed_everything()
         first, block, last = (
             nn.Linear(64, 64),

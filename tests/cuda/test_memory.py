@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
+from torch.cuda import _sleep as sleep
 
 from benchmarks.gpu import overlap
 from tests.same_bits.judge import bits_of
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.runtime.current import current_session
-from torchdelta.runtime.device_counter import DeviceCounter
+from torchdelta.runtime.device.counter import DeviceCounter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ def test_the_counter_says_what_torch_says() -> None:
     x = torch.ones(8 << 20)
     peak_bytes = torch.cuda.max_memory_allocated()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        sleep(200_000_000)
         x.record_stream(side)
     before_bytes = counter.live_bytes()
     del x
@@ -61,13 +62,13 @@ def test_workspaces_that_stay_are_counted() -> None:
         x = torch.randn(512, 512, requires_grad=True)
         for _ in range(3):
             (x @ x).sum().backward()
-        session.ledger.ask_counter(fresh=True)
-        total_bytes = session.ledger.total_bytes
+        session.ledger.usage.ask_counter(fresh=True)
+        total_bytes = session.ledger.usage.total_bytes
         assert total_bytes == torch.cuda.memory_stats(DEVICE)["active_bytes.all.current"]
-        need = session.recorder.predictor.need(
+        need = session.recorder.needs.need(
             torch.ops.aten.mm.default._torchdelta_facts, torch.ops.aten.mm.default, (x, x), None
         )
-        assert need.inside_bytes < 4 << 20
+        assert need.workspace_bytes < 4 << 20
 
 
 @pytest.mark.usefixtures("_small_device")

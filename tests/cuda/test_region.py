@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchdelta import Config, MemoryBudget
+from torchdelta.arena.region import Region
 from torchdelta.runtime.current import current_session
-from torchdelta.runtime.region import Region
 
 pytestmark = pytest.mark.cuda
 
@@ -28,7 +28,7 @@ def _train(config: Config) -> tuple[list[torch.Tensor], int]:
         session = current_session()
         assert session is not None
         if isinstance(session.placing, Region):
-            assert session.placing._pool is not None
+            assert session.placing.pool is not None
             torch.cuda.reset_accumulated_memory_stats()
             model(torch.randn(16384, 512)).square().mean().backward()
             num_segments = torch.cuda.memory_stats()["segment.large_pool.allocated"]

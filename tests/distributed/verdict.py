@@ -79,19 +79,19 @@ def assert_good(answers: list[dict[str, Any]], kind: str) -> None:
 
 def replayed(rank: int, build: Callable[..., Step], *arguments: Any) -> list[str]:
     """Return the names of all ops that a step replays when everything that can be is recomputed."""
-    from torchdelta.runtime import rematerialize
+    from torchdelta.runtime.memory import replay
 
     del rank
     names: list[str] = []
-    original = rematerialize.run_again
+    original = replay.replay_op
 
     def noted(entry: Any, args: Any, kwargs: Any) -> Any:
         names.append(entry.facts.name)
         return original(entry, args, kwargs)
 
-    rematerialize.run_again = noted
+    replay.replay_op = noted
     try:
         run(build(*arguments), _scope([], UNLIMITED, "recompute"))
     finally:
-        rematerialize.run_again = original
+        replay.replay_op = original
     return names

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from tests.same_bits.judge import Bits, bits_of, rng_states, seed_everything
-from torchdelta import Config, MemoryBudget, _torch
+from torchdelta import Config, MemoryBudget
+from torchdelta._torch.modes import num_modes
 from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def run(fault: Fault, scope: Scope = contextlib.nullcontext, *, num_steps: int =
                 if session is not None:
                     levels.append(level(session))
             peak_bytes = budget.summary().peak_bytes if session is not None else 0
-            tier = session.residency.opened_tier if session is not None else None
+            tier = session.room.transfers.opened_tier if session is not None else None
     finally:
         gc.enable()
     observed = dict(model.state_dict())
@@ -183,16 +184,15 @@ def run(fault: Fault, scope: Scope = contextlib.nullcontext, *, num_steps: int =
 def level(session: Session) -> Level:
     """Count."""
     torch.zeros(1)  # an op: whatever was put off to a safe moment happens now
-    residency = session.residency
-    tier = residency.opened_tier
+    tier = session.room.transfers.opened_tier
     if tier is not None:
         tier.drain()
     return Level(
-        live_bytes=session.ledger.live_bytes,
-        num_handles=session.num_handles,
+        live_bytes=session.ledger.usage.live_bytes,
+        num_handles=session.ledger.num_handles,
         num_held=len(session.ledger.held),
         tier_bytes=tier.used_bytes if tier is not None else 0,
-        num_modes=_torch.num_modes(),
+        num_modes=num_modes(),
         num_threads=threading.active_count(),
     )
 
@@ -220,7 +220,7 @@ def base_bytes() -> int:
     with MemoryBudget(UNLIMITED):
         session = current_session()
         assert session is not None
-        return session.ledger.total_bytes
+        return session.ledger.usage.total_bytes
 
 
 @functools.cache

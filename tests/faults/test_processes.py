@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.faults.programs import WIDTH, Loop, complaints, forced, no_fault, run
-from torchdelta import _torch
-from torchdelta.runtime import faults
+from tests.faults.switches import disabled
+from tests.sampling import keep
+from torchdelta._torch.modes import num_modes
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.tiers import scratch
 from torchdelta.runtime.tiers.disk import DiskTier
@@ -62,7 +63,7 @@ class Worker(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         x = torch.full((WIDTH, WIDTH), float(index)).sin_().add(1)
-        on = (current_session() is not None) + _torch.num_modes()
+        on = (current_session() is not None) + num_modes()
         on += any(_target(link).startswith(str(self.swap_dir)) for link in Path("/proc/self/fd").iterdir())
         return x, on
 
@@ -108,7 +109,7 @@ def test_workers_know_nothing_of_the_budget(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_control_without_the_handling_workers_run_inside_the_budget(tmp_path: Path) -> None:
     """The negative control: the scope is on in the workers."""
-    with faults.disabled("fork"):
+    with disabled("fork"):
         _, num_on, _ = train_with_workers(forced("swap", tmp_path), tmp_path)
     assert num_on > 0
 
@@ -152,6 +153,7 @@ print(hashlib.sha256(repr(sorted(ours.observed.items())).encode()).hexdigest(), 
 """
 
 
+@pytest.mark.rest
 def test_two_processes_share_a_swap_directory(tmp_path: Path) -> None:
     """Each has a file of its own: both train as if they were alone."""
     alone = output(script(TRAINS.replace('forced("swap", sys.argv[1])', ""), tmp_path))
@@ -186,8 +188,8 @@ def test_a_second_tier_in_the_directory_is_not_met(tmp_path: Path) -> None:
 
 def test_control_with_one_file_for_both_bits_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a file with a name is shared, and spoilt."""
-    monkeypatch.setattr(scratch, "_open_nameless", lambda path: os.open(path / "one", os.O_RDWR | os.O_CREAT))
-    monkeypatch.setattr(scratch, "_probe", lambda *_: (1e9, 1e9))
+    monkeypatch.setattr(scratch, "open_nameless", lambda path: os.open(path / "one", os.O_RDWR | os.O_CREAT))
+    monkeypatch.setattr(scratch, "probe", lambda *_: (1e9, 1e9))
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
     assert complaints(run(second_tier), run(second_tier, forced("swap", tmp_path))) != []
 
@@ -220,17 +222,19 @@ def kill_at_random(code: str, directory: Path, num_kills: int) -> list[str]:
     return left
 
 
-def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", keep([1, 3], [1]))
+def test_a_killed_process_leaves_no_file(tmp_path: Path, num_kills: int) -> None:
     """SIGKILL while steps swap: the file never had a name."""
-    assert kill_at_random(KILLED, tmp_path, 3) == []
+    assert kill_at_random(KILLED, tmp_path, num_kills) == []
 
 
+@pytest.mark.rest
 def test_control_a_named_file_stays_behind(tmp_path: Path) -> None:
     """The negative control: what has a name outlives its process."""
     code = KILLED.replace(
         "prepare = None",
         "import tempfile; from torchdelta.runtime.tiers import scratch; "
-        "scratch._open_nameless = lambda directory: tempfile.mkstemp(dir=directory)[0]; "
+        "scratch.open_nameless = lambda directory: tempfile.mkstemp(dir=directory)[0]; "
         'run(no_fault, forced("swap", sys.argv[1]))',
     )
     assert kill_at_random(code, tmp_path, 1) != []
@@ -245,6 +249,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return output(script(TRAINS.replace('forced("swap", sys.argv[1])', ""), tmp_path_factory.mktemp("unused")))
 
 
+@pytest.mark.rest
 def test_a_full_file_system_is_another_way(alone: str, tmp_path: Path) -> None:
     """A tmpfs of 64 KiB, in a mount namespace of the test's own: what does not fit is recomputed."""
     mount = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
@@ -254,6 +259,7 @@ def test_a_full_file_system_is_another_way(alone: str, tmp_path: Path) -> None:
     assert output(script(TRAINS, tmp_path, prefix=prefix)) == alone
 
 
+@pytest.mark.rest
 def test_a_limit_on_the_size_of_files_is_another_way(alone: str, tmp_path: Path) -> None:
     """RLIMIT_FSIZE: the same."""
     limited = TRAINS.replace(
@@ -262,12 +268,13 @@ def test_a_limit_on_the_size_of_files_is_another_way(alone: str, tmp_path: Path)
     assert output(script(limited, tmp_path)) == alone
 
 
+@pytest.mark.rest
 def test_control_without_the_handling_a_full_file_system_is_fatal(alone: str, tmp_path: Path) -> None:
     """The negative control: every step ends in the tier's error."""
     unhandled = TRAINS.replace(
         "shared = None",
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
-        "from torchdelta.runtime import faults; faults._disabled.add('tier-full')",
+        "import pytest; from tests.faults.switches import switch_off; switch_off('tier-full', pytest.MonkeyPatch())",
     )
     printed = output(script(unhandled, tmp_path))
     assert printed != alone

@@ -8,8 +8,8 @@
 | raised in the optimizer | the next forward ends its step | `..._failed_optimizer...` | stuck |
 | backward never called, graphs kept, out of order | handles count per buffer | `..._graphs_...` | `release` |
 | garbage collector off | no cycles hold storages; all of the above run with it off | all | a cycle |
-| out of memory inside an op | runtime/retry.py | tests/runtime/test_retry.py | `oom-retry` |
-| cycles that hold tensors | runtime/garbage.py | tests/runtime/test_garbage.py | `garbage` |
+| out of memory inside an op | runtime/memory/retry.py | tests/runtime/memory/test_retry.py | `oom-retry` |
+| cycles that hold tensors | runtime/memory/garbage.py | tests/runtime/memory/test_garbage.py | `garbage` |
 | threads that train at the same time | the session is the thread's own | `..._threads_...` | one for all |
 | processes, forks, kills, disks | | test_processes.py, test_disk.py | there |
 """
@@ -42,10 +42,13 @@ from tests.faults.programs import (
     run,
     unequal,
 )
+from tests.faults.switches import disabled
 from tests.same_bits.judge import Bits, bits_of, seed_everything
 from torchdelta import MemoryBudget
-from torchdelta.runtime import current, faults, rematerialize, session
-from torchdelta.runtime.steps import StepTracker
+from torchdelta.runtime import current, patches, session
+from torchdelta.runtime.memory import replay
+from torchdelta.runtime.session import Session
+from torchdelta.runtime.state.steps import StepTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,7 +96,7 @@ def test_a_fault_in_a_step(place: str, kind: str, condition: str, tmp_path: Path
 @pytest.mark.parametrize("place", PLACES)
 def test_control_without_the_release_memory_stays(place: str, tmp_path: Path) -> None:
     """The negative control: handles that nobody counts out keep what they held."""
-    with faults.disabled("release"):
+    with disabled("release"):
         ours = run(striking(place, strike_with("error")), CONDITIONS["swap"](tmp_path))
     assert any("num_handles" in complaint for complaint in complaints(plain_with(place, "error"), ours))
 
@@ -101,7 +104,7 @@ def test_control_without_the_release_memory_stays(place: str, tmp_path: Path) ->
 @contextlib.contextmanager
 def replay_fails(kind: str, seen: list[str]) -> Iterator[None]:
     """Raise in the middle of the second op that is recomputed."""
-    original = rematerialize.run_again
+    original = replay.replay_op
 
     def failing(entry: Any, args: Any, kwargs: Any) -> Any:
         seen.append(entry.facts.name)
@@ -110,7 +113,7 @@ def replay_fails(kind: str, seen: list[str]) -> Iterator[None]:
         return original(entry, args, kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rematerialize, "run_again", failing)
+        patch.setattr(replay, "replay_op", failing)
         yield
 
 
@@ -154,7 +157,7 @@ def test_a_replay_that_failed_can_be_tried_again(kind: str) -> None:
 def test_control_without_the_handling_sources_stay_locked() -> None:
     """The negative control: what a failed replay counted on can never leave again."""
     taken: list[Any] = []
-    original = rematerialize.Rematerializer._plan
+    original = replay.Replayer.plan
 
     def plan(self: Any, target: Any, locked: list[Any]) -> Any:
         found = original(self, target, locked)
@@ -168,7 +171,7 @@ def test_control_without_the_handling_sources_stay_locked() -> None:
         model, _, _ = build()
         with pytest.MonkeyPatch.context() as patch, forced("recompute")():
             if not handled:
-                patch.setattr(rematerialize.Rematerializer, "_plan", plan)
+                patch.setattr(replay.Replayer, "plan", plan)
             loss = model(torch.randn(BATCH, WIDTH)).square().mean()
             with replay_fails("error", []), pytest.raises(InjectedError):
                 loss.backward(retain_graph=True)
@@ -252,7 +255,7 @@ def test_graphs_may_live_and_die_in_any_order(condition: str, tmp_path: Path) ->
 
 def test_control_without_the_release_graphs_are_never_gone(tmp_path: Path) -> None:
     """The negative control: what a dead graph saved stays on the tier."""
-    with faults.disabled("release"):
+    with disabled("release"):
         _, levels = graphs_in_disorder(CONDITIONS["swap"](tmp_path)())
     assert levels[0].num_handles > 0
     assert levels[0].tier_bytes > 0
@@ -348,6 +351,20 @@ def test_threads_train_at_the_same_time(tmp_path: Path) -> None:
 
 def test_control_one_session_for_all_threads_is_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: where the session is not the thread's own, a second thread cannot open one."""
-    monkeypatch.setattr(current, "_local", SimpleNamespace())
+    started: list[Session] = []
+    start = Session.start
+
+    def noted_start(self: Session) -> None:
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(current, "of_thread", SimpleNamespace())
+    monkeypatch.setattr(Session, "start", noted_start)
     reports = train_in_threads([CONDITIONS["recompute"](tmp_path), CONDITIONS["swap"](tmp_path)])
+    for lost in started:  # a session that another thread has replaced cannot stop by itself
+        if not lost.ledger.is_closing:
+            current.set_current_session(lost)
+            lost.stop()
     assert any(isinstance(report, BaseException) for report in reports)
+    assert patches.num_sessions() == 0
+    assert "resize_" not in vars(torch.UntypedStorage)

@@ -54,3 +54,18 @@ def test_an_unknown_machine_names_the_nearest():
     assert all(name in str(caught.value) for name in CATALOG)
     with pytest.raises(MachineError, match="there is none like it"):
         find("abacus")
+
+
+@pytest.mark.parametrize("name", names())
+def test_where_swaps_go(name):
+    """An accelerator has a host with a memory of its own; a CPU swaps to its disk, slower than its memory by far."""
+    machine = find(name)
+    if name == "cpu":
+        assert machine.swaps_to == "disk"
+        assert machine.host_out_bytes_per_s < machine.memory_bytes_per_s / 10
+        assert machine.disk_write_bytes_per_s == 0
+    else:
+        assert machine.swaps_to == "host"
+        assert machine.host_memory_bytes is not None
+        assert machine.host_memory_bytes >= machine.memory_bytes
+        assert machine.sources["host_memory_bytes"]

@@ -1,11 +1,18 @@
 """What must hold of a machine."""
 
+import csv
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from torchdelta.errors import MachineError
 from torchdelta.machine.catalog import find
-from torchdelta.machine.model import Machine, validate_machine
+from torchdelta.machine.model import Machine, reserve_bytes, validate_machine
+
+PUBLISHED = Path("../shared/data/gpu/published.csv")
+"""What others published of their runs; may be absent."""
 
 
 @pytest.mark.parametrize(
@@ -36,3 +43,22 @@ def test_a_machine_survives_its_file_form():
     assert msgspec.json.decode(text, type=Machine) == machine
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text[:-1] + b',"speed":1}', type=Machine)
+
+
+@pytest.mark.skipif(not PUBLISHED.is_file(), reason="the published cases are not here")
+def test_the_reserve_separates_what_ran():
+    """Published batches of an RTX 3090 that ran fit beside the reserve, the next larger ones do not, but for one."""
+    rtx3090 = find("rtx3090")
+    budget_gib = (rtx3090.memory_bytes - reserve_bytes(rtx3090)) / 2**30
+    with PUBLISHED.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["quantity"] == "largest_batch_of_ladder_that_ran"]
+    ran = [float(row["predicted"]) for row in rows]
+    failed = [float(found[1]) for row in rows if (found := re.search(r"out of memory: ([0-9.]+) GiB", row["note"]))]
+    assert (len(ran), len(failed)) == (62, 49)
+
+    def num_wrong(limit_gib: float) -> int:
+        return sum(peak > limit_gib for peak in ran) + sum(peak <= limit_gib for peak in failed)
+
+    assert budget_gib == pytest.approx(21.6, abs=0.01)
+    assert num_wrong(budget_gib) == 1
+    assert num_wrong(rtx3090.memory_bytes / 2**30) == 15

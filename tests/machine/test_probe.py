@@ -1,5 +1,6 @@
 """The probe measures something that can be, keeps it, and finds it again."""
 
+import datetime as dt
 import json
 import os
 
@@ -8,13 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.trace.strategies import example
 from torchdelta.cli.app import make_app
 from torchdelta.errors import MachineError
-from torchdelta.machine.cache import CachedMachine, cache_directory, read_cached, write_cached
+from torchdelta.machine.cache import CachedMachine, cache_directory, circumstances, read_cached, write_cached
 from torchdelta.machine.catalog import find
 from torchdelta.machine.disk import disk_rates
 from torchdelta.machine.model import validate_machine
-from torchdelta.machine.probe import probe
+from torchdelta.machine.probe import _Cpu, probe
+from torchdelta.machine.roofline import price
+from torchdelta.trace.file import write_trace
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +33,14 @@ def test_this_machine(tmp_path):
     machine = probe("cpu", directory=tmp_path, quick=True)
     validate_machine(machine)
     assert set(machine.flops_per_s) == {"float32", "bfloat16", "float16"}
-    assert machine.flops_per_s["float32"] > 1e8
-    assert machine.memory_bytes_per_s > 1e8
-    assert machine.disk_write_bytes_per_s > 0
-    assert "measured" in machine.sources["disk_read_bytes_per_s"]
+    assert machine.flops_per_s["float32"] > 1e6  # beside other work
+    assert machine.memory_bytes_per_s > 1e6
+    # The host's memory is the device's: the tier is the disk.
+    assert machine.swaps_to == "disk"
+    assert machine.host_out_bytes_per_s > 0
+    assert machine.host_memory_bytes
+    assert machine.disk_write_bytes_per_s == 0
+    assert "measured" in machine.sources["host_in_bytes_per_s"]
     assert torch.get_num_threads() == threads
     assert not list(tmp_path.iterdir())
 
@@ -58,9 +66,11 @@ def test_the_command_measures_once(tmp_path):
     assert machine["name"] == "local-cpu"
     assert read_cached("cpu") is None
     machine.pop("measured_at")
+    assert machine.pop("load") >= 0
     kept = CachedMachine(
         torch_version=str(torch.__version__),
         measured_at="2026-01-01T00:00:00+00:00",
+        load=0.25,
         machine=msgspec.convert(machine | {"description": "kept"}, type=type(find("cpu"))),
     )
     assert write_cached("cpu", kept).parent == cache_directory()
@@ -68,7 +78,8 @@ def test_the_command_measures_once(tmp_path):
     again = runner.invoke(app, ["probe", "--device", "cpu", "--json"])
     assert json.loads(again.stdout)["description"] == "kept"
     text = runner.invoke(app, ["probe", "--device", "cpu"]).stdout
-    assert "kept, measured 2026-01-01" in text
+    assert "kept, measured " in text
+    assert " days ago, at a load of 0.25 a core (2026-01-01T00:00:00+00:00)" in text
     assert "GB/s" in text
     failed = runner.invoke(app, ["probe", "--device", "tpu"])
     assert failed.exit_code == 1
@@ -103,3 +114,64 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(MachineError, match="cannot keep the measured machine"):
         write_cached("cpu", kept)
     monkeypatch.undo()
+
+
+def test_the_best_round_counts(monkeypatch):
+    """Work of others in most of the rounds changes nothing."""
+    cpu = _Cpu(quick=True)
+    rounds_s = iter([1.0, 7.0, 9.0, 2.0, 8.0, 7.0])
+    monkeypatch.setattr(cpu, "time_round", lambda _run, num_runs: next(rounds_s) * num_runs)
+    assert cpu.seconds_of(lambda: None) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("flops_per_s", {"float32": 1e8}), ("memory_bytes_per_s", 1e6), ("host_out_bytes_per_s", 1e5)],
+)
+def test_what_cannot_be_right_is_refused_and_not_kept(monkeypatch, tmp_path, field, value):
+    """A busy machine measured 0.0001 TFLOP/s, and kept it."""
+    measured = msgspec.structs.replace(find("cpu"), **{field: value})
+    monkeypatch.setattr(_Cpu, "machine", lambda *_: measured)
+    with pytest.raises(MachineError, match=rf"{field} was measured as 1e\+.., which is implausible: below .* is idle"):
+        probe("cpu")
+    done = CliRunner().invoke(make_app(), ["probe", "--device", "cpu", "--disk", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "which is implausible" in done.stderr
+    assert read_cached("cpu") is None
+
+
+def test_without_a_disk_nothing_can_be_swapped():
+    """A copy within the memory frees nothing."""
+    machine = probe("cpu", quick=True)
+    assert (machine.swaps_to, machine.host_memory_bytes) == ("disk", 0)
+    assert "nothing can be swapped" in machine.sources["host_out_bytes_per_s"]
+
+
+def test_how_old_and_how_busy():
+    """The age in its largest unit, and the load."""
+    then = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+    cached = CachedMachine(torch_version="2", measured_at=then.isoformat(), load=1.5, machine=find("cpu"))
+    for age, said in (
+        (dt.timedelta(seconds=5), "a moment ago"),
+        (dt.timedelta(minutes=5), "5 minutes ago"),
+        (dt.timedelta(hours=5), "5 hours ago"),
+        (dt.timedelta(days=50), "50 days ago"),
+    ):
+        assert circumstances(cached, now=then + age) == f"measured {said}, at a load of 1.50 a core"
+    unknown = msgspec.structs.replace(cached, measured_at="", load=None)
+    assert circumstances(unknown) == "measured at an unknown time, at an unknown load"
+
+
+def test_a_measured_machine_says_so_where_it_is_used(tmp_path):
+    """On stderr, and in the JSON."""
+    write_cached(
+        "cpu", CachedMachine(torch_version="2", measured_at="2026-01-01T00:00:00Z", load=3, machine=find("cpu"))
+    )
+    write_trace(price(example(), find("cpu")), tmp_path / "step.trace")
+    words = ["simulate", str(tmp_path / "step.trace"), "--machine", "local-cpu", "--json"]
+    done = CliRunner().invoke(make_app(), words)
+    assert done.exit_code == 0
+    assert "torchdelta: cpu was measured " in done.stderr
+    assert "at a load of 3.00 a core" in done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["machine_measured_at"], facts["machine_load"]) == ("2026-01-01T00:00:00Z", 3)

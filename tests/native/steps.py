@@ -22,7 +22,7 @@ def block(num_kib: int, value: int = 1) -> torch.Tensor:
 
 
 def is_full_of(tensor: torch.Tensor, value: int) -> bool:
-    """Say whether a block is as `block` made it, without allocating anything with torch."""
+    """Return whether a block is as `block` made it, without allocating anything with torch."""
     return bool((tensor.numpy() == value % 251).all())
 
 

@@ -113,7 +113,7 @@ def test_a_thread_that_ends_takes_its_arena_along(arena: Arena) -> None:
         with pytest.raises(RuntimeError, match="on another thread"):
             other.stop()
         arena.stop()
-        with pytest.raises(RuntimeError, match="another thread has"):
+        with pytest.raises(RuntimeError, match="another thread already has"):
             other.start()
         assert other.figures()["num_plans"] == 1
         assert arena_status().figures.mapped_bytes > before.mapped_bytes

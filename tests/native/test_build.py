@@ -55,6 +55,15 @@ def test_a_changed_source_is_another_module(source: Path) -> None:
     assert built_path(source) != first
 
 
+def test_a_changed_header_is_another_module(source: Path) -> None:
+    """So are the headers beside a source that it includes, whatever their names."""
+    source.write_text(f'#include "answer.h"\n{SOURCE}', encoding="ascii")
+    (source.parent / "answer.h").write_text("// 42\n", encoding="ascii")
+    first = built_path(source)
+    (source.parent / "answer.h").write_text("// 43\n", encoding="ascii")
+    assert built_path(source) != first
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [("assert module.answer() == 41, 'wrong answer'", "wrong answer"), ("import os; os.abort()", "failed with status")],

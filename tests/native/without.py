@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 WITHOUT_NATIVE = [
-    ({"TORCHDELTA_NATIVE": "0"}, "TORCHDELTA_NATIVE switches it off"),
+    ({"TORCHDELTA_NATIVE": "0"}, "TORCHDELTA_NATIVE disables it"),
     ({"CXX": "no-such-compiler"}, "no-such-compiler"),
 ]
 """What takes them away, and words of the reason that is given."""

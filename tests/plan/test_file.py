@@ -4,11 +4,12 @@ import gzip
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from torchdelta.errors import PlanError
 from torchdelta.plan.file import read_plan, write_plan
 
-HEADER = b'{"record":"header","format":"torchdelta-plan","version":2,"planner":"p","machine":"m","budget_bytes":1,'
+HEADER = b'{"record":"header","format":"torchdelta-plan","version":3,"planner":"p","machine":"m","budget_bytes":1,'
 HEADER += b'"num_ops":1,"num_buffers":1}\n'
 END = b'{"record":"end","num_absences":0,"num_replays":0}\n'
 
@@ -34,13 +35,24 @@ def test_a_plan_comes_back(tmp_path, plan):
     assert lines[-1] == {"record": "end", "num_absences": len(plan.absences), "num_replays": len(plan.replays)}
 
 
-def test_a_plan_of_version_1_is_read(tmp_path, plan):
-    """It had no end record."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_versions_are_read(tmp_path, plan, version):
+    """They had no moments of copies out beside the last use; version 1 had no end record either."""
     write_plan(plan, tmp_path / "new.plan")
-    lines = gzip.decompress((tmp_path / "new.plan").read_bytes()).splitlines(keepends=True)
-    old = b"".join([lines[0].replace(b'"version":2', b'"version":1'), *lines[1:-1]])
+    records = [json.loads(line) for line in gzip.decompress((tmp_path / "new.plan").read_bytes()).splitlines()]
+    records[0]["version"] = version
+    for record in records:
+        for name in ("links", "synchronous", "out_op", "return_rank", "carried_s"):
+            record.pop(name, None)
+    kept = records[: -1 if version == 1 else None]
+    old = b"".join(json.dumps(record).encode() + b"\n" for record in kept)
     (tmp_path / "old.plan").write_bytes(gzip.compress(old, mtime=0))
-    assert read_plan(tmp_path / "old.plan") == plan
+    found = read_plan(tmp_path / "old.plan")
+    assert found.replays == plan.replays
+    assert [absence.queued_op for absence in found.absences] == [absence.last_use_op for absence in plan.absences]
+    assert found.header == replace(plan.header, links=None)
+    plain = [replace(absence, out_op=None, return_rank=0, carried_s=0.0) for absence in plan.absences]
+    assert list(found.absences) == plain
 
 
 @pytest.mark.parametrize(
@@ -52,8 +64,8 @@ def test_a_plan_of_version_1_is_read(tmp_path, plan):
         (gzip.compress(b"{}"), "line 1: not the header of a plan"),
         (gzip.compress(b"\xff\xfe"), "line 1: not the header of a plan"),
         (gzip.compress(HEADER.replace(b"-plan", b"-trace")), "line 1: not a plan: its format is 'torchdelta-trace'"),
-        (gzip.compress(HEADER.replace(b":2", b":3")), "newer torchdelta: format version 3, this one reads 2"),
-        (gzip.compress(HEADER.replace(b":2", b":0")), "unknown format version 0, this torchdelta reads 1, 2"),
+        (gzip.compress(HEADER.replace(b":3", b":4")), "newer torchdelta: format version 4, this one reads 3"),
+        (gzip.compress(HEADER.replace(b":3", b":0")), "unknown format version 0, this torchdelta reads 1, 2, 3"),
         (gzip.compress(HEADER + b'{"record":"nonsense"}\n'), "line 2: no record of a plan"),
         (gzip.compress(HEADER + b'{"record":"absence"}\n'), "line 2: no record of a plan"),
         (gzip.compress(HEADER), "line 2: the file ends without an end record: it was cut short"),

@@ -37,7 +37,7 @@ def small_resnet(batch_size):
         model.zero_grad()
 
     inputs = (torch.randn(batch_size, 3, 96, 96), torch.randint(10, (batch_size,)))
-    return resnet._resnet((2, 2, 2, 2), 10), inputs, step
+    return resnet.build_resnet((2, 2, 2, 2), 10), inputs, step
 
 
 def unet(batch_size):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -28,6 +30,7 @@ for package in (torchdelta.planners, torchdelta.simulate):
 """
 
 
+@pytest.mark.rest
 def test_each_function_is_compiled_for_one_signature(tmp_path):
     """A constant that is handed over as a literal would make another one."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # what is read from a cache hides what it calls

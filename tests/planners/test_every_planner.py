@@ -1,30 +1,48 @@
 """What holds of every registered planner, on steps made by hand, on random ones and on real ones."""
 
-import math
+import itertools
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.bounds.exhaustive import best_of_all
 from tests.planners import steps
 from tests.planners.chains import MACHINE, MIB, blocks, chain
+from tests.sampling import keep, sample
 from tests.trace.strategies import traces
+from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners import get, names
-from torchdelta.planners.exact import MAX_CANDIDATES, milp_bound
-from torchdelta.planners.lp_bound import bound
 from torchdelta.planners.torchdelta import choose, least_peak
-from torchdelta.simulate import simulate_plan
+from torchdelta.simulate import execute, simulate_plan
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import peak
 
 FAST = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e12, host_in_bytes_per_s=1e12)
 SLOW = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e6, host_in_bytes_per_s=1e6)
-OTHERS = [name for name in names() if name != "exact"]
+OTHERS = list(names())
 # What a solver leaves open, and sums in another order.
 RELATIVE = 1e-6
+
+
+SEEN = []  # the scores of the kernel that became plans, the last one last
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _noted():
+    """Note what planners see before they return a plan."""
+    plain = Problem.simulation
+
+    def noting(self, codes, budget_bytes, **names):
+        SEEN.append(self.score(codes, budget_bytes))
+        return plain(self, codes, budget_bytes, **names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Problem, "simulation", noting)
+        yield
 
 
 def plan_or_none(name, trace, machine, budget_bytes, effort="fast"):
@@ -41,7 +59,12 @@ def plan_or_none(name, trace, machine, budget_bytes, effort="fast"):
     validate(trace, plan, machine)
     assert plan.header.planner == name
     assert plan.header.budget_bytes == budget_bytes
-    assert simulate_plan(trace, machine, plan).peak.size_bytes <= budget_bytes
+    # Its planner saw what the plan costs when it is executed as written.
+    seen, found = SEEN[-1], execute(trace, machine, plan)
+    assert seen.is_feasible
+    assert found.time_s == pytest.approx(seen.time_s, rel=1e-12)
+    assert found.peak.size_bytes == seen.peak_bytes <= budget_bytes
+    assert found.stall_s == pytest.approx(seen.stall_s, rel=1e-9, abs=1e-9 * found.time_s)
     return plan
 
 
@@ -51,7 +74,7 @@ def between(problem, share):
     return int(floor + share * (problem.plain_peak_bytes - floor))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", keep(OTHERS, OTHERS[::3]))
 @settings(max_examples=10)
 @given(
     drawn=blocks(),
@@ -67,7 +90,7 @@ def test_plans_of_networks_made_by_hand(name, drawn, optimizer, percent, machine
     assert plan_or_none(name, trace, machine, budget_bytes) == plan
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", keep(OTHERS, OTHERS[1::3]))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(trace=st.booleans().flatmap(lambda lasting: traces(lasting=lasting)), percent=st.integers(30, 100))
 def test_plans_of_random_steps(name, trace, percent):
@@ -76,8 +99,8 @@ def test_plans_of_random_steps(name, trace, percent):
     plan_or_none(name, trace, MACHINE, max(1, peak(trace, with_workspace=True).size_bytes * percent // 100))
 
 
-@pytest.mark.parametrize("model", steps.STEPS)
-@pytest.mark.parametrize("name", OTHERS)
+# The models in turn, so that the sample has them all.
+@pytest.mark.parametrize(("name", "model"), sample(itertools.product(OTHERS, steps.STEPS), 10))
 def test_plans_of_real_steps(model, name):
     """A transformer, a ResNet and a U-Net, from little to all that can leave."""
     trace = steps.real_step(model)
@@ -88,6 +111,7 @@ def test_plans_of_real_steps(model, name):
     assert roomy is not None, "what fits without a plan needs none"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("model", steps.STEPS)
 def test_no_plan_of_a_real_step_beats_the_bound(model):
     """The linear program's time is below every plan of its class, the best effort's too where that is quick."""
@@ -104,7 +128,11 @@ def test_no_plan_of_a_real_step_beats_the_bound(model):
 
 
 @pytest.mark.parametrize(
-    ("model", "effort"), [("gpt2", "fast"), ("gpt2", "best"), ("resnet", "fast"), ("resnet", "best"), ("unet", "fast")]
+    ("model", "effort"),
+    keep(
+        [("gpt2", "fast"), ("gpt2", "best"), ("resnet", "fast"), ("resnet", "best"), ("unet", "fast")],
+        [("gpt2", "fast"), ("resnet", "fast")],
+    ),
 )
 def test_a_smaller_budget_never_takes_less_time(model, effort):
     """By more than 0.2 points of the plain step."""
@@ -119,14 +147,9 @@ def test_a_smaller_budget_never_takes_less_time(model, effort):
 
 
 def check_small(trace, budget_bytes):
-    """LP <= MILP <= best of all combinations <= what any planner of the class `saved` finds."""
-    relaxed = bound(trace, MACHINE, budget_bytes, num_moments=len(trace.ops), min_candidate_bytes=1)
-    whole = milp_bound(trace, MACHINE, budget_bytes)
-    tolerance_s = RELATIVE * relaxed.plain_time_s
-    found = plan_or_none("exact", trace, MACHINE, budget_bytes)
-    best_s = math.inf if found is None else simulate_plan(trace, MACHINE, found).time_s
-    assert relaxed.time_s <= whole.time_s + tolerance_s
-    assert whole.time_s <= best_s + tolerance_s
+    """The best of all combinations is no slower than what any planner of the class `saved` finds."""
+    tolerance_s = RELATIVE * sum(op.time_s for op in trace.ops)
+    best_s, found = best_of_all(trace, MACHINE, budget_bytes)
     for name in OTHERS:
         plan = plan_or_none(name, trace, MACHINE, budget_bytes)
         if plan is not None and plan.header.decision_class == "saved":
@@ -139,17 +162,15 @@ def check_small(trace, budget_bytes):
 
 @settings(max_examples=15)
 @given(drawn=blocks().filter(lambda drawn: len(drawn) <= 3), percent=st.integers(30, 100))
-def test_exhaustive_search_lies_between_the_bounds_and_everybody_else(drawn, percent):
+def test_nobody_beats_exhaustive_search(drawn, percent):
     """And the default's best effort is within 2 % of it, and fits wherever anything does."""
     trace = chain(drawn)
     check_small(trace, peak(trace, with_workspace=True).size_bytes * percent // 100)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.5, 0.2])
-def test_exhaustive_search_of_ten_candidates(share):
-    """As many as it takes: blocks of different shape, so that who leaves and how matters."""
+@pytest.mark.parametrize("share", keep([0.8, 0.5, 0.2], [0.5]))
+def test_exhaustive_search_of_many_candidates(share):
+    """Blocks of different shape, so that who leaves and how matters."""
     drawn = [(8 * MIB, 2e-3, 1e-4), (3 * MIB, 8e-3, 5e-4), (12 * MIB, 5e-4, 2e-3), (5 * MIB, 2e-3, 8e-3)]
     trace = chain([*drawn, (8 * MIB, 1e-4, 5e-4)])
-    problem = Problem.of(trace, MACHINE)
-    assert len(problem.gaps) == MAX_CANDIDATES
-    check_small(trace, between(problem, share))
+    check_small(trace, between(Problem.of(trace, MACHINE), share))

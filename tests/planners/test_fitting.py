@@ -3,10 +3,10 @@
 import math
 
 from tests.planners.chains import MACHINE, MIB, chain
+from torchdelta.bounds.lp_bound import least_peak_bound
 from torchdelta.plan.validate import validate
 from torchdelta.planners import get
 from torchdelta.planners.fitting import BatchSearch, least_budget
-from torchdelta.planners.lp_bound import least_peak_bound
 from torchdelta.trace.model import Buffer, Header, Op, Trace, peak
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
-from torchdelta import _torch
+from tests.runtime.parts import engine_doors, num_saved_hooks
+from torchdelta._torch.modes import num_modes
 from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
@@ -19,16 +21,25 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collector() -> Iterator[None]:
+    """Leave what is there before a file's tests (imports, mostly) out of the collections and scans in them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     """Check that no test leaves a session, a dispatch mode, a saved-tensor hook or a patch behind."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    engine_door = torch.autograd._engine_run_backward
+    doors = engine_doors()
     yield
     torch.set_num_threads(num_threads)
     assert current_session() is None
-    assert _torch.num_modes() == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert torch.autograd._engine_run_backward is engine_door
+    assert num_modes() == 0
+    assert num_saved_hooks() == 0
+    assert engine_doors() == doors

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
-from torchdelta import Config, MemoryBudget, _torch
+from tests.runtime.parts import running_session
+from torchdelta import Config, MemoryBudget
+from torchdelta._torch.fake import FakeTensor
+from torchdelta._torch.storages import storage_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,13 +68,13 @@ def reachable_bytes() -> int:
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.Tensor) or isinstance(thing, UninitializedTensorMixin):
             continue
-        if isinstance(thing, _torch.FakeTensor):  # torch.compile leaves some behind
+        if isinstance(thing, FakeTensor):  # torch.compile leaves some behind
             continue
         if thing.layout is not torch.strided or thing.device.type == "meta":
             continue
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             if tensor is not None:
-                sizes[torch._C._storage_address(tensor)] = tensor.untyped_storage().nbytes()
+                sizes[storage_address(tensor)] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())
 
 
@@ -80,9 +83,7 @@ def running(budget: int | str = UNLIMITED, **options: Any) -> Iterator[tuple[Mem
     """Open a budget and yield it with its session. Swapped bytes stay in memory unless told otherwise."""
     options.setdefault("tier", "memory")
     with MemoryBudget(budget, Config(**options)) as memory_budget:
-        session = memory_budget._session
-        assert session is not None
-        yield memory_budget, session
+        yield memory_budget, running_session()
 
 
 def mlp(width: int = 64, depth: int = 3, *, dropout: float = 0.0) -> nn.Sequential:
@@ -146,7 +147,7 @@ def train(
 
 
 def same_bits(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
-    """Say whether two lists of tensors hold the same bytes."""
+    """Return whether two lists of tensors hold the same bytes."""
     return len(expected) == len(actual) and all(
         a.dtype == b.dtype
         and a.shape == b.shape

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.runtime.programs import mlp, running
-from torchdelta import BudgetError, Config, MemoryBudget, _torch
+from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta._torch.fake import FakeTensorMode
 
 
 def batch() -> torch.Tensor:
@@ -25,7 +26,7 @@ def test_small_saved_tensors_do_not_leak_gradients() -> None:
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append((session.ledger.live_bytes, len(session.ledger.held)))
+            seen.append((session.ledger.usage.live_bytes, len(session.ledger.held)))
     assert seen[5] == seen[2]
 
 
@@ -36,7 +37,7 @@ def test_frozen_model_with_gradients_on_does_not_leak_inputs() -> None:
         seen = []
         for _ in range(6):
             model(batch())
-            seen.append((session.ledger.live_bytes, len(session.ledger.held)))
+            seen.append((session.ledger.usage.live_bytes, len(session.ledger.held)))
     assert seen[5] == seen[2]
 
 
@@ -49,7 +50,7 @@ def test_a_graph_that_somebody_keeps_does_not_leak_later_inputs() -> None:
         for _ in range(6):
             model(batch()).sum().backward()
             model.zero_grad()
-            seen.append((session.ledger.live_bytes, len(session.ledger.held)))
+            seen.append((session.ledger.usage.live_bytes, len(session.ledger.held)))
         del kept
     assert seen[5] == seen[2]
 
@@ -78,10 +79,10 @@ def test_a_survey_leaves_nothing_in_caches_of_torch() -> None:
     """Torch remembers what it found out about fake tensors for ever; each impossible batch would add to it."""
     model = mlp(64, 2)
     for rows in (400, 500):
-        before = len(_torch.FakeTensorMode.cache)
+        before = len(FakeTensorMode.cache)
         with pytest.raises(BudgetError), MemoryBudget("300KiB", Config(tier="memory")):
             model(torch.randn(rows, 64)).sum().backward()
-        assert len(_torch.FakeTensorMode.cache) == before
+        assert len(FakeTensorMode.cache) == before
 
 
 def test_batches_of_a_data_loaders_workers_are_let_go() -> None:
@@ -93,7 +94,7 @@ def test_batches_of_a_data_loaders_workers_are_let_go() -> None:
         for x in loader:
             model(x).sum().backward()
             model.zero_grad()
-            seen.append((session.ledger.live_bytes, len(session.recorder.predictor._needs)))
+            seen.append((session.ledger.usage.live_bytes, len(session.recorder.needs.learned)))
     assert seen[7] == seen[2]
 
 
@@ -104,5 +105,5 @@ def test_generators_made_anew_are_let_go() -> None:
         seen = []
         for seed in range(6):
             x.normal_(generator=torch.Generator().manual_seed(seed))
-            seen.append(len(session.recorder.predictor._needs))
+            seen.append(len(session.recorder.needs.learned))
     assert seen[5] == seen[0]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.runtime.programs import mlp, running
-from torchdelta.runtime import optimizers
-from torchdelta.runtime.optimizers import first_step_bytes
+from torchdelta.runtime.survey import first_step as optimizers
+from torchdelta.runtime.survey.first_step import foresee_first_step
 
 
 class Derived(torch.optim.SGD):
@@ -42,9 +42,9 @@ def test_states_are_counted() -> None:
     """Two states a parameter for Adam, one with momentum, none without."""
     model = mlp(16, 1)
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert first_step_bytes(torch.optim.SGD(model.parameters(), lr=0.1))[0] == 0
-    assert first_step_bytes(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))[0] == size_bytes
-    assert first_step_bytes(torch.optim.Adam(model.parameters()))[0] >= 2 * size_bytes
+    assert foresee_first_step(torch.optim.SGD(model.parameters(), lr=0.1))[0] == 0
+    assert foresee_first_step(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))[0] == size_bytes
+    assert foresee_first_step(torch.optim.Adam(model.parameters()))[0] >= 2 * size_bytes
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -53,13 +53,13 @@ def test_steps_by_lists_have_temporaries_as_large_as_all_parameters(weight_decay
     model = mlp(64, 6)
     total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     lists = torch.optim.Adam(model.parameters(), foreach=True, weight_decay=weight_decay)
-    state_bytes, temporary_bytes = first_step_bytes(lists)
+    state_bytes, temporary_bytes, _ = foresee_first_step(lists)
     assert state_bytes >= 2 * total_bytes
     assert total_bytes <= temporary_bytes <= 2.1 * total_bytes
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-    assert first_step_bytes(momentum) == (total_bytes, 0)
+    assert foresee_first_step(momentum)[:2] == (total_bytes, 0)
     one_by_one = torch.optim.Adam(model.parameters(), foreach=False, weight_decay=weight_decay)
-    assert first_step_bytes(one_by_one)[1] < total_bytes
+    assert foresee_first_step(one_by_one)[1] < total_bytes
 
 
 def test_foreach_is_the_default_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +67,6 @@ def test_foreach_is_the_default_on_accelerators(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(optimizers, "default_to_foreach", lambda _parameters: True)
     model = mlp(64, 6)
     total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert first_step_bytes(torch.optim.AdamW(model.parameters()))[1] >= total_bytes
-    assert first_step_bytes(torch.optim.AdamW(model.parameters(), foreach=False))[1] < total_bytes
-    assert first_step_bytes(torch.optim.AdamW(model.parameters(), fused=True))[1] < total_bytes
+    assert foresee_first_step(torch.optim.AdamW(model.parameters()))[1] >= total_bytes
+    assert foresee_first_step(torch.optim.AdamW(model.parameters(), foreach=False))[1] < total_bytes
+    assert foresee_first_step(torch.optim.AdamW(model.parameters(), fused=True))[1] < total_bytes

@@ -11,10 +11,10 @@ from torch import nn
 
 from tests.runtime.programs import UNLIMITED
 from torchdelta import MemoryBudget
+from torchdelta.arena import region
+from torchdelta.arena.region import Region
+from torchdelta.notices import warn_once
 from torchdelta.pool.segment import segment_bytes
-from torchdelta.runtime import region
-from torchdelta.runtime.notices import say_once
-from torchdelta.runtime.region import Region
 from torchdelta.trace.model import storage_versions
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(region, "end_pool", lambda _device, pool: made.append(("end", pool)))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: made.append("empty"))
     monkeypatch.setattr(torch, "UntypedStorage", lambda size_bytes, device: made.append((size_bytes, device.type)))
-    say_once.cache_clear()
+    warn_once.cache_clear()
     return made
 
 
@@ -110,7 +110,7 @@ def test_a_device_that_is_full_gets_none(
         arena.on_step_end()
         arena.on_step_end()
     assert calls == ["empty", "begin", ("end", "pool")]
-    assert [record.getMessage().endswith("memory is allocated as ever") for record in caplog.records] == [True]
+    assert [record.getMessage().endswith("memory is allocated without it") for record in caplog.records] == [True]
 
 
 def test_an_interrupt_leaves_no_pool(trace: Trace, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import optimizer as optimizer_module
 
+from tests.runtime.parts import engine_doors, module_hooks, optimizer_hooks
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
-from torchdelta import BudgetError, Config, MemoryBudget, _torch
+from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta._torch.modes import mode_stack, num_modes
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.session import Session
 
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
 
 def sizes_of(session: Session) -> dict[str, int]:
     """Count everything that a session keeps."""
-    residency = session.residency
+    transfers = session.room.transfers
     return {
-        "live bytes": session.ledger.live_bytes,
+        "live bytes": session.ledger.usage.live_bytes,
         "records": len(session.ledger.records),
         "held": len(session.ledger.held),
-        "handles": session.num_handles,
-        "predictions": len(session.recorder.predictor._needs),
+        "handles": session.ledger.num_handles,
+        "predictions": len(session.recorder.needs.learned),
         "on the tape": sum(
             record.current is not None and record.current.op is not None for record in session.ledger.records.values()
         ),
-        "leaving": len(residency.leaving),
-        "away": len(residency.away),
-        "dropped": len(residency.dropped()),
-        "tier": residency.opened_tier.used_bytes if residency.opened_tier is not None else 0,
+        "leaving": len(transfers.leaving),
+        "away": len(transfers.away),
+        "dropped": len(session.room.costs.dropped()),
+        "tier": transfers.opened_tier.used_bytes if transfers.opened_tier is not None else 0,
         "files": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
     }
@@ -96,23 +97,23 @@ def test_python_objects_do_not_grow() -> None:
 
 def test_everything_is_taken_off_again() -> None:
     """Hooks, patches, modes and the thread's session are gone after the stop."""
-    door, guard = torch.autograd._engine_run_backward, torch.autograd.graph.disable_saved_tensors_hooks
-    optimizer_hooks = len(optimizer_module._global_optimizer_pre_hooks)
+    doors, guard = engine_doors(), torch.autograd.graph.disable_saved_tensors_hooks
+    num_hooks = len(optimizer_hooks)
     with MemoryBudget(UNLIMITED, Config(decisions=lambda _: "keep")):
-        assert torch.autograd._engine_run_backward is not door
+        assert not set(engine_doors()) & set(doors)
         assert current_session() is not None
-        assert _torch.num_modes() == 1
-        assert not nn.modules.module._global_forward_pre_hooks
-    assert torch.autograd._engine_run_backward is door
+        assert num_modes() == 1
+        assert not module_hooks
+    assert engine_doors() == doors
     assert torch.autograd.graph.disable_saved_tensors_hooks is guard
     assert current_session() is None
-    assert _torch.num_modes() == 0
-    assert len(optimizer_module._global_optimizer_pre_hooks) == optimizer_hooks
+    assert num_modes() == 0
+    assert len(optimizer_hooks) == num_hooks
 
 
 def test_patches_stay_until_the_last_session() -> None:
     """Two threads' sessions share them; whoever stops last takes them off."""
-    door = torch.autograd._engine_run_backward
+    doors = engine_doors()
     first_in, second_out = threading.Event(), threading.Event()
     seen: list[bool] = []
 
@@ -120,7 +121,7 @@ def test_patches_stay_until_the_last_session() -> None:
         with MemoryBudget(UNLIMITED):
             first_in.set()
             assert second_out.wait(timeout=60)
-            seen.append(torch.autograd._engine_run_backward is door)
+            seen.append(engine_doors() == doors)
 
     thread = threading.Thread(target=other)
     with MemoryBudget(UNLIMITED):
@@ -129,7 +130,7 @@ def test_patches_stay_until_the_last_session() -> None:
     second_out.set()
     thread.join()
     assert seen == [False]
-    assert torch.autograd._engine_run_backward is door
+    assert engine_doors() == doors
 
 
 def test_tier_is_closed_when_the_last_graph_is_gone() -> None:
@@ -138,9 +139,9 @@ def test_tier_is_closed_when_the_last_graph_is_gone() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     with running(decisions="swap", tier="disk") as (_, session):
         total = (x * 2).sin().sum()
-    assert session.num_handles > 0
+    assert session.ledger.num_handles > 0
     total.backward()
-    assert session.num_handles == 0
+    assert session.ledger.num_handles == 0
     assert threading.active_count() == threads
     assert not session.ledger.records
 
@@ -173,7 +174,7 @@ def test_functional_transforms_work_inside() -> None:
         ours = torch.func.grad(lambda row: (row @ w.detach()).sin().sum())(torch.ones(8))
         jacobian = torch.func.jacrev(lambda row: (row * 2).sin())(torch.ones(3))
         batched = torch.func.vmap(lambda row: row.sin().sum())(torch.ones(4, 3))
-        assert _torch.mode_stack() == [session.recorder]
+        assert mode_stack() == [session.recorder]
         (w * 2).sin().sum().backward()
     assert torch.equal(ours, plain)
     assert jacobian.shape == (3, 3)
@@ -190,13 +191,15 @@ def test_compiled_submodule_works_during_and_after(decisions: str) -> None:
 
     The same bits, compiled before the scope or inside it, and it still runs compiled afterwards.
     """
-    torch._dynamo.reset()
+    from torch._dynamo import lookup_backend
+
+    torch.compiler.reset()
     num_graphs = 0
 
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
         nonlocal num_graphs
         num_graphs += 1
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return lookup_backend("aot_eager")(graph, inputs)
 
     def observe(compiled: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         model.zero_grad()
@@ -215,10 +218,10 @@ def test_compiled_submodule_works_during_and_after(decisions: str) -> None:
         inside = [observe(compiled, model, x) for _ in range(2)]
         fresh = torch.compile(lambda y: (y * 2).tanh(), backend=backend)
         assert fresh(x).shape == x.shape
-        assert _torch.mode_stack() == [session.recorder]
+        assert mode_stack() == [session.recorder]
     after = observe(compiled, model, x)
     assert all(same_bits(plain, ours) for ours in [*inside, after])
     graphs_before = num_graphs
     observe(compiled, model, x)
     assert num_graphs == graphs_before
-    torch._dynamo.reset()
+    torch.compiler.reset()

@@ -49,7 +49,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     """Let every tier of this module be one of a simulated device."""
     bench = Bench()
-    start = PinnedTier._start
+    start = PinnedTier.start_copy
 
     def watched_start(self: PinnedTier, slot: Any, storage: torch.UntypedStorage, *, is_read: bool) -> StreamTransfer:
         transfer = start(self, slot, storage, is_read=is_read)
@@ -68,7 +68,7 @@ def bench() -> Iterator[Bench]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ENGINES, "cpu", bench.open)
-        patch.setattr(PinnedTier, "_start", watched_start)
+        patch.setattr(PinnedTier, "start_copy", watched_start)
         yield bench
 
 
@@ -85,7 +85,7 @@ def run(name: str, budget: int | str, device: str = "cpu", **options: Any) -> tu
     torch.manual_seed(11)
     model, x = make().to(device), torch.randn(shape).to(device)
     with running(UNLIMITED) as (_, session):
-        base_bytes = session.ledger.live_bytes
+        base_bytes = session.ledger.usage.live_bytes
     whole = budget if isinstance(budget, str) else base_bytes + budget
     with running(whole, **options) as (memory_budget, _):
         observed = [tensor.cpu() for tensor in train(model, x)]

@@ -22,6 +22,8 @@ import pytest
 import torch
 
 from torchdelta import Config, MemoryBudget
+from torchdelta._torch.storages import address_of
+from torchdelta._torch.tensors import is_zerotensor
 
 if TYPE_CHECKING:
     from torchdelta import SavedBuffer
@@ -81,7 +83,7 @@ def bits_of(value: Any) -> Any:
             return ("sparse", tuple(tensor.shape), bits_of(tensor._indices()), bits_of(tensor._values()))
         if tensor.layout is not torch.strided:
             return (str(tensor.layout), bits_of(tensor.to_dense()))
-        if tensor._is_zerotensor():
+        if is_zerotensor(tensor):
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         compact = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         flat = compact.reshape(-1).view(torch.uint8)
@@ -161,7 +163,7 @@ def tracked_bytes() -> int:
             continue
         try:
             storage = thing.untyped_storage() if isinstance(thing, torch.Tensor) else thing
-            size_bytes[storage._cdata] = storage.nbytes()
+            size_bytes[address_of(storage)] = storage.nbytes()
         except (RuntimeError, NotImplementedError, ReferenceError):
             continue  # sparse, meta and half-dead tensors own no storage that could be counted
     return sum(size_bytes.values())

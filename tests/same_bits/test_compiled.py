@@ -26,7 +26,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def has_compiler() -> bool:
-    """Say whether inductor can build a kernel on this machine."""
+    """Return whether inductor can build a kernel on this machine."""
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -89,9 +89,12 @@ def test_scope_does_not_stop_the_compiler() -> None:
     assert num_runs == 3
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not has_compiler(), reason="inductor finds no C++ compiler")
 def test_compiled_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels, whose bits no eager replay would give."""
+    from torch._inductor import config
+
     # Vectorised kernels take the C++ compiler several times as long, and change nothing here.
-    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
+    monkeypatch.setattr(config.cpp, "simdlen", 1)
     assert_same_bits(compiled_block_step("inductor"))

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import _unsafe_preserve_version_counter
 
+from tests.runtime.parts import running_session
 from tests.same_bits.judge import DECISIONS, Scope, assert_same_bits, differences, plain_outcome, run
 from torchdelta import Config, MemoryBudget
+from torchdelta._torch.modes import NoDispatch
 from torchdelta.errors import SavedTensorError
-from torchdelta.runtime.ledger import Ledger
-from torchdelta.runtime.scan import scan_storages
+from torchdelta.runtime.record.scan import scan_storages
+from torchdelta.runtime.state.ledger import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +39,7 @@ class Gathered(nn.Module):
         storage = self.weight.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.shard.numel() * 4)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.weight):
+            with torch.no_grad(), _unsafe_preserve_version_counter(self.weight):
                 self.fill(self.weight, self.shard)
 
     def free(self, *_: object) -> None:
@@ -120,34 +123,33 @@ def test_same_bits_under_pressure() -> None:
 def test_size_is_followed() -> None:
     """A storage counts with the bytes that it has at each moment."""
     gc.collect()
-    with MemoryBudget("1TiB") as budget:
-        ledger = budget._session.ledger  # pyright: ignore[reportOptionalMemberAccess]
+    with MemoryBudget("1TiB"):
+        ledger = running_session().ledger
         x = torch.ones(1000)
-        full_bytes = ledger.live_bytes
+        full_bytes = ledger.usage.live_bytes
         x.untyped_storage().resize_(0)
-        assert ledger.live_bytes == full_bytes - 4000
+        assert ledger.usage.live_bytes == full_bytes - 4000
         x.untyped_storage().resize_(8000)
-        assert ledger.live_bytes == full_bytes + 4000
+        assert ledger.usage.live_bytes == full_bytes + 4000
         gc.collect()
         fresh = Ledger("cpu")
         scan_storages(fresh)
-        assert fresh.live_bytes == ledger.live_bytes
+        assert fresh.usage.live_bytes == ledger.usage.live_bytes
 
 
 def test_room_is_made_before_a_storage_grows() -> None:
     """A storage that grows is an allocation like any other."""
-    with MemoryBudget("1TiB", Config(tier="memory")) as budget:
-        session = budget._session
-        assert session is not None
+    with MemoryBudget("1TiB", Config(tier="memory")):
+        session = running_session()
         weight = torch.ones(100_000)
         weight.untyped_storage().resize_(0)
         x = torch.ones(100_000, requires_grad=True)
         y = (x * 2).sin()
-        session.residency.budget_bytes = session.ledger.total_bytes + 100_000
-        session.ledger.restart_peak()
+        session.room.budget_bytes = session.ledger.usage.total_bytes + 100_000
+        session.ledger.usage.restart_peak()
         weight.untyped_storage().resize_(400_000)
-        assert session.ledger.peak_bytes <= session.residency.budget_bytes
-        session.residency.budget_bytes = None
+        assert session.ledger.usage.peak_bytes <= session.room.budget_bytes
+        session.room.budget_bytes = None
         y.sum().backward()
     assert torch.equal(x.grad, 2 * torch.cos(torch.full((100_000,), 2.0)))
 
@@ -161,7 +163,7 @@ def test_an_unseen_resize_is_refused_before_it_is_read(decisions: str) -> None:
         weight = torch.ones(100_000, requires_grad=True)
         with scope():
             product = (source * 2).exp() * weight
-            with torch._C._DisableTorchDispatch():
+            with NoDispatch():
                 torch.ops.inductor.resize_storage_bytes_(source, 0)
             product.sum().backward()
         return {}

@@ -13,11 +13,13 @@ from torch import nn
 from torch.nested import nested_tensor_from_jagged
 from torch.utils._pytree import tree_map_only
 
+from tests.runtime.parts import running_session
 from tests.same_bits.judge import DECISIONS, Scope, Step, assert_same_bits, differences, plain_outcome, run, state_of
 from torchdelta import Config, MemoryBudget
-from torchdelta.runtime.ledger import Ledger
-from torchdelta.runtime.scan import scan_storages
-from torchdelta.runtime.subclasses import inner_tensors
+from torchdelta._torch.storages import storage_address
+from torchdelta.runtime.record.scan import scan_storages
+from torchdelta.runtime.state.kinds import inner_tensors
+from torchdelta.runtime.state.ledger import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -313,8 +315,8 @@ def test_said_once_a_class(caplog: pytest.LogCaptureFixture) -> None:
             run(STEPS["annotated"], lambda: MemoryBudget("1TiB"))
         lines = [record.getMessage() for record in caplog.records if "subclass" in record.getMessage()]
         assert lines == [
-            "tensor subclass Logged runs its own ops: what autograd saves of it is kept",
-            "tensor subclass Annotated carries attributes: what autograd saves of it is kept",
+            "tensor subclass Logged runs its own ops: its saved tensors are kept",
+            "tensor subclass Annotated carries attributes: its saved tensors are kept",
         ]
 
 
@@ -354,18 +356,18 @@ def test_a_graph_that_is_never_run_backward_dies() -> None:
 def test_bytes_inside_a_wrapper_are_counted() -> None:
     """The plain tensors inside count, the hollow outer storage does not, and both are gone when they die."""
     gc.collect()
-    with MemoryBudget("1TiB") as budget:
-        ledger = budget._session.ledger  # pyright: ignore[reportOptionalMemberAccess]
-        before_bytes = ledger.live_bytes
+    with MemoryBudget("1TiB"):
+        ledger = running_session().ledger
+        before_bytes = ledger.usage.live_bytes
         x = Logged(torch.ones(1000).requires_grad_())
         y = x * 2
-        assert ledger.live_bytes - before_bytes == 2 * 4000
+        assert ledger.usage.live_bytes - before_bytes == 2 * 4000
         y.sum().backward()
         del y
-        assert ledger.live_bytes - before_bytes == 2 * 4000  # x and its gradient
+        assert ledger.usage.live_bytes - before_bytes == 2 * 4000  # x and its gradient
         del x
         gc.collect()
-        assert ledger.live_bytes == before_bytes
+        assert ledger.usage.live_bytes == before_bytes
 
 
 def test_bytes_inside_a_wrapper_are_found() -> None:
@@ -381,7 +383,7 @@ def test_bytes_inside_a_wrapper_are_found() -> None:
     gc.unfreeze()
     fresh = Ledger("cpu")
     scan_storages(fresh)
-    assert {torch._C._storage_address(x.inner), torch._C._storage_address(x.grad.inner)} <= fresh.records.keys()
+    assert {storage_address(x.inner), storage_address(x.grad.inner)} <= fresh.records.keys()
     del outer
 
 
@@ -389,11 +391,11 @@ def test_shapes_alone_take_no_room() -> None:
     """Ops on fake tensors of somebody else (a sharding propagation, say) are neither counted nor given room."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with MemoryBudget("1GiB") as budget:
+    with MemoryBudget("1GiB"):
         with FakeTensorMode():
             huge = torch.empty(2**32)
             (huge * 2).sum()
-        assert budget._session.ledger.peak_bytes < 2**30  # pyright: ignore[reportOptionalMemberAccess]
+        assert running_session().ledger.usage.peak_bytes < 2**30
         small = torch.empty(64) * 2
     assert small.shape == (64,)
 

@@ -9,6 +9,8 @@ import torch
 
 from tests.same_bits.judge import DECISIONS, Scope, assert_same_bits, assert_same_error, differences, plain_outcome, run
 from torchdelta import Config, MemoryBudget
+from torchdelta._torch.modes import NoDispatch
+from torchdelta._torch.tensors import version_of
 from torchdelta.errors import TorchdeltaError
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ class Tagged(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C._DisableTorchDispatch():
+        with NoDispatch():
             plain = [a.as_subclass(torch.Tensor) if isinstance(a, Tagged) else a for a in args]
             return func(*plain, **(kwargs or {}))
 
@@ -146,6 +148,6 @@ def test_lists_of_tensors_count_one_version_a_write() -> None:
             torch._foreach_mul_([tensors[0]], 2)
             torch._foreach_zero_([tensors[1][:2]])
             tensors[0].add_(1)
-        return {"versions": [tensor._version for tensor in tensors], "tensors": tensors}
+        return {"versions": [version_of(tensor) for tensor in tensors], "tensors": tensors}
 
     assert_same_bits(step)

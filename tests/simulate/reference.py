@@ -71,8 +71,10 @@ class Reference:
         """Play a replay, and return its highest moment."""
         chain, wanted = set(), list(targets)
         while wanted:
-            producer = self.trace.buffers[wanted.pop()].birth_op
-            if producer == BEFORE_STEP or not self.trace.ops[producer].recomputable:
+            target = wanted.pop()
+            producer = self.trace.buffers[target].birth_op
+            is_statistic = producer != BEFORE_STEP and self.old_version.get(target) in self.own_statistics(producer)
+            if producer == BEFORE_STEP or is_statistic or not self.trace.ops[producer].recomputable:
                 self.is_possible = False
                 continue
             if producer in chain:
@@ -106,15 +108,19 @@ class Reference:
             held = sum(self.size[id_] for id_ in there) + sum(self.size[id_] for id_ in transient)
             highest = max(highest, held + self.trace.ops[producer].workspace_bytes)
             later = {id_ for index in chain if index > producer for id_ in self.inputs(index)}
-            transient &= later
+            transient = (transient & later) - there  # what is there already is read where it is
             self.replay_s[at_op] += self.trace.ops[producer].time_s
         return highest
 
     def inputs(self, index):
         """What a replayed op has to find."""
+        return [id_ for id_ in self.trace.ops[index].reads if id_ not in self.own_statistics(index)]
+
+    def own_statistics(self, index):
+        """What a batch norm reads and writes over: its other outputs do not depend on it, and no replay makes it."""
         op = self.trace.ops[index]
-        own = {self.old_version.get(id_) for id_ in op.writes if self.trace.buffers[id_].kind == "constant"}
-        return [id_ for id_ in op.reads if id_ not in own]
+        overwritten = {self.old_version.get(id_) for id_ in op.writes}
+        return overwritten & set(op.reads) if "batch_norm" in op.name else set()
 
     def may_issue(self, number, op):
         """Whether a swap-in can take its memory at an op and keep it until its use, after all before it."""
@@ -176,17 +182,18 @@ class Reference:
             index = op.index
             ahead = sum(self.size[self.swap_ins[n][0].buffer_id] for n in range(issued) if self.swap_ins[n][2] > index)
             pending = [item for item in pending if item[0] > now]
-            while pending and self.needs[index] + ahead + sum(self.size[g.buffer_id] for _, g in pending) > (
-                self.budget_bytes
-            ):
+            # The old place of what is wanted back here is free before it comes back: to wait for it frees nothing.
+            wanted = {gap for gap, _, needed in self.swap_ins[issued:] if needed == index}
+
+            def going(pending, wanted=wanted):
+                return sum(self.size[g.buffer_id] for _, g in pending if g not in wanted)
+
+            while going(pending) and self.needs[index] + ahead + going(pending) > self.budget_bytes:
                 end = min(pending, key=lambda item: item[0])[0]
                 self.stall_s += end - now
                 now = end
                 pending = [item for item in pending if item[0] > now]
-            total = self.needs[index] + ahead + sum(self.size[g.buffer_id] for _, g in pending)
-            for gap, _, needed in self.swap_ins[issued:]:
-                if needed == index and out_end[gap] > now:
-                    total -= self.size[gap.buffer_id]  # its old place is free before it comes back
+            total = self.needs[index] + ahead + going(pending)
             while issued < len(self.swap_ins):
                 gap, code, needed = self.swap_ins[issued]
                 size = self.size[gap.buffer_id]

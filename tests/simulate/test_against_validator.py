@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from tests.trace.strategies import traces
+from torchdelta.plan.model import Absence, Replay
 from torchdelta.plan.validate import find_fault
 from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.planned import lives_of_plan
@@ -29,8 +30,8 @@ def some_codes(draw, problem):
     return codes
 
 
-def step_by_hand(buffers, ops, saved):
-    """A step of buffers of a MiB: `(storage, kind, birth, death)` each, and ops `(phase, reads, writes)`.
+def step_by_hand(buffers, ops, saved, name="aten.mm.default"):
+    """A step of buffers of a MiB: `(storage, kind, birth, death)` each, and ops `(phase, reads, writes)` of one name.
 
     `saved` is the buffer that autograd saves, and the op that does.
     """
@@ -50,7 +51,7 @@ def step_by_hand(buffers, ops, saved):
             for id_, (storage_id, kind, birth_op, death_op) in enumerate(buffers)
         ),
         ops=tuple(
-            Op(index=index, name="aten.mm.default", phase=phase, reads=reads, writes=writes, recomputable=True)
+            Op(index=index, name=name, phase=phase, reads=reads, writes=writes, recomputable=True)
             for index, (phase, reads, writes) in enumerate(ops)
         ),
         saved_tensors=(
@@ -109,11 +110,39 @@ def test_statistics_that_are_brought_up_to_date_twice_need_not_be_found():
         ],
         [("forward", (0, 3), (1,)), ("forward", (1, 3), (2, 4)), ("forward", (), ()), ("backward", (4,), ())],
         saved=(4, 2),
+        name="aten.native_batch_norm.default",
     )
     problem = Problem.of(trace, MACHINE)
     found = problem.simulation(np.array([Code.RECOMPUTE], np.int8), 3 * MIB + MIB)
     assert found.score.is_feasible
     assert find_fault(trace, found.plan) is None
+
+
+def test_a_replay_makes_no_statistics():
+    """An op that reads the statistics after the first call cannot run again once the second call has gone over them."""
+    trace = step_by_hand(
+        [
+            (0, "constant", -1, 0),
+            (0, "constant", 0, 2),
+            (0, "constant", 2, 5),
+            (1, "activation", 0, 1),
+            (2, "activation", 1, 5),
+        ],
+        [
+            ("forward", (0,), (1, 3)),
+            ("forward", (1,), (4,)),
+            ("forward", (1,), (2,)),
+            ("forward", (), ()),
+            ("backward", (4,), ()),
+        ],
+        saved=(4, 2),
+        name="aten.native_batch_norm.default",
+    )
+    found = Problem.of(trace, MACHINE).simulation(np.array([Code.RECOMPUTE], np.int8), 5 * MIB)
+    assert found.time_s == float("inf")
+    absence = Absence(buffer_id=4, last_use_op=1, next_use_op=4, action="recompute", leave_op=2, return_op=4)
+    plan = msgspec.structs.replace(found.plan, absences=(absence,), replays=(Replay(at_op=4, ops=(0, 1)),))
+    assert "reads buffer 1" in (find_fault(trace, plan) or "")
 
 
 def test_what_a_replay_writes_over_in_place_is_one_allocation():

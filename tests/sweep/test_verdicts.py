@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.sweep import judging, report
 from benchmarks.sweep.journal import Journal
 from benchmarks.sweep.subjects import AUTOCAST, PLAIN, Subject
+from tests.faults.switches import disabled
 from tests.same_bits.judge import Scope, comparable_conditions, state_of
-from torchdelta.runtime import faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +99,7 @@ def test_a_right_step_is_equal_in_every_mode() -> None:
 
 def test_wrong_bits_are_unequal_and_fail_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     """With the generator's replay switched off, what recomputes differs, what swaps does not, and the name is told."""
-    with faults.disabled("rng-replay"):
+    with disabled("rng-replay"):
         record = judge(dropout_step)
     verdicts = {mode: found["verdict"] for mode, found in record["modes"].items()}
     assert (verdicts["recompute"], verdicts["swap"], verdicts["bf16"]) == ("unequal", "equal", "unequal")

@@ -5,14 +5,25 @@ A torch release that changes one fails here, by name.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from torchdelta import _torch
+from torchdelta._torch.doors import (
+    FSDP_STEPS_OF_BACKWARD,
+    patch_fsdp_backward,
+    patch_functorch_guard,
+    patch_run_backward,
+    patch_when_imported,
+)
+from torchdelta._torch.engine import ACCUMULATE, current_node, graph_task_id, input_sizes_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_engine_accumulates_in_place_where_one_holds() -> None:
@@ -33,13 +44,13 @@ def test_graph_task_id() -> None:
     """It is -1 outside of backward and something else inside, also in a backward inside a backward."""
     seen: list[int] = []
     x = torch.ones(2, requires_grad=True)
-    assert _torch.graph_task_id() == -1
+    assert graph_task_id() == -1
     y = x * 2
-    y.register_hook(lambda _: seen.append(_torch.graph_task_id()))
+    y.register_hook(lambda _: seen.append(graph_task_id()))
     y.sum().backward()
     assert len(seen) == 1
     assert seen[0] != -1
-    assert _torch.graph_task_id() == -1
+    assert graph_task_id() == -1
 
 
 @pytest.mark.parametrize("way", ["Tensor.backward", "autograd.backward", "autograd.grad", "checkpoint"])
@@ -66,7 +77,7 @@ def test_one_door_to_the_engine(way: str) -> None:
         else:
             torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
 
-    undo = _torch.patch_run_backward(make)
+    undo = patch_run_backward(make)
     try:
         run()
     finally:
@@ -90,7 +101,7 @@ def test_signature_of_the_engine() -> None:
         return replacement
 
     x = torch.ones(2, requires_grad=True)
-    undo = _torch.patch_run_backward(make)
+    undo = patch_run_backward(make)
     try:
         (x * 2).sum().backward()
         (x * 2).sum().backward(retain_graph=True)
@@ -111,7 +122,7 @@ def test_guard_of_functional_transforms() -> None:
 
         return replacement
 
-    undo = _torch.patch_functorch_guard(make)
+    undo = patch_functorch_guard(make)
     try:
         assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2.0, 2.0]
     finally:
@@ -126,15 +137,18 @@ def test_call_of_compiled_regions() -> None:
     """AOTAutograd calls what it compiled through the function that is replaced, at the latest in backward."""
     code = """
 import torch
-from torchdelta import _torch
+from torchdelta._torch.compiled import patch_compiled_call
 import torch._dynamo
 calls = []
-def make(original):
+def make(original, inputs_of):
     def replacement(*args, **kwargs):
         calls.append(1)
+        inputs = inputs_of(args, kwargs)
+        for value in inputs[0] if isinstance(inputs, tuple) else inputs:
+            assert isinstance(value, torch.Tensor), inputs
         return original(*args, **kwargs)
     return replacement
-undo = _torch.patch_compiled_call(make)
+undo = patch_compiled_call(make)
 compiled = torch.compile(lambda x: (x * 2).sin(), backend="aot_eager")
 x = torch.ones(4, requires_grad=True)
 y = compiled(x)
@@ -156,10 +170,10 @@ def test_input_sizes_bytes() -> None:
     """An autograd node tells the shapes and dtypes of the gradients that flow into it."""
     x = torch.ones(3, 5, requires_grad=True)
     y = x.double() * 2
-    assert _torch.input_sizes_bytes(y.grad_fn) == 15 * 8
+    assert input_sizes_bytes(y.grad_fn) == 15 * 8
     values, _ = y.sort()
-    assert _torch.input_sizes_bytes(values.grad_fn) >= 15 * 8
-    assert _torch.input_sizes_bytes(object()) == 0
+    assert input_sizes_bytes(values.grad_fn) >= 15 * 8
+    assert input_sizes_bytes(object()) == 0
 
 
 def test_node_attributes() -> None:
@@ -180,11 +194,11 @@ def test_patch_fsdp_backward() -> None:
     pytest.importorskip("torch.distributed.fsdp")
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    before = [vars(FSDPParamGroup)[name] for name in _torch.FSDP_STEPS_OF_BACKWARD]
-    undo = _torch.patch_fsdp_backward(lambda original: lambda *_: original)
-    assert [getattr(FSDPParamGroup, name)() for name in _torch.FSDP_STEPS_OF_BACKWARD] == before
+    before = [vars(FSDPParamGroup)[name] for name in FSDP_STEPS_OF_BACKWARD]
+    undo = patch_fsdp_backward(lambda original: lambda *_: original)
+    assert [getattr(FSDPParamGroup, name)() for name in FSDP_STEPS_OF_BACKWARD] == before
     undo()
-    assert [vars(FSDPParamGroup)[name] for name in _torch.FSDP_STEPS_OF_BACKWARD] == before
+    assert [vars(FSDPParamGroup)[name] for name in FSDP_STEPS_OF_BACKWARD] == before
 
 
 def test_collectives_do_not_say_what_they_write() -> None:
@@ -200,7 +214,67 @@ def test_current_node() -> None:
     seen: list[str] = []
     x = torch.ones(2, requires_grad=True)
     y = x.sin()
-    y.register_hook(lambda _: seen.append(_torch.current_node()))
+    y.register_hook(lambda _: seen.append(current_node()))
     y.sum().backward()
     assert seen == ["SinBackward0"]
-    assert isinstance(_torch.current_node(), str)
+    assert isinstance(current_node(), str)
+
+
+def test_name_of_the_accumulating_node() -> None:
+    """The node behind a leaf, which adds into its `.grad`, has the name that the runtime looks for."""
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    assert y.grad_fn is not None
+    node: Any = y.grad_fn.next_functions[0][0]
+    assert node.name() == ACCUMULATE
+
+
+def test_patch_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is not there yet is patched by its import; after the undoing it is as it was, or stays as it is."""
+    names = ["torchdelta_probe_first", "torchdelta_probe_second"]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("value = 1\n", encoding="ascii")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders = list(sys.meta_path)
+
+    def patch(module: Any) -> Any:
+        module.value += 1
+        return lambda: setattr(module, "value", 1)
+
+    undo, undo_unused = (patch_when_imported(name, patch) for name in names)
+    first = importlib.import_module(names[0])
+    assert first.value == 2
+    undo_again = patch_when_imported(names[0], patch)  # it is there
+    assert first.value == 3
+    undo_again()
+    undo()
+    undo_unused()
+    assert first.value == 1
+    assert importlib.import_module(names[1]).value == 1
+    assert sys.meta_path == finders
+
+
+def test_is_in_compiled_region() -> None:
+    """An op that compiled code calls is told from one that is called by hand, also after compilation."""
+    code = """
+import torch
+from torchdelta._torch.compiled import is_in_compiled_region
+seen = []
+with torch.library._scoped_library("torchdelta_region", "DEF") as library:
+    library.define("ask(Tensor x) -> Tensor")
+    def ask(x):
+        seen.append(is_in_compiled_region())
+        return x.clone()
+    library.impl("ask", ask, "CPU")
+    library.impl("ask", torch.empty_like, "Meta")
+    op = torch.ops.torchdelta_region.ask.default
+    op(torch.ones(2))
+    compiled = torch.compile(lambda x: op(x) * 2, backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    op(torch.ones(2))
+print(seen)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split("\n")[0] == "[False, True, True, False]"

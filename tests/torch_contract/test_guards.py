@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from tests.torch_contract.names import Names
-from torchdelta import _torch, _torch_device
+from torchdelta._torch import device as torch_device
+from torchdelta._torch.engine import set_grad_enabled
+from torchdelta._torch.modes import AUTOCAST_KEYS, BelowAutograd, ExcludeKeys, NoDispatch, NoFunction, Quietly
 
 
 def test_no_dispatch() -> None:
     """No Python dispatch mode sees what runs inside."""
     with Names() as names:
-        with _torch.NoDispatch():
+        with NoDispatch():
             x = torch.zeros(2) + 1
         seen_inside = list(names.seen)
         x = x * 2
@@ -32,14 +34,14 @@ def test_no_function() -> None:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError(func)
 
-    with Refuses(), _torch.NoFunction():
+    with Refuses(), NoFunction():
         assert (torch.zeros(2) + 1).sum().item() == 2
 
 
 def test_below_autograd() -> None:
     """No graph is made inside, whatever the grad mode says."""
     x = torch.ones(2, requires_grad=True)
-    with _torch.BelowAutograd(), torch.enable_grad():
+    with BelowAutograd(), torch.enable_grad():
         y = torch.ops.aten.mul.Tensor(x, 2)
     assert y.grad_fn is None
     assert not y.requires_grad
@@ -50,7 +52,7 @@ def test_autocast_keys() -> None:
     a = torch.randn(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.mm(a, a).dtype is torch.bfloat16
-        with _torch.ExcludeKeys(_torch.AUTOCAST_KEYS):
+        with ExcludeKeys(AUTOCAST_KEYS):
             assert torch.mm(a, a).dtype is torch.float32
 
 
@@ -61,17 +63,17 @@ def test_quietly() -> None:
     """
     x = torch.randn(4, 4, requires_grad=True)
     with Names() as names, torch.autocast("cpu", torch.bfloat16):
-        with _torch.Quietly():
+        with Quietly():
             y = torch.mm(x, x)
             assert not torch.is_grad_enabled()
-        with pytest.raises(KeyError), _torch.Quietly():
+        with pytest.raises(KeyError), Quietly():
             raise KeyError
         assert torch.is_grad_enabled()
         assert names.seen == []
     assert y.dtype is torch.float32
     assert not y.requires_grad
     with torch.no_grad():
-        with _torch.Quietly():
+        with Quietly():
             pass
         assert not torch.is_grad_enabled()
 
@@ -79,30 +81,24 @@ def test_quietly() -> None:
 def test_set_grad_enabled() -> None:
     """It sets the mode that kernels read."""
     try:
-        _torch.set_grad_enabled(False)
+        set_grad_enabled(False)
         assert not torch.is_grad_enabled()
     finally:
-        _torch.set_grad_enabled(True)
+        set_grad_enabled(True)
     assert torch.is_grad_enabled()
 
 
 def test_numeric_environment() -> None:
     """What kernels read is read, and set again."""
-    before = _torch_device.numeric_environment()
+    before = torch_device.numeric_environment()
     changed = (torch.float64, not before[1], True, "medium", before[4])
     try:
-        _torch_device.set_numeric_environment(changed)
+        torch_device.set_numeric_environment(changed)
         assert torch.get_default_dtype() is torch.float64
         assert torch.backends.mkldnn.enabled == changed[1]
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.get_float32_matmul_precision() == "medium"
-        assert _torch_device.numeric_environment() == changed
+        assert torch_device.numeric_environment() == changed
     finally:
-        _torch_device.set_numeric_environment(before)
-    assert _torch_device.numeric_environment() == before
-
-
-def test_unknown_names_are_attribute_errors() -> None:
-    """Names that are made at their first use are the only ones."""
-    with pytest.raises(AttributeError):
-        _ = _torch.NoSuchName
+        torch_device.set_numeric_environment(before)
+    assert torch_device.numeric_environment() == before

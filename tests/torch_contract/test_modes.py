@@ -13,22 +13,39 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch_contract.names import Names
-from torchdelta import _torch
+from torchdelta._torch.modes import (
+    autocast_inside,
+    is_autocast_outside,
+    mode_stack,
+    num_modes,
+    pop_mode,
+    push_mode,
+    remove_mode,
+    remove_saved_hooks,
+    resolving_views,
+    top_mode,
+    without_mode,
+    without_saved_hooks,
+)
+from torchdelta._torch.ops import OpOverload
 
 
 def test_stack_of_modes() -> None:
     """Push, pop, count and look: the same stack that `with mode` uses."""
     outer, inner = Names(), Names()
     with outer:
-        assert _torch.num_modes() == 1
-        _torch.push_mode(inner)
-        assert _torch.mode_stack() == [outer, inner]
+        assert num_modes() == 1
+        assert top_mode() is outer
+        push_mode(inner)
+        assert mode_stack() == [outer, inner]
+        assert top_mode() is inner
         torch.zeros(2)
-        assert _torch.pop_mode() is inner
-        assert _torch.mode_stack() == [outer]
+        assert pop_mode() is inner
+        assert mode_stack() == [outer]
     assert inner.seen == ["aten.zeros.default"]
     assert outer.seen == ["aten.zeros.default"]
-    assert _torch.num_modes() == 0
+    assert num_modes() == 0
+    assert top_mode() is None
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -36,14 +53,14 @@ def test_without_mode(position: int) -> None:
     """One mode is taken out of the stack, wherever it is, and put back in its place, after an exception too."""
     modes = [Names(), Names(), Names()]
     with modes[0], modes[1], modes[2]:
-        with pytest.raises(KeyError), _torch.without_mode(modes[position]) as found:  # noqa: PT012
+        with pytest.raises(KeyError), without_mode(modes[position]) as found:  # noqa: PT012
             assert found
-            assert _torch.mode_stack() == [mode for mode in modes if mode is not modes[position]]
+            assert mode_stack() == [mode for mode in modes if mode is not modes[position]]
             raise KeyError
-        assert _torch.mode_stack() == modes
-        with _torch.without_mode(Names()) as found:
+        assert mode_stack() == modes
+        with without_mode(Names()) as found:
             assert not found
-            assert _torch.mode_stack() == modes
+            assert mode_stack() == modes
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -51,14 +68,14 @@ def test_remove_mode(position: int) -> None:
     """One mode is gone for good, and the others keep their order; one that is not there changes nothing."""
     modes = [Names(), Names(), Names()]
     for mode in modes:
-        _torch.push_mode(mode)
-    _torch.remove_mode(modes[position])
+        push_mode(mode)
+    remove_mode(modes[position])
     left = [mode for mode in modes if mode is not modes[position]]
-    assert _torch.mode_stack() == left
-    _torch.remove_mode(modes[position])
-    assert _torch.mode_stack() == left
-    while _torch.num_modes():
-        _torch.pop_mode()
+    assert mode_stack() == left
+    remove_mode(modes[position])
+    assert mode_stack() == left
+    while num_modes():
+        pop_mode()
 
 
 @pytest.mark.parametrize("position", [0, 1])
@@ -76,12 +93,12 @@ def test_remove_saved_hooks(position: int) -> None:
     pairs = [hooks("outer"), hooks("inner")]
     for pair in pairs:
         torch.autograd.graph.saved_tensors_hooks(*pair).__enter__()
-    _torch.remove_saved_hooks(*pairs[position])
+    remove_saved_hooks(*pairs[position])
     x = torch.ones(2, requires_grad=True)
     x.sin()
-    _torch.remove_saved_hooks(*pairs[1 - position])
+    remove_saved_hooks(*pairs[1 - position])
     x.sin()
-    _torch.remove_saved_hooks(*pairs[0])
+    remove_saved_hooks(*pairs[0])
     assert calls == [("inner", "outer")[position]]
 
 
@@ -98,7 +115,7 @@ def test_without_saved_hooks() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with hooks("outer"), hooks("inner"):
-        with _torch.without_saved_hooks():
+        with without_saved_hooks():
             x.sin()
         assert calls == []
         x.sin()
@@ -110,7 +127,7 @@ def test_without_saved_hooks() -> None:
 def test_op_overloads() -> None:
     """An op has a schema with aliases, tags, a namespace, a fast call, and room for an attribute."""
     func = torch.ops.aten.add_.Tensor
-    assert isinstance(func, _torch.OpOverload)
+    assert isinstance(func, OpOverload)
     assert func._schema.arguments[0].alias_info is not None
     assert func._schema.arguments[0].alias_info.is_write
     assert func.namespace == "aten"
@@ -166,9 +183,9 @@ def test_autocast_around_a_dispatch_mode() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             del types
             if "relu" in str(func):
-                with _torch.autocast_inside("cpu"):
+                with autocast_inside("cpu"):
                     dtype = torch.mm(args[0], args[0]).dtype
-                found.append((torch.is_autocast_enabled("cpu"), _torch.is_autocast_outside("cpu"), dtype))
+                found.append((torch.is_autocast_enabled("cpu"), is_autocast_outside("cpu"), dtype))
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(3, 3)
@@ -180,3 +197,26 @@ def test_autocast_around_a_dispatch_mode() -> None:
         torch.relu(x)
     assert [outside for _, outside, _ in found] == [True, False, False]
     assert found[0] == (False, True, torch.bfloat16)
+
+
+def test_resolving_views() -> None:
+    """Inside a mode the bits of conjugate and negative views are not looked at, unless the context says so."""
+    found: dict[str, bool] = {}
+    x = torch.randn(3, 3, dtype=torch.complex64)
+    expected = -x.imag
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if "relu" in str(func):
+                negative = x.conj().imag
+                assert negative.is_neg()
+                found["without"] = torch.equal(negative * 1, expected)
+                with resolving_views():
+                    found["within"] = torch.equal(negative * 1, expected)
+                    found["conjugate"] = torch.equal((x.conj() * 1).imag, expected)
+            return func(*args, **(kwargs or {}))
+
+    with Asks():
+        torch.relu(torch.ones(1))
+    assert found == {"without": False, "within": True, "conjugate": True}

@@ -12,51 +12,63 @@ from typing import Any
 import pytest
 import torch
 
-from torchdelta import _torch
+from torchdelta._torch.doors import patch_storage_resize
+from torchdelta._torch.storages import storage_address, storage_at, storage_num_holders, storage_over
+from torchdelta._torch.tensors import conj, neg_view, tensor_num_holders
 
 
 def test_storage_address() -> None:
     """The address is the `_cdata` of the storage, and asking makes no storage object."""
     x = torch.zeros(4)
-    address = _torch.storage_address(x)
-    assert _torch.storage_num_holders(address) == 1
+    address = storage_address(x)
+    assert storage_num_holders(address) == 1
     assert address == x.untyped_storage()._cdata
-    assert _torch.storage_address(x[2:]) == address
-    assert _torch.storage_address(torch.zeros(4)) != address
+    assert storage_address(x[2:]) == address
+    assert storage_address(torch.zeros(4)) != address
 
 
 def test_storage_address_of_tensors_without_a_storage() -> None:
     """It raises RuntimeError (or its subclass NotImplementedError), which the ledger expects."""
     with pytest.raises(RuntimeError):
-        _torch.storage_address(torch.eye(2).to_sparse())
+        storage_address(torch.eye(2).to_sparse())
 
 
 def test_storage_num_holders() -> None:
     """Each tensor on a storage holds it once, and so does its Python object."""
     x = torch.zeros(4)
-    address = _torch.storage_address(x)
+    address = storage_address(x)
     alias = x.detach()
-    assert _torch.storage_num_holders(address) == 2
+    assert storage_num_holders(address) == 2
     storage = x.untyped_storage()
-    assert _torch.storage_num_holders(address) == 3
+    assert storage_num_holders(address) == 3
     del alias, storage
     gc.collect()
-    assert _torch.storage_num_holders(address) <= 2
+    assert storage_num_holders(address) <= 2
 
 
 def test_storage_at() -> None:
     """A living storage is found by its address, as the object that it has already."""
     x = torch.arange(4.0)
-    found = _torch.storage_at(_torch.storage_address(x))
+    found = storage_at(storage_address(x))
     assert found.nbytes() == x.nbytes
     assert found.data_ptr() == x.data_ptr()
     assert found is x.untyped_storage()
 
 
+def test_storage_at_of_a_dead_storage() -> None:
+    """None, while a weak reference keeps its address from being given out again."""
+    x = torch.zeros(4)
+    address = x.untyped_storage()._weak_ref()  # pyright: ignore[reportAttributeAccessIssue]
+    del x
+    gc.collect()
+    assert storage_at(address) is None
+    torch.UntypedStorage._free_weak_ref(address)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_storage_over() -> None:
     """It reads and writes the memory that it was given, owns nothing, and tells of its own death."""
     x = torch.arange(8, dtype=torch.uint8)
-    storage = _torch.storage_over(x.data_ptr() + 2, 4, torch.device("cpu"))
+    storage = storage_over(x.data_ptr() + 2, 4, torch.device("cpu"))
     assert (storage.nbytes(), storage.data_ptr()) == (4, x.data_ptr() + 2)
     died: list[int] = []
     weakref.finalize(storage, died.append, 1)
@@ -88,9 +100,9 @@ def test_storage_object_lives_as_long_as_its_storage() -> None:
 def test_views_with_bits() -> None:
     """Conjugate and negative views share their storage."""
     x = torch.tensor([1 + 2j])
-    assert _torch.conj(x).is_conj()
-    assert _torch.neg_view(x.real).is_neg()
-    assert _torch.storage_address(_torch.conj(x)) == _torch.storage_address(x)
+    assert conj(x).is_conj()
+    assert neg_view(x.real).is_neg()
+    assert storage_address(conj(x)) == storage_address(x)
 
 
 def test_patch_storage_resize() -> None:
@@ -104,7 +116,7 @@ def test_patch_storage_resize() -> None:
 
         return resize_
 
-    undo = _torch.patch_storage_resize(make)
+    undo = patch_storage_resize(make)
     x = torch.ones(4)
     x.untyped_storage().resize_(0)
     x._typed_storage()._resize_(4)
@@ -117,9 +129,9 @@ def test_patch_storage_resize() -> None:
 def test_tensor_num_holders() -> None:
     """A second holder in C++ counts, a second Python name does not."""
     x = torch.zeros(2)
-    alone = _torch.tensor_num_holders(x)
+    alone = tensor_num_holders(x)
     same = x
-    assert _torch.tensor_num_holders(same) == alone
+    assert tensor_num_holders(same) == alone
     y = torch.ones(2, requires_grad=True) * x  # autograd keeps x itself
-    assert _torch.tensor_num_holders(x) == alone + 1
+    assert tensor_num_holders(x) == alone + 1
     del y

@@ -11,18 +11,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch_contract.names import Names
-from torchdelta import _torch, _torch_symbolic
+from torchdelta._torch import autocast as own
+from torchdelta._torch import symbolic as torch_symbolic
+from torchdelta._torch.autocast import cuda_autocast_on_cpu
+from torchdelta._torch.device import default_to_foreach, is_mkldnn_enabled
+from torchdelta._torch.fake import FakeTensor, FakeTensorMode, fake_mode, fake_mode_for_once, fake_view
+from torchdelta._torch.modes import num_modes
 
 
 def test_fake_tensors() -> None:
     """A meta tensor becomes a fake one that says it is on the device, and costs nothing."""
-    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    fake = _torch.fake_view(mode, torch.empty(4, 4, device="meta"), "cpu")
-    assert isinstance(fake, _torch.FakeTensor)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_view(mode, torch.empty(4, 4, device="meta"), "cpu")
+    assert isinstance(fake, FakeTensor)
     assert fake.device.type == "cpu"
     with mode:
         made = fake @ torch.ones(4, 2)
-    assert isinstance(made, _torch.FakeTensor)
+    assert isinstance(made, FakeTensor)
     assert made.shape == (4, 2)
     assert made.untyped_storage().device.type == "meta"
 
@@ -34,26 +39,26 @@ def test_fake_mode() -> None:
     class Asks(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             del types
-            found.append((_torch.fake_mode(), _torch.num_modes()))
+            found.append((fake_mode(), num_modes()))
             return func(*args, **(kwargs or {}))
 
-    assert _torch.fake_mode() is None
+    assert fake_mode() is None
     with Asks():
         torch.ones(1)
-        with _torch.FakeTensorMode() as mode:
+        with FakeTensorMode() as mode:
             torch.ones(1)
     assert found == [(None, 0), (mode, 1)]
 
 
 def test_fake_mode_for_once() -> None:
     """It answers like any other, and torch remembers nothing of it."""
-    before = len(_torch.FakeTensorMode.cache)
-    with _torch.fake_mode_for_once():
+    before = len(FakeTensorMode.cache)
+    with fake_mode_for_once():
         assert (torch.ones(17, 19) @ torch.ones(19, 23)).shape == (17, 23)
-    assert len(_torch.FakeTensorMode.cache) == before
-    with _torch.FakeTensorMode():
+    assert len(FakeTensorMode.cache) == before
+    with FakeTensorMode():
         torch.ones(17, 19) @ torch.ones(19, 23)
-    assert len(_torch.FakeTensorMode.cache) > before
+    assert len(FakeTensorMode.cache) > before
 
 
 def test_foreach_on_cpu() -> None:
@@ -66,37 +71,41 @@ def test_foreach_on_cpu() -> None:
             torch.optim.SGD([weight], lr=0.1).step()
         return [name for name in names.seen if "_foreach_" in name]
 
+    parameters = [torch.nn.Parameter(torch.ones(2))]
     assert not names_of_a_step()
-    with _torch_symbolic.foreach_on_cpu():
+    assert not default_to_foreach(parameters)
+    with torch_symbolic.foreach_on_cpu():
+        assert default_to_foreach(parameters)
         assert names_of_a_step() == ["aten._foreach_add_.List"]
     assert not names_of_a_step()
 
 
 def test_without_fake_mode() -> None:
     """Within it tensors are real, in the middle of a fake-tensor mode."""
-    with _torch.FakeTensorMode():
-        with _torch_symbolic.without_fake_mode():
+    with FakeTensorMode():
+        with torch_symbolic.without_fake_mode():
             assert torch.ones(2).sum().item() == 2
-        assert isinstance(torch.ones(2), _torch.FakeTensor)
+        assert isinstance(torch.ones(2), FakeTensor)
 
 
 def test_without_onednn() -> None:
     """Within it an LSTM is products and gates, outside oneDNN's one op, which says nothing of what it computes."""
 
     def has_onednn_op() -> bool:
-        with _torch.FakeTensorMode(), Names() as names:
+        with FakeTensorMode(), Names() as names:
             torch.nn.LSTM(2, 2)(torch.ones(3, 4, 2))
         return any("mkldnn_rnn_layer" in name for name in names.seen)
 
-    assert has_onednn_op() == torch.backends.mkldnn.enabled
-    with _torch_symbolic.without_onednn():
+    assert has_onednn_op() == is_mkldnn_enabled() == torch.backends.mkldnn.enabled
+    with torch_symbolic.without_onednn():
         assert not has_onednn_op()
+        assert not is_mkldnn_enabled()
     assert has_onednn_op() == torch.backends.mkldnn.enabled
 
 
 def test_without_truncation() -> None:
     """Within it `trunc_normal_` needs no values; afterwards it keeps its bounds."""
-    with _torch.FakeTensorMode(), _torch_symbolic.without_truncation():
+    with FakeTensorMode(), torch_symbolic.without_truncation():
         torch.nn.init.trunc_normal_(torch.nn.Parameter(torch.empty(4)), 0.0, 1.0, -0.5, 0.5)
     assert torch.nn.init.trunc_normal_(torch.empty(1000), 0.0, 1.0, -0.5, 0.5).abs().max() <= 0.5
 
@@ -104,7 +113,7 @@ def test_without_truncation() -> None:
 def test_converting_fake_modules() -> None:
     """Within it fake modules change their dtype, and what is tied stays tied; afterwards all is as before."""
     before = torch.nn.Module._apply
-    with _torch.FakeTensorMode(), _torch_symbolic.converting_fake_modules():
+    with FakeTensorMode(), torch_symbolic.converting_fake_modules():
         model = torch.nn.Sequential(
             torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False), torch.nn.BatchNorm1d(4)
         )
@@ -115,3 +124,27 @@ def test_converting_fake_modules() -> None:
         assert model[1].weight is model[0].weight
         assert [p.requires_grad for p in model.parameters()] == [False, True, True]
     assert torch.nn.Module._apply is before
+
+
+def test_cuda_autocast_on_cpu() -> None:
+    """CPU tensors are cast as CUDA's are, and as before afterwards; op by op: tests/trace/symbolic/test_autocast.py."""
+
+    def dtypes(device_type: str) -> list[torch.dtype]:
+        x = torch.randn(4, 4)
+        with torch.autocast(device_type, dtype=torch.bfloat16):
+            return [(x @ x).dtype, (x @ x).exp().dtype, (x @ x).softmax(-1).dtype]
+
+    before = dtypes("cpu")
+    assert before == [torch.bfloat16] * 3
+    with cuda_autocast_on_cpu():
+        assert dtypes("cuda") == [torch.bfloat16, torch.float32, torch.float32]
+    assert dtypes("cpu") == before
+
+
+def test_every_op_of_cuda_autocast_is_known() -> None:
+    """Each op that CUDA's autocast treats is treated here as well, or as the CPU's does."""
+    cuda = {name.removeprefix("aten::") for name in own._registered("AutocastCUDA")}
+    cpu = {name.removeprefix("aten::") for name in own._registered("AutocastCPU")}
+    elsewhere = {name for name in cuda if name.startswith(("cudnn_", "_thnn_fused_"))}  # on real CUDA tensors only
+    assert cuda - cpu - elsewhere == (own._OWN - cpu) & cuda
+    assert cuda >= own._OWN

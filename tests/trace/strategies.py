@@ -13,7 +13,10 @@ OWNED_KINDS: tuple[BufferKind, ...] = ("parameter", "gradient", "optimizer_state
 BORN_KINDS: tuple[BufferKind, ...] = ("activation", "temporary", "gradient")
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
-names = st.sampled_from(["aten.mm.default", "aten.add_.Tensor", "torchdelta.external"]) | texts
+names = (
+    st.sampled_from(["aten.mm.default", "aten.add_.Tensor", "aten.native_batch_norm.default", "torchdelta.external"])
+    | texts
+)
 sizes_bytes = st.integers(0, 64) | st.integers(0, 2**45)
 
 

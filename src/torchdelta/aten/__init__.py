@@ -1,1 +1,1 @@
-"""What torch's ops are: what each one writes, whether it can be run again, and which ones are collectives."""
+"""Facts about torch's ops: what each one writes, whether it can be replayed, and which ones are collectives."""

@@ -1,16 +1,18 @@
-"""Collectives: what their schemas do not say.
+"""Collectives: facts that their schemas leave out.
 
-The ops of `c10d` write tensors in place without a write annotation, and go on writing after they have returned, until
-somebody waits for their `Work`. They are no aten ops, so they are never recomputed; what they have written is no longer
-what the op before them made, and is not copied away while it may still be under way.
+The ops of `c10d` write tensors in place without a write annotation, and continue to write after they have returned,
+until the caller waits for their `Work`. They are not aten ops, so they are never replayed. A tensor that they write has
+a new content, which is not copied to a tier while the collective may still be running.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-# By namespace and op: the names of the arguments that an op writes although its schema does not say so. Names that
-# start with "output" are written wherever they occur.
+from torchdelta._torch.ops import schema_of
+
+# By namespace and op: the arguments that an op writes without a write annotation in its schema. In `c10d`, arguments
+# whose names start with "output" are always written.
 _WRITTEN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "c10d": {
         "allreduce_": ("tensors",),
@@ -27,17 +29,17 @@ _PASS_ON: Final = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
 def is_collective(namespace: str) -> bool:
-    """Say whether the ops of a namespace talk to other processes, or prepare for it."""
+    """Return whether the ops of a namespace communicate with other processes, or prepare for it."""
     return namespace in _WRITTEN
 
 
 def passes_on(namespace: str, base: str) -> bool:
-    """Say whether an op gives back the very tensor that it took."""
+    """Return whether an op returns its argument itself."""
     return namespace == "_c10d_functional" and base in _PASS_ON
 
 
 def is_written(namespace: str, base: str, argument: Any) -> bool:
-    """Say whether a collective writes an argument of its schema."""
+    """Return whether a collective writes an argument of its schema."""
     if namespace not in _WRITTEN or "Tensor" not in str(argument.type):
         return False
     name: str = argument.name
@@ -45,13 +47,13 @@ def is_written(namespace: str, base: str, argument: Any) -> bool:
 
 
 def may_be_under_way(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Say whether a collective that has returned may still be writing when the next op runs.
+    """Return whether a collective that has returned may still be writing when the next op runs.
 
-    Without `async_op`, its caller waits at once.
+    Without `async_op`, its caller waits immediately.
     """
     if func.namespace != "c10d":
         return func.namespace == "_c10d_functional"  # until `wait_tensor`
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "async_op":
             if kwargs and "async_op" in kwargs:
                 return bool(kwargs["async_op"])

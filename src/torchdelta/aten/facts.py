@@ -1,4 +1,4 @@
-"""What the runtime must know about an aten op before it runs, read once from its schema and kept on the op itself."""
+"""Facts about an op that the runtime needs before running it, read once from its schema and cached on the op."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from torchdelta._torch.ops import schema_of
+from torchdelta.aten.batch_norm import BATCH_NORMS
 from torchdelta.aten.collectives import is_collective, is_written, passes_on
 from torchdelta.aten.order import order_varies
 from torchdelta.aten.recomputable import RECOMPUTABLE
@@ -19,16 +21,16 @@ class Kind(enum.IntEnum):
 
     COMPUTE = 0  # makes new storages
     VIEW = 1  # makes tensors on storages that exist
-    NO_OUTPUT = 2  # gives Python values, or nothing
+    NO_OUTPUT = 2  # returns Python values, or nothing
     WRITE = 3  # writes one or more of its arguments
     REPLACE = 4  # changes which storage an argument has, or its size
 
 
-# Their kernels for plain layouts reorder what they read and write into blocked layouts of their own (oneDNN).
+# Ops whose oneDNN kernels reorder plain inputs and outputs into blocked layouts.
 _REORDERS: Final = frozenset(
     {"convolution", "convolution_backward", "_convolution", "mkldnn_convolution", "convolution_overrideable"}
 )
-# Views in all but their schema: they pass their argument's storage on without an alias annotation.
+# Views without an alias annotation in their schema.
 _DISGUISED_VIEWS: Final = frozenset({"_unsafe_view", "_reshape_alias", "alias", "lift_fresh", "detach"})
 _NO_OUTPUT: Final = frozenset(
     {
@@ -43,15 +45,29 @@ _NO_OUTPUT: Final = frozenset(
     }
 )
 # [Note: autocast inside an op]
-# Autocast comes before a dispatch mode: an op that it casts reaches the mode with its inputs cast, and inside the mode
-# autocast is off. That changes nothing but for an op that autocast lets pass and whose kernel calls ops that it casts
-# (matrix products): such an op is run with autocast as it was where the user called. A test holds the set against
-# torch's own op database. `linalg_pinv` is another one and is NOT here: `pinverse`, which autocast casts, calls it with
-# autocast off, `linalg.pinv` with autocast on, and inside the mode the two look the same. Under CPU autocast
-# `linalg.pinv` therefore multiplies in float32 here and in bfloat16 without a budget. Of CUDA nothing is known.
+# Autocast runs before a dispatch mode: an op that it casts reaches the mode with its inputs cast, and inside the mode
+# autocast is off. That matters only for an op that autocast does not cast but whose kernel calls ops that it casts
+# (matrix products): such an op is run with the caller's autocast state. A test compares the set with torch's own op
+# database. `linalg_pinv` is another such op and is NOT here: `pinverse`, which autocast casts, calls it with autocast
+# off, `linalg.pinv` with autocast on, and inside the mode the two look the same. Under CPU autocast `linalg.pinv`
+# therefore multiplies in float32 inside a budget and in bfloat16 without one. CUDA was not checked.
 _CASTS_INSIDE: Final = frozenset({"_trilinear"})
+# [Note: conjugate views inside an op]
+# A lazily conjugate or negative view is resolved by dispatch keys that run before a dispatch mode, and inside the mode
+# they are off. A kernel that makes such views and passes them to other ops then computes with unconjugated numbers: the
+# result is wrong under any mode, torch's own included. Such an op is run with these keys on. The set was found by
+# running torch's op database in complex numbers with and without a no-op mode.
+_CONJUGATES_INSIDE: Final = frozenset({"linalg_pinv", "linalg_lstsq"})
+# [Note: modes inside an op]
+# Singular values and eigenvalues alone come from another LAPACK routine than those with their vectors, with other last
+# bits. `linalg.svdvals` and `linalg.eigvalsh` choose before a dispatch mode sees an op: they compute the vectors if a
+# gradient may be wanted, or if any mode is on. So on tensors without gradients they, and what is made of them
+# (`linalg.cond`, the 2-norm and the nuclear norm of a matrix), give inside a budget the bits that they give under any
+# mode, torch's own included, and not those without one. The ops that reach the mode are those of `linalg.svd` and
+# `linalg.eigh`, so nothing here can tell them apart. With gradients the bits are equal. A test compares the set with
+# torch's own op database.
 _REPLACE: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
-# Ops that overwrite the whole of their first argument without reading it: the old content is no dependency.
+# Ops that overwrite all of their first argument without reading it, so that they do not depend on the old content.
 _OVERWRITE: Final = frozenset(
     {
         "copy_",
@@ -67,15 +83,7 @@ _OVERWRITE: Final = frozenset(
         "geometric_",
     }
 )
-# They write their running statistics (arguments 3 and 4) without saying so in the schema, when argument 5 (training) is
-# true.
-_HIDDEN_STATISTICS: Final = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-# The same, said in the schema: in training the outputs do not depend on the statistics either.
-_STATISTICS: Final = _HIDDEN_STATISTICS | {
-    "_native_batch_norm_legit",
-    "_batch_norm_with_update",
-    "_batch_norm_with_update_functional",
-}
+# Of `BATCH_NORMS`.
 STATISTICS_POSITIONS: Final = (3, 4)
 TRAINING_POSITION: Final = 5
 
@@ -87,6 +95,7 @@ class OpFacts:
         "base_name",
         "bumps_inside",
         "casts_inside",
+        "conjugates_inside",
         "is_collective",
         "is_random",
         "is_recomputable",
@@ -101,7 +110,7 @@ class OpFacts:
     )
 
     def __init__(self, func: Any) -> None:
-        schema = func._schema
+        schema = schema_of(func)
         base = schema.name.split("::")[-1]
         self.name = str(func)
         self.base_name = base
@@ -115,15 +124,15 @@ class OpFacts:
         self.written_positions = tuple(positions[a.name] for a in written if not a.kwarg_only)
         self.written_keywords = tuple(a.name for a in written if a.kwarg_only)
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
-        self.keeps_statistics = base in _STATISTICS
+        self.keeps_statistics = base in BATCH_NORMS
         self.overwrites = base in _OVERWRITE
         self.reorders = base in _REORDERS
         self.bumps_inside = bool(written) and base.startswith("_foreach_")
         self.casts_inside = base in _CASTS_INSIDE
+        self.conjugates_inside = base in _CONJUGATES_INSIDE
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
         self.order_varies = order_varies(base, schema.overload_name)
-        # Without the last part, the ranges that an optimizer opens for the profiler would each leave a key in the
-        # predictor, step after step.
+        # The last condition keeps the profiler ranges of optimizers from adding keys to the predictor at every step.
         if (
             base in _NO_OUTPUT
             or func.namespace == "prim"
@@ -145,7 +154,7 @@ class OpFacts:
 
 
 def facts_of(func: Any) -> OpFacts:
-    """Return the facts of an op; they live on the op, whose hash is slow Python."""
+    """Return the facts of an op. They are cached on the op, since hashing an op is slow."""
     try:
         return func._torchdelta_facts
     except AttributeError:

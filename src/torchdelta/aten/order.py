@@ -1,8 +1,8 @@
-"""Ops whose kernels on an accelerator add in an order that is not fixed, so that a second run may give other bits.
+"""Ops whose accelerator kernels add in varying order, so that a second run may give other bits.
 
-The list is torch's own (`torch.use_deterministic_algorithms`): what it says to be nondeterministic, and what has a
-deterministic variant that is off by default. Such an op is kept or swapped, and recomputed only in deterministic mode,
-where every kernel is fixed or refuses to run. Beside torch's list stand ops of which nothing is promised: scans that
+The list is torch's own (`torch.use_deterministic_algorithms`): ops that it documents as nondeterministic, and ops with
+a deterministic variant that is off by default. Their outputs are kept or swapped, and recomputed only in deterministic
+mode, where every kernel has a fixed order or raises. Added to torch's list are ops without any guarantee: scans that
 share their kernel with `cumsum`, factorisations, and the backward formulas that a double backward records.
 
 Not here, and why: matrix products and convolutions forward (the same library, the same algorithm for the same shapes,
@@ -24,23 +24,23 @@ _ALWAYS: Final = frozenset(
     cholesky cholesky_inverse cholesky_solve ormqr triangular_solve
     """.split()  # noqa: SIM905 - as in recomputable.py
 )
-# Only where the numbers are floating: sums of integers do not depend on their order.
+# Only for floating-point numbers: sums of integers do not depend on their order.
 _FLOATING: Final = frozenset({"cumprod", "cumsum", "cumsum_"})
 
 
 def order_varies(base_name: str, overload: str) -> bool:
-    """Say whether an op of this name may add in another order the next time; floats and weights aside."""
+    """Return whether an op of this name may add in another order next time; `is_fixed_here` knows the exceptions."""
     if base_name in _ALWAYS or base_name in _FLOATING or base_name == "bincount":
         return True
     if base_name in {"scatter", "scatter_"}:
-        return not overload.startswith("value")  # the same value for every index: which comes last is all one
+        return not overload.startswith("value")  # one value for every index: the order does not matter
     if base_name.startswith(("linalg_", "_linalg_")):
         return base_name not in {"linalg_vector_norm", "linalg_cross"}
     return base_name.endswith(("_backward", "_backward_data"))
 
 
 def is_fixed_here(base_name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Say whether an op for which `order_varies` is true has a fixed order all the same: now, with these arguments."""
+    """Return whether an op for which `order_varies` is true has a fixed order in this mode, with these arguments."""
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return True
     if base_name in _FLOATING:

@@ -1,14 +1,14 @@
-"""The allow-list of ops that may be run again instead of keeping what they made.
+"""The allow-list of ops that may be replayed, so that their outputs need not be kept.
 
-An op is here when, given the same inputs, grad mode, numeric settings and random state, it gives the same bits on the
-same device. It is an allow-list because the other way round fails silently. Whatever is not here (collectives, custom
-and non-aten ops, Triton kernels, compiled regions, sparse kernels) is kept or swapped. Every op of torch's own op
-database that is named here was replayed and compared bit for bit (tests/same_bits/test_torch_ops.py).
+An op is listed if it gives the same bits for the same inputs, grad mode, numeric settings, random state and device. It
+is an allow-list because a missing entry in a deny-list would fail silently. The outputs of all other ops (collectives,
+custom and non-aten ops, Triton kernels, compiled regions, sparse kernels) are kept or swapped. Every listed op in
+torch's own op database was replayed and compared bit for bit (tests/same_bits/test_torch_ops.py).
 
-`empty` and its kin are not here: `at::tensor`, from C++, fills what it got from `empty` where no dispatch mode sees it
-(the target lengths inside `F.ctc_loss`), and a replay would bring back garbage. An op that overwrites the whole of an
-empty tensor needs no replay of it. `_trilinear` is not here either: what it gives depends on autocast, which is off in
-a replay ([Note: autocast inside an op] in facts.py).
+`empty` and its variants are not listed: the C++ function `at::tensor` fills an `empty` tensor where no dispatch mode
+sees it (the target lengths inside `F.ctc_loss`), and a replay would return uninitialized memory. An op that overwrites
+all of an empty tensor needs no replay of it. `_trilinear` is not listed either: its result depends on autocast, which
+is off in a replay ([Note: autocast inside an op] in facts.py).
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ RECOMPUTABLE: Final = frozenset(
     upsample_bilinear2d upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward upsample_nearest1d
     upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward upsample_trilinear3d var var_mean vdot
     view_copy where xlogy xlogy_ zero_ zeros zeros_like
-    """.split()  # noqa: SIM905 - one name a line would be eight hundred lines
+    """.split()  # noqa: SIM905 - one name per line would be eight hundred lines
 )

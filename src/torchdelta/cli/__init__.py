@@ -1,1 +1,1 @@
-"""The `torchdelta` command: one file a subcommand. A leaf, which nothing in the library imports."""
+"""The `torchdelta` command, one file per subcommand. The rest of the library does not import it."""

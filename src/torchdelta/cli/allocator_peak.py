@@ -1,12 +1,12 @@
-"""Counts live bytes and their peak at the CPU allocator, independent of everything that torchdelta itself counts.
+"""Counts live bytes and their peak at the CPU allocator, independently of what torchdelta itself counts.
 
-A dispatch mode sees nothing of what runs below modes (a replay does), so the judge of a budget has to sit at the
-allocator. On CPU torch keeps no statistics, but its profiler reports each allocation and each free: this adds them up.
+A dispatch mode does not see ops below modes, such as a replay's, so a budget has to be checked at the allocator. On CPU
+torch keeps no statistics, but its profiler reports each allocation and each free, which are added up here.
 
-What it cannot see, and the caller has to arrange for:
+It does not see:
 - tensors that were allocated before the first segment: start before the model is built;
 - allocations and frees of threads other than the one that opened the segment (backward on CPU runs on that thread);
-- anything between two segments: leave no tensor to be freed there.
+- anything between two segments: free no tensor there.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ _MEMORY_EVENT: Final = "[memory]"
 
 
 class MeterError(RuntimeError):
-    """The meter saw nothing, or saw something that cannot be: its figures must not be used."""
+    """The meter saw no events, or impossible ones: its figures must not be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentPeak:
-    """What one `with` segment saw.
+    """Figures of one `with` segment.
 
     Attributes:
         live_bytes: Live bytes at its end.
-        peak_bytes: Highest live bytes in it, those from earlier segments included.
-        num_events: Allocations and frees seen in it.
+        peak_bytes: Highest live bytes in it, including those from earlier segments.
+        num_events: Number of allocations and frees.
     """
 
     live_bytes: int
@@ -42,8 +42,8 @@ class SegmentPeak:
 class AllocatorPeak:
     """A running total of live CPU bytes over one or several `with` segments, and its highest value.
 
-    A segment costs a microsecond or two an op while it runs; its events are added up when it ends, so a segment a step
-    keeps the memory for them small. The totals carry over from one segment to the next.
+    A segment costs one or two microseconds per op. Its events are added up when it ends, so one segment per step keeps
+    their memory small. The totals carry over from one segment to the next.
 
     Example:
         >>> meter = AllocatorPeak()
@@ -74,11 +74,11 @@ class AllocatorPeak:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the segment and add up what it saw.
+        """End the segment and add up its events.
 
         Raises:
-            MeterError: Not one event was seen, or more was freed than ever allocated. Not raised over an exception
-                that is on its way out of the segment.
+            MeterError: There were no events, or more was freed than allocated. Not raised if the segment ends with an
+                exception.
         """
         profiler, self._profiler = self._profiler, None
         profiler.__exit__(None, None, None)
@@ -109,13 +109,13 @@ class AllocatorPeak:
 
         Args:
             known_bytes: Bytes of all distinct storages alive at the end of the last segment.
-            tolerance: Largest difference allowed, as a share of `known_bytes`.
+            tolerance: Largest allowed difference, as a share of `known_bytes`.
 
         Raises:
             MeterError: They disagree, so the peak cannot be trusted either.
         """
         if abs(self.live_bytes - known_bytes) > tolerance * known_bytes:
             raise MeterError(
-                f"the meter holds {self.live_bytes} bytes to be alive, but the known storages are {known_bytes} bytes: "
-                "something was allocated or freed where it could not see (another thread, or between two segments)"
+                f"the meter counts {self.live_bytes} live bytes, but the known storages have {known_bytes} bytes: "
+                "memory was allocated or freed on another thread, or between two segments"
             )

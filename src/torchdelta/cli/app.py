@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""Builds the typer application from the commands."""
 
 import logging
 import os
@@ -24,12 +24,12 @@ _LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 def make_app() -> typer.Typer:
     """Build the typer application."""
-    # Exceptions of a user's script are shown by `run` as Python shows them; ours are one line. typer adds nothing.
+    # `run` shows a script's exceptions as Python does, and our own errors are one line: typer must add nothing.
     app = typer.Typer(
         name="torchdelta", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP
     )
     app.callback()(_common)
-    # From the first word that is no option (the script) on, everything is the script's.
+    # Arguments after the first non-option (the script) belong to the script.
     app.command(context_settings={"allow_interspersed_args": False})(run)
     app.command()(demo)
     app.command()(trace)
@@ -42,7 +42,7 @@ def make_app() -> typer.Typer:
     return app
 
 
-_HELP: Final = "Train any PyTorch model inside a byte budget, with the same bits as without it."
+_HELP: Final = "Train any PyTorch model inside a byte budget, with bit-equal results."
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,7 +62,7 @@ def _common(
     if level.upper() not in _LEVELS:
         typer.echo(f"torchdelta: TORCHDELTA_LOG_LEVEL={level!r} is not allowed: use {', '.join(_LEVELS)}", err=True)
         raise typer.Exit(2)
-    # Only the library's own logger: the script keeps the root logger to itself.
+    # Only the library's own logger: the root logger is left to the script.
     logger = logging.getLogger("torchdelta")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))

@@ -1,7 +1,7 @@
-"""`torchdelta demo`: train a real model twice, plain and inside half of its memory, and compare them to the last bit.
+"""`torchdelta demo`: trains a real model twice, plain and inside half of its memory, and compares them bit for bit.
 
-The model has the size of GPT-2 and learns, byte by byte, the source text of Python's own standard library: nothing is
-downloaded. Peaks are counted at the allocator in a process of its own for each run.
+The model has the size of GPT-2 and learns the bytes of the source of Python's standard library: nothing is downloaded.
+Each run has its own process, where the peak is counted at the allocator.
 """
 
 import importlib.util
@@ -33,16 +33,16 @@ def demo(
     memory_budget: Annotated[
         str, typer.Option(help="Budget of the second run: a size, or a share of the plain run's peak.")
     ] = "50%",
-    policy: Annotated[str, typer.Option(help=f"Who leaves, and how: {', '.join(POLICIES)}.")] = "torchdelta",
+    policy: Annotated[str, typer.Option(help=f"What is evicted, and how: {', '.join(POLICIES)}.")] = "torchdelta",
     layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 12,
     width: Annotated[int, typer.Option(min=64, help="Hidden size, a multiple of 64.")] = 768,
-    batch: Annotated[int, typer.Option(min=1, help="Windows of text a step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of text per step.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a real model twice, plain and inside half of its memory, and compare.
 
-    Exits with 1 when a promise is broken: another loss, other parameters, or a peak above the budget.
+    Exits with 1 if a promise is broken: another loss, other parameters, or a peak above the budget.
     """
     plain_run = _checked_run(memory_budget, policy, layers=layers, width=width, batch=batch, steps=steps)
     with tqdm(total=2 * steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
@@ -60,26 +60,26 @@ def demo(
 
 
 def _checked_run(memory_budget: str, policy: str, *, layers: int, width: int, batch: int, steps: int) -> DemoRun:
-    """Find out what cannot work before the plain run has cost a minute."""
+    """Check the options before the plain run, which takes a minute."""
     try:
         Config(policy=policy)
         parse_size(memory_budget, total_bytes=2**40, name="memory budget")
     except TorchdeltaError as error:
         _fail(str(error), 2)
     if width % 64 != 0:
-        _fail(f"--width {width} is no multiple of 64, the size of an attention head", 2)
+        _fail(f"--width {width} is not a multiple of 64, the size of an attention head", 2)
     if importlib.util.find_spec("transformers") is None:
         _fail("the demo needs transformers: pip install transformers", 1)
     return DemoRun(policy=policy, layers=layers, width=width, heads=width // 64, batch=batch, steps=steps)
 
 
 def _train(run: DemoRun, bar: Any) -> DemoResult:
-    """Run one training in a process of its own, and move the bar on with its steps."""
+    """Run one training in a process of its own, and update the bar after each step."""
     command = [sys.executable, "-m", "torchdelta.cli.demo_train", json.dumps(msgspec.to_builtins(run))]
-    # Kineto, which counts for us, would otherwise write two lines into the bar for each segment.
+    # Without this Kineto, which counts the memory, would log two lines for each segment.
     environment = os.environ | {"KINETO_LOG_LEVEL": "99", "TRANSFORMERS_VERBOSITY": "error"}
     result: DemoResult | None = None
-    # What the child has to say beside its result goes to stderr as it comes.
+    # Other output of the child goes to stderr immediately.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:  # noqa: S603 - own command
         assert child.stdout is not None
         for line in child.stdout:
@@ -102,7 +102,7 @@ def _failure_text(run: DemoRun, returncode: int) -> str:
     if returncode < 0:
         available_bytes = read_host_memory().available_bytes
         memory = "" if available_bytes is None else f"; {format_bytes(available_bytes)} of memory are free now"
-        return f"{name} was killed by signal {-returncode}{memory}: --layers or --batch make it smaller"
+        return f"{name} was killed by signal {-returncode}{memory}: make it smaller with --layers or --batch"
     return f"{name} failed with exit code {returncode}"
 
 

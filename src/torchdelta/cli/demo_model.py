@@ -1,4 +1,4 @@
-"""What the demo's two processes tell each other, and the promises that the comparison checks."""
+"""Messages between the demo's processes, and the promises that the comparison checks."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -8,24 +8,24 @@ from torchdelta.units import format_bytes
 
 __all__ = ["DemoResult", "DemoRun", "DemoStep", "broken_promises", "differing_steps"]
 
-# The peak counted at the allocator may pass the budget by this share: what an op allocates inside itself.
+# The peak counted at the allocator may exceed the budget by this share: the workspace of ops.
 PEAK_TOLERANCE: Final = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRun:
-    """One run: the defaults are the demo of the README, a model of GPT-2's size.
+    """One run; the defaults are the demo of the README, a model of GPT-2's size.
 
     Attributes:
         budget_bytes: The budget; None is a plain run.
-        policy: The policy that holds it.
+        policy: The policy that chooses evictions.
         layers: Transformer blocks.
         width: Size of the hidden state.
-        heads: Attention heads; they divide the width.
-        sequence: Tokens of a window.
-        batch: Windows of a step.
+        heads: Attention heads; a divisor of the width.
+        sequence: Tokens in a window.
+        batch: Windows in a step.
         steps: Training steps.
-        seed: Of the weights, the dropout and the windows.
+        seed: Seed of the weights, the dropout and the windows.
     """
 
     budget_bytes: int | None = None
@@ -41,7 +41,7 @@ class DemoRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoStep:
-    """One finished step; `loss_hex` carries the loss to the last bit."""
+    """One finished step; `loss_hex` is the exact loss."""
 
     index: int
     loss: float
@@ -51,16 +51,16 @@ class DemoStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
-        budget_bytes: The budget it ran under; None for the plain run.
+        budget_bytes: Its budget; None for the plain run.
         peak_bytes: Highest live bytes, counted at the allocator.
-        rss_peak_bytes: High-water mark of the process's resident memory, with the interpreter and torch itself in it.
+        rss_peak_bytes: High-water mark of the process's resident memory, including the interpreter and torch.
         num_parameters: Parameters of the model.
-        parameters_sha256: Over all final parameters.
-        rng_sha256: Over the final state of torch's random number generator.
-        steps: One entry a step.
+        parameters_sha256: Hash of all final parameters.
+        rng_sha256: Hash of the final state of torch's random number generator.
+        steps: One entry per step.
         summary: The budget's own summary.
     """
 
@@ -80,13 +80,13 @@ class DemoResult:
 
 
 def differing_steps(plain: DemoResult, budgeted: DemoResult) -> list[int]:
-    """The steps whose losses are not the same to the last bit."""
+    """Return the indices of steps whose losses are not bit-equal."""
     pairs = zip(plain.steps, budgeted.steps, strict=True)
     return [first.index for first, second in pairs if first.loss_hex != second.loss_hex]
 
 
 def broken_promises(plain: DemoResult, budgeted: DemoResult) -> list[str]:
-    """Compare the two runs; each broken promise is one line, and none is what the demo is to show."""
+    """Compare the two runs. Return one line for each broken promise."""
     broken: list[str] = []
     if differing := differing_steps(plain, budgeted):
         broken.append(f"the loss differs in step {', '.join(str(index + 1) for index in differing)}")
@@ -99,5 +99,5 @@ def broken_promises(plain: DemoResult, budgeted: DemoResult) -> list[str]:
         broken.append("the second run had no budget")
     elif budgeted.peak_bytes > budget_bytes * (1 + PEAK_TOLERANCE):
         share = budgeted.peak_bytes / budget_bytes - 1
-        broken.append(f"the peak passes the budget of {format_bytes(budget_bytes)} by {share:.1%}")
+        broken.append(f"the peak exceeds the budget of {format_bytes(budget_bytes)} by {share:.1%}")
     return broken

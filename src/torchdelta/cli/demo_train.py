@@ -1,7 +1,7 @@
 """One training run of the demo, in a process of its own: `python -m torchdelta.cli.demo_train JSON`.
 
-Two runs cannot share a process: its high-water mark of resident memory never goes down. Each finished step is one JSON
-line on stdout, and so is the final result; the parent (`demo.py`) draws the progress bar and compares.
+Two runs cannot share a process, because its high-water mark of resident memory never goes down. Each finished step and
+the final result are one JSON line on stdout; the parent (`demo.py`) draws the progress bar and compares.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ __all__ = ["main", "read_stdlib_source", "train"]
 
 
 def main() -> None:
-    """Train as the JSON object in sys.argv[1] says, and report on stdout."""
+    """Run the training described by the JSON object in sys.argv[1], and report on stdout."""
     run = msgspec.json.decode(sys.argv[1], type=DemoRun)
     try:
         result = train(run, report=lambda step: print(json.dumps(msgspec.to_builtins(step)), flush=True))
@@ -53,7 +53,7 @@ def train(run: DemoRun, report: Any) -> DemoResult:
 
         budget = MemoryBudget(run.budget_bytes, Config(policy=run.policy))
 
-    # Everything that allocates or frees happens inside a segment of the meter, the scope of the budget included.
+    # All allocations and frees happen inside a segment of the meter, also those of the budget.
     meter = AllocatorPeak()
     with meter:
         model = GPT2LMHeadModel(
@@ -68,9 +68,8 @@ def train(run: DemoRun, report: Any) -> DemoResult:
                 eos_token_id=0,
             )
         ).train()
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=3e-5
-        )  # without a warm-up, larger ones throw a fresh model about
+        # Without a warm-up, a larger learning rate makes a fresh model diverge.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
     steps: list[DemoStep] = []
     for index in range(run.steps):
         with meter:
@@ -103,7 +102,7 @@ def train(run: DemoRun, report: Any) -> DemoResult:
 
 
 def read_stdlib_source(limit_bytes: int = 2**22) -> bytes:
-    """The source text of Python's standard library, its top-level modules in the order of their names."""
+    """Return the source of Python's standard library: its top-level modules, sorted by name."""
     parts: list[bytes] = []
     num_bytes = 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -115,7 +114,7 @@ def read_stdlib_source(limit_bytes: int = 2**22) -> bytes:
 
 
 def _read_batch(text: bytes, offsets: random.Random, run: DemoRun) -> torch.Tensor:
-    """Windows of the text at random places, a byte a token."""
+    """Return windows of the text at random offsets; each byte is a token."""
     windows: list[list[int]] = []
     for _ in range(run.batch):
         offset = offsets.randrange(len(text) - run.sequence)
@@ -132,13 +131,13 @@ def _tensors_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> l
 
 
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
+    """Return the bytes of the tensors' distinct storages."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def _hash_of(tensors: list[torch.Tensor]) -> str:
-    """One hash over the bits of some tensors, -0.0 and NaN payloads included."""
+    """Return one hash of the tensors' bits, including -0.0 and NaN payloads."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -146,9 +145,9 @@ def _hash_of(tensors: list[torch.Tensor]) -> str:
 
 
 def _rss_peak_bytes() -> int:
-    """The high-water mark of resident memory of this process alone."""
+    """Return the high-water mark of resident memory of this process alone."""
     try:
-        # VmHWM starts anew with each program; the figure of getrusage would include the parent's before the exec.
+        # exec resets VmHWM; the figure of getrusage would include the parent's memory before the exec.
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

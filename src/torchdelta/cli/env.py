@@ -1,4 +1,4 @@
-"""`torchdelta env`: what a bug report needs to know about this machine."""
+"""`torchdelta env`: facts about this machine for a bug report."""
 
 import importlib.metadata
 import json
@@ -44,7 +44,7 @@ def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
 
 def read_env() -> dict[str, Any]:
-    """The facts by name; sizes are ints of bytes under names that end in `_bytes`."""
+    """Return the facts by name; sizes are ints of bytes under names that end in `_bytes`."""
     memory = read_host_memory()
     return {
         "torchdelta": torchdelta.__version__,
@@ -65,7 +65,7 @@ def read_env() -> dict[str, Any]:
 
 
 def file_system_type(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the file system that holds a path ("ext4", "tmpfs"); None where the kernel does not say."""
+    """Return the type of the file system of a path ("ext4", "tmpfs"); None if the kernel does not report it."""
     try:
         lines = mountinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def file_system_type(path: Path, mountinfo: Path = Path("/proc/self/mountinfo"))
         left, _, right = line.partition(" - ")
         mount_point = Path(left.split()[4].replace("\\040", " "))
         depth = len(mount_point.parts)
-        # Of two mounts at one place the later one lies on top.
+        # Of two mounts on one directory the later one is visible.
         if real.is_relative_to(mount_point) and (best is None or depth >= best[0]):
             best = (depth, right.split()[0])
     return None if best is None else best[1]
@@ -111,7 +111,7 @@ def _native_facts() -> dict[str, Any]:
         from torchdelta.native.arena import arena_status
         from torchdelta.native.counting import counting_status
     except ImportError:
-        return {}  # without torch, which _torch_facts has said already
+        return {}  # torch is missing, which _torch_facts reports
     statuses = {"counting_allocator": counting_status(), "arena_allocator": arena_status()}
     return {name: f"{'on' if status.is_on else 'off'}: {status.reason}" for name, status in statuses.items()}
 
@@ -120,7 +120,7 @@ def _swap_facts() -> dict[str, Any]:
     try:
         from torchdelta.runtime.tiers.scratch import open_scratch_file, swap_directory
     except ImportError:
-        return {}  # without torch, which _torch_facts has said already
+        return {}  # torch is missing, which _torch_facts reports
     directory = swap_directory(None)
     facts: dict[str, Any] = {"swap_dir": str(directory), "swap_dir_file_system": file_system_type(directory)}
     try:
@@ -146,7 +146,7 @@ def _processor() -> str:
 
 
 def _version(package: str) -> str | None:
-    # The metadata says it without importing the package, which can take seconds.
+    # The metadata has it without importing the package, which can take seconds.
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

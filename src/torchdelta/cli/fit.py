@@ -1,18 +1,32 @@
-"""`torchdelta fit`: does a model fit a machine, with which budget at least, and up to which batch."""
+"""`torchdelta fit`: whether a model fits a machine, its least budget, and its largest batch."""
 
 import json
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchdelta.cli.prediction import tensors_at_peak
+from torchdelta.cli.prediction import launches_left_out_s, launches_note, tensors_at_peak
 from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import EXIT_USAGE, answer, fail, one_line_errors, own_stdout, progress
+from torchdelta.cli.step import (
+    EXIT_USAGE,
+    answer,
+    fail,
+    list_planners,
+    machine_named,
+    measured_facts,
+    one_line_errors,
+    own_stdout,
+    progress,
+    say_if_compiling,
+)
 from torchdelta.errors import InfeasibleError
 from torchdelta.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from torchdelta.machine.model import Machine
 
 __all__ = ["fit"]
 
@@ -33,55 +47,83 @@ def fit(
     machine: Annotated[str, typer.Option(help="Name in the catalog, such as rtx4090.", show_default=False)],
     batch_size: Annotated[int, typer.Option(help="The batch that you want to train with.")] = 8,
     memory_budget: Annotated[
-        str | None, typer.Option(help="By default all of the machine's memory.", show_default=False)
+        str | None,
+        typer.Option(help="Bytes for tensors; by default the machine's memory less the reserve.", show_default=False),
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for context and allocator: '2GiB', '10%' or 0; by default 0.6 GiB and a sixteenth.",
+            show_default=False,
+        ),
     ] = None,
     optimizer: Annotated[
         str, typer.Option(help="If the function returns no step: none, sgd, sgd-momentum or adamw.")
     ] = "adamw",
-    planner: Annotated[str, typer.Option(help="Who plans; a wrong name lists them all.")] = "torchdelta",
+    planner: Annotated[
+        str, typer.Option(callback=list_planners, is_eager=True, help="Name of the planner; 'list' lists all.")
+    ] = "torchdelta",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tell whether a model fits a machine, the least budget, the largest batch, and what to do.
+    """Report whether a model fits a machine, the least budget, the largest batch, and what to do.
 
-    Nothing runs on a GPU: the step is traced on fake tensors at two batch sizes, which price every other one. Exits
-    with 78 if the batch does not fit by any plan that was found.
+    Nothing runs on a GPU: the step is traced on fake tensors at two batch sizes, and scaled to all others. Exits with
+    78 if no plan was found with which the batch fits.
     """
     if batch_size < 1:
-        fail(f"batch size {batch_size} is no batch: use 1 or more", EXIT_USAGE)
+        fail(f"batch size {batch_size} is not allowed: use 1 or more", EXIT_USAGE)
     with one_line_errors(), progress() as say:
-        found = _Answer(function, machine, memory_budget, optimizer=optimizer, planner=planner, say=say)
-        facts = found.facts(batch_size)
+        budget = _Budget(machine_named(machine), memory_budget, reserve)
+        found = _Answer(function, budget, optimizer=optimizer, planner=planner, say=say)
+        facts = found.facts(batch_size) | measured_facts(machine)
     answer(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
     if not facts["fits"]:
         raise typer.Exit(78)
 
 
+class _Budget:
+    """What tensors may take of a machine's memory."""
+
+    def __init__(self, machine: "Machine", memory_budget: str | None, reserve: str | None) -> None:
+        from torchdelta.machine.model import reserve_bytes
+
+        total_bytes = machine.memory_bytes
+        self.machine = machine
+        self.reserve_bytes = 0
+        if memory_budget is not None:
+            if reserve is not None:
+                fail("--memory-budget is for tensors alone: --reserve has no meaning beside it", EXIT_USAGE)
+            size = number_or_text(memory_budget)
+            self.budget_bytes = parse_size(size, total_bytes=total_bytes, name="memory budget")
+            return
+        if reserve is None:
+            self.reserve_bytes = reserve_bytes(machine)
+        elif reserve.strip("0"):
+            self.reserve_bytes = parse_size(number_or_text(reserve), total_bytes=total_bytes, name="reserve")
+        self.budget_bytes = total_bytes - self.reserve_bytes
+        if self.budget_bytes <= 0:
+            whole, kept = format_bytes(total_bytes), format_bytes(self.reserve_bytes)
+            fail(f"a reserve of {kept} leaves nothing of the {whole} of {machine.name}", EXIT_USAGE)
+
+
 class _Answer:
-    """The model, the machine, and what was found out about them."""
+    """The model, the machine, and the answers for them."""
 
     def __init__(
         self,
         function: str,
-        machine: str,
-        memory_budget: str | None,
+        budget: "_Budget",
         *,
         optimizer: str,
         planner: str,
         say: Callable[[str], None],
     ) -> None:
-        from torchdelta.machine.catalog import find
-        from torchdelta.planners import get, options_of
+        from torchdelta.planners import get
 
-        self.machine, self.planner, self.planner_name, self.say = find(machine), get(planner), planner, say
-        self.options = options_of(planner)
-        total_bytes = self.machine.memory_bytes
-        if memory_budget is None:
-            self.budget_bytes = total_bytes
-        else:
-            size = number_or_text(memory_budget)
-            self.budget_bytes = parse_size(size, total_bytes=total_bytes, name="memory budget")
+        self.machine, self.budget_bytes, self.reserve_bytes = budget.machine, budget.budget_bytes, budget.reserve_bytes
+        self.planner, self.planner_name, self.say = get(planner), planner, say
         say("tracing")
-        # Only now: --help and wrong usage answer without waiting for torch.
+        # Imported late, so that --help and wrong usage do not wait for torch.
         from torchdelta.trace.symbolic import trace_step
         from torchdelta.trace.symbolic.load import load_function
 
@@ -103,23 +145,28 @@ class _Answer:
         return price(scale(self._first, self._second, batch_size), self.machine)
 
     def facts(self, batch_size: int) -> dict[str, Any]:
-        """Return everything that `fit` answers, by name."""
+        """Return all answers of `fit` by name."""
         from torchdelta.planners.fitting import BatchSearch, least_budget
-        from torchdelta.simulate import simulate_plan
+        from torchdelta.simulate import execute
         from torchdelta.trace.model import peak
 
         step = self.step(batch_size)
         plain_peak_bytes = peak(step, with_workspace=True).size_bytes
+        say_if_compiling()
         self.say("looking for the least budget")
         least = least_budget(step, self.machine, self.planner)
-        at_least = simulate_plan(step, self.machine, least.plan, options=self.options)
+        at_least = execute(step, self.machine, least.plan)
         facts: dict[str, Any] = {
             "machine": self.machine.name,
             "planner": self.planner_name,
             "batch_size": batch_size,
+            "device_memory_bytes": self.machine.memory_bytes,
+            "reserve_bytes": self.reserve_bytes,
             "budget_bytes": self.budget_bytes,
             "plain_peak_bytes": plain_peak_bytes,
             "plain_time_s": at_least.plain_time_s,
+            "num_ops": len(step.ops),
+            "launches_left_out_s": launches_left_out_s(step, self.machine),
             "fits_plain": plain_peak_bytes <= self.budget_bytes,
             "fits": least.budget_bytes <= self.budget_bytes,
             "least_budget_bytes": least.budget_bytes,
@@ -148,7 +195,7 @@ class _Answer:
         return facts
 
     def _sample_time_s(self, batch_size: int) -> float:
-        from torchdelta.simulate import simulate_plan
+        from torchdelta.simulate import execute
 
         step = self.step(batch_size)
         self.say(f"planning batch {batch_size}")
@@ -156,7 +203,7 @@ class _Answer:
             made = self.planner(step, self.machine, self.budget_bytes, "fast")
         except InfeasibleError:
             return math.inf
-        return simulate_plan(step, self.machine, made, options=self.options).time_s / batch_size
+        return execute(step, self.machine, made).time_s / batch_size
 
     def _largest_plain(self) -> int:
         from torchdelta.planners.fitting import BatchSearch
@@ -186,8 +233,12 @@ def _recommendation(facts: dict[str, Any]) -> str:
 
 def _lines(facts: dict[str, Any]) -> list[str]:
     verdict = "fits as it is" if facts["fits_plain"] else "fits inside a budget" if facts["fits"] else "does not fit"
+    kept = ""
+    if facts["reserve_bytes"]:
+        total, reserve = format_bytes(facts["device_memory_bytes"]), format_bytes(facts["reserve_bytes"])
+        kept = f" of {total} ({reserve} are left to context and allocator: --reserve)"
     lines = [
-        f"{facts['machine']}, {format_bytes(facts['budget_bytes'])}: batch {facts['batch_size']} {verdict}",
+        f"{facts['machine']}, {format_bytes(facts['budget_bytes'])}{kept}: batch {facts['batch_size']} {verdict}",
         f"plain peak     {format_bytes(facts['plain_peak_bytes'])}, {facts['plain_time_s'] * 1e3:.2f} ms a step",
         (
             f"least budget   {format_bytes(facts['least_budget_bytes'])} (no plan of class 'saved' is below "
@@ -195,6 +246,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"{facts['least_budget_op_name']} and"
         ),
     ]
+    if facts["launches_left_out_s"]:
+        lines.insert(2, f"note           {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
     for tensor in facts["least_budget_tensors"]:
         made_by = f", made by {tensor['made_by']}" if tensor["made_by"] else ""
         lines.append(f"  {format_bytes(tensor['size_bytes']):>11}  {tensor['kind']}{made_by}")

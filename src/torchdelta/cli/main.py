@@ -1,7 +1,7 @@
 """The entry point: `torchdelta COMMAND`.
 
-Exit codes: 0 done; 1 what was asked could not be had; 2 wrong usage; 78 an impossible budget (EX_CONFIG, so that a job
-script can tell it from a crash). `run` keeps the exit code of the script.
+Exit codes: 0 success; 1 failure; 2 wrong usage; 78 an impossible budget (EX_CONFIG, so that a job script can tell it
+from a crash). `run` keeps the exit code of the script.
 """
 
 import sys
@@ -13,7 +13,7 @@ _EXTRA: Final = ("typer", "rich", "tqdm", "shellingham")
 
 
 def main() -> None:
-    """Run the command line; always ends by SystemExit."""
+    """Run the command line; always raises SystemExit."""
     try:
         from torchdelta.cli.app import make_app
     except ModuleNotFoundError as error:

@@ -1,5 +1,6 @@
-"""`torchdelta plan`: decide who leaves the device, and when."""
+"""`torchdelta plan`: decides which buffers leave the device, and when."""
 
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -7,14 +8,26 @@ import typer
 
 from torchdelta.cli.prediction import facts_of, show
 from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import EXIT_USAGE, check_output, fail, one_line_errors, priced, progress, read_step
+from torchdelta.cli.step import (
+    EXIT_USAGE,
+    check_output,
+    fail,
+    list_planners,
+    machine_named,
+    measured_facts,
+    one_line_errors,
+    priced,
+    progress,
+    read_step,
+    say_if_compiling,
+)
 from torchdelta.units import parse_size
 
 __all__ = ["plan"]
 
 ALIGNMENT_BYTES = 512  # of torch's CUDA allocator
 
-_WORTH_MORE = 0.01  # a step that takes so much more time is worth more thought
+_WORTH_A_HINT = 0.01  # the overhead from which on other planners are suggested
 
 
 def plan(
@@ -26,20 +39,22 @@ def plan(
         str, typer.Option(help="'8GiB', '500MB', '80%' of the machine's memory, or bytes.", show_default=False)
     ],
     machine: Annotated[str, typer.Option(help="Name in the catalog, such as a100-80g.", show_default=False)],
-    planner: Annotated[str, typer.Option(help="Who plans; a wrong name lists them all.")] = "torchdelta",
+    planner: Annotated[
+        str, typer.Option(callback=list_planners, is_eager=True, help="Name of the planner; 'list' lists all.")
+    ] = "torchdelta",
     effort: Annotated[str, typer.Option(help="fast or best.")] = "best",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan into this file.", show_default=False)
     ] = None,
     with_bound: Annotated[
-        bool, typer.Option("--bound", help="Prove how much another plan of the class 'saved' could gain.")
+        bool, typer.Option("--bound", help="Prove how much faster another plan of the class 'saved' could be.")
     ] = False,
     with_pool: Annotated[
-        bool, typer.Option("--pool", help="Hold the footprint within the budget: addresses and what lies idle too.")
+        bool, typer.Option("--pool", help="Keep the footprint (peak and fragmentation) within the budget.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Decide for every tensor of a step whether it stays, is swapped or is recomputed.
+    """Decide for every tensor of a step whether it is kept, swapped or recomputed.
 
     An impossible budget exits with 78 and names the least budget found.
     """
@@ -49,20 +64,21 @@ def plan(
     if output is not None:
         check_output(output)
     with one_line_errors(), progress() as say:
-        from torchdelta.machine.catalog import find
+        from torchdelta.bounds.lp_bound import bound
         from torchdelta.plan.file import write_plan
-        from torchdelta.planners import get, options_of
-        from torchdelta.planners.lp_bound import bound
+        from torchdelta.planners import get
         from torchdelta.planners.torchdelta import NEAR_LEAST, least_peak
-        from torchdelta.simulate import simulate_plan
+        from torchdelta.simulate import execute
         from torchdelta.simulate.problem import Problem
 
-        hardware, choose = find(machine), get(planner)
+        hardware, choose = machine_named(machine), get(planner)
         size = number_or_text(memory_budget)
         budget_bytes = parse_size(size, total_bytes=hardware.memory_bytes, name="memory budget")
         step = priced(read_step(trace), hardware)
+        say_if_compiling()
         say(f"planning ({planner})")
         placed: dict[str, Any] = {}
+        start_s = time.monotonic()
         if with_pool:
             from torchdelta.pool.planned import plan_within_footprint
 
@@ -81,17 +97,20 @@ def plan(
             }
         else:
             made = choose(step, hardware, budget_bytes, wanted)
+        planning_s = time.monotonic() - start_s
         say("simulating")
-        facts = facts_of(simulate_plan(step, hardware, made, options=options_of(planner)), step)
+        facts = facts_of(execute(step, hardware, made), step, hardware)
         facts |= placed | {
             "planner": planner,
             "effort": wanted,
             "machine": hardware.name,
+            "planning_s": round(planning_s, 3),
             "decision_class": made.header.decision_class,
+            **measured_facts(machine),
         }
         if planner == "torchdelta":
             least_bytes = least_peak(Problem.of(step, hardware))
-            is_near = facts["overhead"] > _WORTH_MORE and budget_bytes < NEAR_LEAST * least_bytes
+            is_near = facts["overhead"] > _WORTH_A_HINT and budget_bytes < NEAR_LEAST * least_bytes
             facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
         if with_bound:
             say("bounding")

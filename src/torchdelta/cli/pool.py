@@ -1,4 +1,4 @@
-"""`torchdelta pool`: where each buffer lives, beside what today's allocators would need."""
+"""`torchdelta pool`: places buffers, and compares the footprint with what other allocators need."""
 
 import dataclasses
 import json
@@ -31,15 +31,13 @@ def pool(
     ],
     *,
     capacity: Annotated[
-        str | None, typer.Option(help="A footprint that is good enough, such as 8GiB.", show_default=False)
+        str | None, typer.Option(help="Footprint that is small enough, such as 8GiB.", show_default=False)
     ] = None,
     solver: Annotated[str, typer.Option(help="Name of the solver.")] = "torchdelta",
-    fast: Annotated[bool, typer.Option("--fast", help="The first glance alone: the same as --solver fast.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="The first solution only: the same as --solver fast.")] = False,
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds after which nothing better is looked for: 4.5, for large ones 14.", show_default=False
-        ),
+        typer.Option(help="Seconds after which the search ends: 4.5, or 14 for large files.", show_default=False),
     ] = None,
     alignment: Annotated[int, typer.Option(help="Bytes that every offset is a multiple of.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same placement.")] = 0,
@@ -51,11 +49,11 @@ def pool(
         Path | None, typer.Option("--svg", help="Draw the placement: time against address.", show_default=False)
     ] = None,
     validate: Annotated[
-        Path | None, typer.Option(help="Check this placement (CSV with offsets) and solve nothing.", show_default=False)
+        Path | None, typer.Option(help="Only check this placement (CSV with offsets).", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Assign offsets: the footprint, how far it is from the lower bound, and what other pools would need."""
+    """Assign offsets. Print the footprint, its distance from the lower bound, and what other pools would need."""
     with one_line_errors(), progress() as say:
         from torchdelta.pool.csv_file import read_offsets, write_placement
         from torchdelta.pool.model import footprint_bytes
@@ -74,7 +72,7 @@ def pool(
                 {"valid": True, "footprint_bytes": footprint_bytes(instance, offsets), **_size(instance)}, [], as_json
             )
             return
-        say("compiling the solvers, which is done once")
+        say("compiling the solvers (only once)")
         compile_solvers()
         say("placing")
         placement = solve(instance, "fast" if fast else solver, seed=seed, time_limit_s=time_limit)
@@ -110,7 +108,7 @@ def pool(
 
 
 def _read(file: Path, *, alignment_bytes: int, capacity_bytes: int | None) -> "Instance":
-    """Read lives from whatever a file is, told by its name."""
+    """Read lives from a file; the suffix gives its format."""
     from torchdelta.pool.csv_file import read_instance
     from torchdelta.pool.lives import lives_of_trace
 
@@ -136,7 +134,7 @@ def _size(instance: "Instance") -> dict[str, Any]:
 
 
 def _baselines(instance: "Instance", footprints: dict[str, int]) -> list[dict[str, Any]]:
-    """Return one row a pool, the smallest footprint first."""
+    """Return one row per pool, the smallest footprint first."""
     from torchdelta.pool.online import reserve_like_torch
     from torchdelta.pool.solvers import BASELINES, solve
 

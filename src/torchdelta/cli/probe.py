@@ -1,4 +1,4 @@
-"""`torchdelta probe`: what this machine can do, measured and kept."""
+"""`torchdelta probe`: measures the speed of this machine and stores it."""
 
 import datetime as dt
 import json
@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from torchdelta.cli.step import answer, one_line_errors
-from torchdelta.machine.cache import CachedMachine, read_cached, write_cached
+from torchdelta.machine.cache import CachedMachine, circumstances, load_per_core, read_cached, write_cached
 from torchdelta.machine.model import Machine
 from torchdelta.units import format_bytes
 
@@ -21,17 +21,17 @@ __all__ = ["probe"]
 def probe(
     *,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; cuda where there is one.", show_default=False)
+        str | None, typer.Option(help="cpu or cuda; by default cuda if there is one.", show_default=False)
     ] = None,
     disk: Annotated[
         Path | None,
         typer.Option(envvar="TORCHDELTA_SWAP_DIR", help="Directory whose disk is measured.", show_default=False),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure, also if it was done before.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, and keep nothing.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again, even if there is a stored result.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, and store nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure this machine: arithmetic, memory, links to host and disk. Other commands know it as 'local'."""
+    """Measure this machine: arithmetic, memory, links to host and disk. Other commands call it 'local'."""
     with one_line_errors():
         import torch
 
@@ -42,14 +42,19 @@ def probe(
                 typer.echo("measuring, a few seconds ...", err=True)
             from torchdelta.machine.probe import probe as measure
 
+            load = load_per_core()  # before: what is measured makes a load of its own
             machine = measure(chosen, directory=disk or Path(tempfile.gettempdir()), quick=quick)
             now = dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds")
-            cached = CachedMachine(torch_version=str(torch.__version__), measured_at=now, machine=machine)
+            cached = CachedMachine(torch_version=str(torch.__version__), measured_at=now, load=load, machine=machine)
             path = None if quick else write_cached(chosen, cached)
             if path is not None and sys.stderr.isatty():
-                typer.echo(f"kept in {path}", err=True)
+                typer.echo(f"stored in {path}", err=True)
     facts = msgspec.to_builtins(cached)
-    answer(json.dumps(facts["machine"] | {"measured_at": cached.measured_at}) if as_json else _text(cached))
+    answer(
+        json.dumps(facts["machine"] | {"measured_at": cached.measured_at, "load": cached.load})
+        if as_json
+        else _text(cached)
+    )
 
 
 def _text(cached: CachedMachine) -> str:
@@ -59,15 +64,25 @@ def _text(cached: CachedMachine) -> str:
         *((f"products in {dtype}", f"{rate / 1e12:.3g} TFLOP/s") for dtype, rate in machine.flops_per_s.items()),
         ("memory rate", _rate(machine.memory_bytes_per_s)),
         ("smallest op", f"{machine.op_latency_s * 1e6:.1f} us"),
-        ("to the host", _rate(machine.host_out_bytes_per_s)),
-        ("from the host", _rate(machine.host_in_bytes_per_s)),
+        *_tier_rows(machine),
         ("both at once", f"{machine.both_ways_factor:.0%} of each"),
         ("smallest transfer", f"{machine.link_latency_s * 1e6:.1f} us"),
         *_disk_rows(machine),
     ]
     width = max(len(name) for name, _ in rows)
-    head = f"{machine.description}, measured {cached.measured_at}"
+    head = f"{machine.description}, {circumstances(cached)} ({cached.measured_at})"
     return "\n".join([head, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _tier_rows(machine: Machine) -> list[tuple[str, str]]:
+    """Return what the first tier is and carries."""
+    if machine.swaps_to == "disk" and not machine.host_memory_bytes:
+        return [("swaps", "none: no disk was measured")]
+    how = f" ({machine.sources.get('host_in_bytes_per_s', '')})" if machine.swaps_to == "disk" else ""
+    return [
+        (f"to the {machine.swaps_to}", _rate(machine.host_out_bytes_per_s) + how),
+        (f"from the {machine.swaps_to}", _rate(machine.host_in_bytes_per_s) + how),
+    ]
 
 
 def _disk_rows(machine: Machine) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
+from torchdelta.cli.children import hand_on
 from torchdelta.cli.script import Outcome, run_script, show_error
 from torchdelta.cli.size import number_or_text
 from torchdelta.config import POLICIES, Config
@@ -27,19 +28,19 @@ def run(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="Its own arguments, passed through untouched.", show_default=False),
+        typer.Argument(metavar="[ARGS]...", help="The script's arguments, passed through.", show_default=False),
     ] = None,
     *,
     memory_budget: Annotated[
         str,
         typer.Option(
             envvar="TORCHDELTA_MEMORY_BUDGET",
-            help="'8GiB', '500MB', '80%' of the device (on CPU of the RAM or the container's limit), or bytes.",
+            help="'8GiB', '500MB', '80%' of the device (on CPU: of RAM or the container's limit), or bytes.",
             show_default=False,
         ),
     ],
     is_module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
-    policy: Annotated[str, typer.Option(help=f"Who leaves, and how: {', '.join(POLICIES)}.")] = "torchdelta",
+    policy: Annotated[str, typer.Option(help=f"What is evicted, and how: {', '.join(POLICIES)}.")] = "torchdelta",
     tier: Annotated[str, typer.Option(help="Where swapped bytes go: disk or memory.")] = "disk",
     swap_dir: Annotated[
         str | None,
@@ -49,38 +50,44 @@ def run(
     ] = None,
     host_budget: Annotated[str | None, typer.Option(help="Most host memory for swapped data.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Most disk space for swapped data.")] = None,
-    arena: Annotated[bool, typer.Option("--arena", help="On CPU: planned addresses, less fragmentation.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The summary (on stderr) as one line of JSON.")] = False,
+    arena: Annotated[bool, typer.Option("--arena", help="On CPU: plan addresses, for less fragmentation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary (on stderr) as one line of JSON.")] = False,
     summary_json: Annotated[
         Path | None,
-        typer.Option(help="Write the summary as JSON into this file too; '{rank}' in its name becomes the rank."),
+        typer.Option(help="Also write the summary as JSON into this file; '{rank}' in its name becomes the rank."),
     ] = None,
 ) -> None:
     """Run an unchanged script inside a byte budget.
 
-    The script's arguments, exit code, stdout and stdin are its own; the summary goes to stderr when it has ended.
+    The script keeps its arguments, exit code, stdin and stdout; the summary is printed to stderr at the end.
     An impossible budget exits with 78. Under torchrun: torchrun --no-python python -m torchdelta run ... SCRIPT ARGS
+
+    Each Python process that the script starts (multiprocessing's "spawn" and "forkserver", torchrun, subprocess) gets
+    the same budget from its first torch.optim optimizer on, and prints its own summary with its rank or process id.
+    Forked processes and DataLoader workers get none.
     """
     if not is_module and not Path(target).exists():
         _fail(f"no script {target!r}", EXIT_USAGE)
-    # Only now: --help and wrong usage answer without waiting for torch.
+    # Imported late, so that --help and wrong usage do not wait for torch.
     from torchdelta import BudgetError, MemoryBudget
 
     try:
-        # Typer cannot know the allowed names; Config does, and its message lists them.
+        # Config checks the names, and its message lists the allowed ones.
         options: dict[str, Any] = {"policy": policy, "tier": tier, "swap_dir": swap_dir, "arena": arena}
-        config = Config(**options, host_budget=host_budget, disk_budget=disk_budget)
+        options |= {"host_budget": host_budget, "disk_budget": disk_budget}
+        config = Config(**options)
         budget = MemoryBudget(number_or_text(memory_budget), config)
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         _fail(str(error), EXIT_BUDGET if isinstance(error, BudgetError) else EXIT_USAGE)
 
+    hand_on(number_or_text(memory_budget), options, as_json=as_json)
     try:
         outcome = run_script(target, arguments or [], is_module=is_module)
     finally:
         try:
             budget.stop()
-        except BudgetError as error:  # an impossible step that the script swallowed or outlived
+        except BudgetError as error:  # the script caught the error of an impossible step, or ended before it
             outcome = Outcome(exit_code=1, error=error)
     exit_code = _report(outcome, BudgetError)
     _flush_stdout()
@@ -89,11 +96,11 @@ def run(
 
 
 def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
-    """Show what the script did not catch; the exit code to leave with."""
+    """Show the script's uncaught exception, if any, and return the exit code."""
     if outcome.error is None:
         return outcome.exit_code
     if isinstance(outcome.error, budget_error):
-        # One line is what helps here: the traceback would name whatever op came last, not the cause.
+        # Without the traceback: it would show the last op, not the cause.
         typer.echo(f"{_prefix()}: {outcome.error}", err=True)
         return EXIT_BUDGET
     show_error(outcome.error)
@@ -108,11 +115,11 @@ def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
 
 
 def _flush_stdout() -> None:
-    """Bring the script's output out before the summary, where both go to one terminal."""
+    """Flush the script's output, so that it comes before the summary on a terminal."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        return  # the script closed it, or the reader of the pipe has gone: not ours to report
+        return  # the script closed it, or the reader closed the pipe: not an error of this command
 
 
 def _prefix() -> str:

@@ -1,7 +1,7 @@
 """Runs a script or a module inside this process as `python SCRIPT` or `python -m MODULE` would.
 
-The script must not be able to tell: it is `__main__`, sys.argv and sys.path[0] are what Python would have made them,
-its exit code is kept, and a traceback begins at its own first line.
+The script sees no difference: it is `__main__`, sys.argv and sys.path[0] have the values that Python sets, its exit
+code is kept, and tracebacks begin at its first frame.
 """
 
 import builtins
@@ -19,7 +19,7 @@ from typing import Final
 
 __all__ = ["Outcome", "run_script", "show_error"]
 
-# What a shell reports for a process that ended by Ctrl-C.
+# The exit code that a shell reports for a process ended by Ctrl-C.
 EXIT_INTERRUPTED: Final = 130
 _OWN_FILES: Final = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
@@ -29,9 +29,9 @@ class Outcome:
     """How a script ended.
 
     Attributes:
-        exit_code: What the process should exit with.
-        error: The exception that nobody caught, its traceback cut to the script's own frames; None for a plain end
-            and for sys.exit().
+        exit_code: The exit code for the process.
+        error: The uncaught exception, its traceback cut to the script's own frames; None for a normal end and for
+            sys.exit().
     """
 
     exit_code: int
@@ -43,11 +43,11 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> Outcome
 
     Args:
         target: Path of a script (or of a directory or zip file with a `__main__.py`), or name of a module.
-        arguments: What follows in its sys.argv, untouched.
+        arguments: The rest of its sys.argv.
         is_module: True for `-m`.
     """
     sys.argv[:] = [target, *arguments]
-    if not sys.flags.safe_path:  # under `python -P` no directory was put in front, so there is none to replace
+    if not sys.flags.safe_path:  # under `python -P` there is no directory to replace
         sys.path[0] = _import_directory(target, is_module=is_module)
     try:
         if is_module:
@@ -74,7 +74,7 @@ def _is_plain_file(target: str) -> bool:
 
 
 def _import_directory(target: str, *, is_module: bool) -> str:
-    """What Python puts in front of sys.path; for a script it is where the file really lies, behind all links."""
+    """Return what Python puts first into sys.path; for a script its directory, with links resolved."""
     if is_module:
         return str(Path.cwd())
     return str(Path(target).resolve().parent) if _is_plain_file(target) else target
@@ -83,8 +83,8 @@ def _import_directory(target: str, *, is_module: bool) -> str:
 def _run_file(path: str) -> None:
     """Execute a file as `__main__`.
 
-    runpy.run_path would give a relative `__file__` (Python makes it absolute), and would take the module away at the
-    end, while functions registered with atexit still look for it.
+    runpy.run_path would set a relative `__file__` (Python's is absolute), and would remove the module at the end,
+    although functions registered with atexit may still need it.
     """
     absolute = os.path.abspath(path)  # noqa: PTH100 - links are kept, as Python keeps them
     module = ModuleType("__main__")
@@ -106,7 +106,7 @@ def show_error(error: BaseException) -> None:
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on; None if it never got there."""
+    """Return the traceback from the script's first frame on; None if the script never ran."""
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
     return frames
@@ -116,7 +116,7 @@ def _exit_code(error: SystemExit) -> int:
     if error.code is None:
         return 0
     if isinstance(error.code, int):
-        return error.code & 0xFF  # what the operating system would have kept of it
+        return error.code & 0xFF  # the operating system keeps the low byte
     _print_error(str(error.code))
     return 1
 

@@ -1,4 +1,4 @@
-"""`torchdelta simulate`: what a step takes on a machine, plain or under a plan."""
+"""`torchdelta simulate`: predicts the time and memory of a step on a machine, plain or under a plan."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from torchdelta.cli.prediction import facts_of, show
-from torchdelta.cli.step import EXIT_USAGE, fail, one_line_errors, priced, progress, read_step
+from torchdelta.cli.step import (
+    EXIT_USAGE,
+    fail,
+    machine_named,
+    measured_facts,
+    one_line_errors,
+    priced,
+    progress,
+    read_step,
+)
 
 __all__ = ["simulate"]
 
@@ -26,20 +35,20 @@ def simulate(
 ) -> None:
     """Predict a step's time, peak and transfers.
 
-    A plan that does not belong to the trace, or breaks its budget, is an error.
+    A plan that was not made for the trace, or exceeds its budget, is an error.
     """
     if machine is None and plan is None:
         fail("without a plan a machine is needed: --machine a100-80g", EXIT_USAGE)
     with one_line_errors(), progress() as say:
-        from torchdelta.machine.catalog import find
         from torchdelta.plan.file import read_plan
         from torchdelta.plan.validate import validate
-        from torchdelta.planners import get, options_of
-        from torchdelta.simulate import simulate_plan
+        from torchdelta.planners import get
+        from torchdelta.simulate import execute
         from torchdelta.trace.model import peak
 
         given = None if plan is None else read_plan(plan)
-        hardware = find(machine if machine is not None else given.header.machine if given is not None else "")
+        name = machine if machine is not None else given.header.machine if given is not None else ""
+        hardware = machine_named(name)
         step = priced(read_step(trace), hardware)
         if given is not None:
             found = given
@@ -47,6 +56,6 @@ def simulate(
         else:
             found = get("keep")(step, hardware, max(peak(step, with_workspace=True).size_bytes, 1), "fast")
         say("simulating")
-        facts = facts_of(simulate_plan(step, hardware, found, options=options_of(found.header.planner)), step)
-    facts |= {"planner": found.header.planner, "machine": hardware.name}
+        facts = facts_of(execute(step, hardware, found), step, hardware)
+    facts |= {"planner": found.header.planner, "machine": hardware.name, **measured_facts(name)}
     show(facts, as_json=as_json)

@@ -6,5 +6,5 @@ _MOST_DIGITS = 30  # Python refuses to read numbers of thousands
 
 
 def number_or_text(size: str) -> int | str:
-    """Return what `units.parse_size` takes: a shell has only text, and digits alone are bytes."""
+    """Convert an argument for `units.parse_size`: digits alone become an int of bytes."""
     return int(size) if size.isdecimal() and len(size) < _MOST_DIGITS else size

@@ -1,4 +1,4 @@
-"""What the planning commands share: reading a trace, pricing it, progress, and saying in one line what went wrong."""
+"""Shared by the planning commands: reading a trace, pricing it, progress, and one-line errors."""
 
 import errno
 import os
@@ -22,27 +22,31 @@ __all__ = [
     "answer",
     "check_output",
     "fail",
+    "list_planners",
+    "machine_named",
+    "measured_facts",
     "one_line_errors",
     "own_stdout",
     "priced",
     "progress",
     "read_step",
+    "say_if_compiling",
 ]
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-# EX_CONFIG of sysexits.h, as in `run`: the budget is a setting, and it cannot be held.
+# EX_CONFIG of sysexits.h, as in `run`: the budget is a setting, and it cannot hold.
 EXIT_INFEASIBLE = 78
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
-    """Say in one line what went wrong, on stderr, and exit."""
+    """Print a one-line error on stderr and exit."""
     typer.echo(f"torchdelta: {' '.join(message.split())}", err=True)
     raise typer.Exit(code)
 
 
 def answer(text: str) -> None:
-    """Print what was asked for on stdout. A reader that has gone away (`| head`) is typer's to end quietly."""
+    """Print the result on stdout. If the reader closed the pipe (`| head`), typer exits quietly."""
     try:
         typer.echo(text)
     except OSError as error:
@@ -74,14 +78,14 @@ def one_line_errors() -> Generator[None]:
 
 @contextmanager
 def own_stdout() -> Generator[None]:
-    """Send what a user's code prints to stderr: stdout holds the command's own answer, with --json one object."""
+    """Redirect what the user's code prints to stderr: stdout is for the command's result."""
     with redirect_stdout(sys.stderr):
         yield
 
 
 @contextmanager
 def progress() -> Generator[Callable[[str], None]]:
-    """Give a function that says what is being done; shown on a terminal once it has taken a second."""
+    """Yield a function that shows the current activity on a terminal, after the first second."""
     with tqdm(file=sys.stderr, disable=None, delay=1.0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
 
         def say(what: str) -> None:
@@ -92,15 +96,55 @@ def progress() -> Generator[Callable[[str], None]]:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work that would fill it is done."""
+    """Refuse an output file that cannot be written, before any work is done."""
     if path.is_dir():
         fail(f"cannot write {str(path)!r}: it is a directory")
     if path.exists() and not path.is_file():
-        fail(f"cannot write {str(path)!r}: it is no file that could be replaced")
+        fail(f"cannot write {str(path)!r}: it is not a regular file")
     if not path.parent.is_dir():
         fail(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
     if not os.access(path.parent, os.W_OK):
         fail(f"cannot write {str(path)!r}: no permission to write into {str(path.parent)!r}")
+
+
+def list_planners(planner: str) -> str:
+    """Print all planners if one called "list" is asked for, and exit; for an eager option."""
+    if planner == "list":
+        from torchdelta.planners import names
+
+        with one_line_errors():
+            found = names()
+        answer("\n".join(found))
+        raise typer.Exit
+    return planner
+
+
+def say_if_compiling() -> None:
+    """Say on stderr that a plan takes longer than the next one, if its code was not compiled on this machine yet."""
+    from torchdelta.simulate.kernel import evaluate
+
+    path: str | None = evaluate.stats.cache_path
+    if path is not None and not any(Path(path).glob("kernel.*.nbi")):
+        typer.echo("torchdelta: compiling, once on this machine: about half a minute more", err=True)
+
+
+def machine_named(name: str) -> Machine:
+    """Return a machine; of one that was measured, say on stderr when that was, and how busy it was."""
+    from torchdelta.machine.cache import circumstances
+    from torchdelta.machine.catalog import find, measured
+
+    cached = measured(name)
+    if cached is not None:
+        typer.echo(f"torchdelta: {cached.machine.name} was {circumstances(cached)}", err=True)
+    return find(name)
+
+
+def measured_facts(name: str) -> dict[str, object]:
+    """Return when a measured machine was measured, and how busy it was; nothing for any other machine."""
+    from torchdelta.machine.catalog import measured
+
+    cached = measured(name)
+    return {} if cached is None else {"machine_measured_at": cached.measured_at, "machine_load": cached.load}
 
 
 def read_step(path: Path) -> Trace:
@@ -116,13 +160,13 @@ def read_step(path: Path) -> Trace:
 def priced(trace: Trace, machine: Machine) -> Trace:
     """Return the trace with the times that its ops take on a machine.
 
-    A trace whose ops say what they compute or move is priced by the roofline; any other keeps its recorded times.
+    A trace whose ops have FLOPs or moved bytes is priced by the roofline; any other keeps its recorded times.
     """
     from torchdelta.machine.roofline import price
 
     if any(op.flops or op.moved_bytes for op in trace.ops):
         return price(trace, machine)
     if not any(op.time_s for op in trace.ops):
-        fail("the trace has neither op times nor FLOPs, so nothing can be said about time")
-    typer.echo("torchdelta: the trace's ops carry no FLOPs: their recorded times are used", err=True)
+        fail("the trace has neither op times nor FLOPs, so its time cannot be predicted")
+    typer.echo("torchdelta: the trace's ops have no FLOPs: their recorded times are used", err=True)
     return trace

@@ -1,15 +1,15 @@
-"""`torchdelta trace`: what a training step does, written down without running it, or read from others' records."""
+"""`torchdelta trace`: traces a training step without running it, or reads it from an event log or a snapshot."""
 
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
-from torchdelta.cli.step import answer, check_output, one_line_errors, own_stdout
-from torchdelta.machine.catalog import find
+from torchdelta.cli.prediction import launches_left_out_s, launches_note
+from torchdelta.cli.step import answer, check_output, machine_named, measured_facts, one_line_errors, own_stdout
 from torchdelta.machine.roofline import price
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.imports.events import read_event_log
@@ -18,6 +18,9 @@ from torchdelta.trace.model import BEFORE_STEP, Trace, counts
 from torchdelta.units import format_bytes
 
 __all__ = ["trace"]
+
+_LOGS: Final = (".jsonl", ".ndjson")
+_SNAPSHOTS: Final = (".pickle", ".pkl")
 
 
 def trace(
@@ -31,34 +34,38 @@ def trace(
         ),
     ],
     *,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The trace file to write.", show_default=False)],
-    batch_size: Annotated[
-        int | None, typer.Option(help="What the function is called with.", show_default=False)
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The trace file to write; by default FUNCTION.trace here.", show_default=False
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="What the step would run on: cuda or cpu.")] = "cuda",
+    batch_size: Annotated[int | None, typer.Option(help="The argument of the function.", show_default=False)] = None,
+    device: Annotated[str, typer.Option(help="Device that the step would run on: cuda or cpu.")] = "cuda",
     optimizer: Annotated[
         str, typer.Option(help="If the function returns no step: none, sgd, sgd-momentum or adamw.")
     ] = "adamw",
     machine: Annotated[
         str | None, typer.Option(help="Price the ops on this machine, such as a100-80g.", show_default=False)
     ] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Take all of a FILE as one step.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Treat the whole FILE as one step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Trace one training step symbolically: no memory is taken, no GPU is needed.
+    """Trace one training step symbolically, without memory and without a GPU.
 
-    The function builds model and inputs on CPU. Steps that look at the value of a tensor cannot be traced. In an event
-    log or a memory snapshot, plain or gzip-compressed, the iteration is found by its repetition.
+    The function builds model and inputs on CPU. Steps that read the value of a tensor cannot be traced. In an event log
+    or a memory snapshot, plain or gzip-compressed, the iteration is found by its repetition.
     """
     start_s = time.monotonic()
+    output = _default_output(function) if output is None else output
     check_output(output)
     with one_line_errors():
-        priced_on = find(machine) if machine is not None else None
+        priced_on = machine_named(machine) if machine is not None else None
         if sys.stderr.isatty():
             typer.echo(f"tracing {function} ...", err=True)
         step = _imported(function, whole=whole)
         if step is None:
-            # Only now: --help and wrong usage answer without waiting for torch.
+            # Imported late, so that --help and wrong usage do not wait for torch.
             from torchdelta.trace.symbolic import trace_step
             from torchdelta.trace.symbolic.load import load_function
 
@@ -69,20 +76,30 @@ def trace(
             step = price(step, priced_on)
         write_trace(step, output)
     facts = {"path": str(output), "function": function, **_facts(step), "machine": priced_on and priced_on.name}
+    facts |= {} if machine is None else measured_facts(machine)
+    facts["launches_left_out_s"] = 0.0 if priced_on is None else launches_left_out_s(step, priced_on)
     facts["tracing_s"] = round(time.monotonic() - start_s, 3)
     answer(json.dumps(facts) if as_json else _text(facts))
 
 
+def _default_output(function: str) -> Path:
+    """Return a name in the current directory: that of the function, or of the file without its suffixes."""
+    name = Path(function.rpartition(":")[2]).name
+    for suffix in (".gz", *_LOGS, *_SNAPSHOTS):
+        name = name.removesuffix(suffix)
+    return Path(f"{name or 'step'}.trace")
+
+
 def _imported(name: str, *, whole: bool) -> Trace | None:
-    """Read the step of a file by its suffix, None for what is no file of others."""
+    """Read the step of an event log or a snapshot, told by the suffix of its name; None for other names."""
     kind = name.removesuffix(".gz")
-    if kind.endswith((".jsonl", ".ndjson")):
+    if kind.endswith(_LOGS):
         return read_event_log(name, whole=whole)
-    return read_snapshot(name, whole=whole) if kind.endswith((".pickle", ".pkl")) else None
+    return read_snapshot(name, whole=whole) if kind.endswith(_SNAPSHOTS) else None
 
 
 def _facts(step: Trace) -> dict[str, Any]:
-    """The trace in a few numbers."""
+    """Return the key numbers of a trace."""
     number = counts(step)
     peak = step.ops[number.peak.op]
     parameters = (b for b in step.buffers if b.kind == "parameter" and b.birth_op == BEFORE_STEP)
@@ -117,4 +134,6 @@ def _text(facts: dict[str, Any]) -> str:
     ]
     if facts["machine"] is not None:
         lines.append(f"  {facts['time_s'] * 1e3:.2f} ms on {facts['machine']} by roofline")
+        if facts["launches_left_out_s"]:
+            lines.append(f"  {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 `$TORCHDELTA_CACHE_DIR`, else `$XDG_CACHE_HOME/torchdelta`, else `~/.cache/torchdelta` (XDG base directories).
 """
 
+import datetime as dt
 import os
 import tempfile
 from contextlib import suppress
@@ -14,9 +15,11 @@ import msgspec
 from torchdelta.errors import MachineError
 from torchdelta.machine.model import Machine, validate_machine
 
-__all__ = ["CachedMachine", "cache_directory", "read_cached", "write_cached"]
+__all__ = ["CachedMachine", "cache_directory", "circumstances", "load_per_core", "read_cached", "write_cached"]
 
-_VERSION: Final = 1
+_AGES: Final = ((86400, "days"), (3600, "hours"), (60, "minutes"))
+
+_VERSION: Final = 2
 
 
 class CachedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,13 +29,39 @@ class CachedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         version: Of this file's form.
         torch_version: Of the torch that measured.
         measured_at: When, in ISO 8601 with its offset.
+        load: Processes that ran or wanted to, on average of the minute before, for each core; None: not known.
         machine: The result.
     """
 
     version: int = _VERSION
     torch_version: str
     measured_at: str
+    load: float | None = None
     machine: Machine
+
+
+def circumstances(cached: CachedMachine, *, now: dt.datetime | None = None) -> str:
+    """Return how old a measurement is, and how busy the machine was: "measured 3 days ago, at a load of 0.1 a core"."""
+    try:
+        then = dt.datetime.fromisoformat(cached.measured_at)
+        seconds = ((now or dt.datetime.now(tz=dt.UTC)) - then).total_seconds()
+    except (ValueError, TypeError):  # no date, or one without its offset
+        age = "at an unknown time"
+    else:
+        age = next(
+            (f"{int(seconds // unit)} {name} ago" for unit, name in _AGES if seconds >= 2 * unit), "a moment ago"
+        )
+    return f"measured {age}, at " + (
+        "an unknown load" if cached.load is None else f"a load of {cached.load:.2f} a core"
+    )
+
+
+def load_per_core() -> float | None:
+    """Return the load of the last minute for each core of this machine, None where the system does not say."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return None
 
 
 def cache_directory() -> Path:

@@ -7,17 +7,19 @@ reach is a share of it: 0.7 of the float32 units, 0.5 of tensor cores, 0.75 to 0
 the V100 and the A100 are the ones that the project's planner findings were simulated with; the other machines use the
 same shares, which is our reading and no measurement. Links are what large pinned copies reach on PCI Express x16: 12
 GB/s on generation 3, 25 GB/s on 4, 50 GB/s on 5 (about four fifths of the raw rate), each way, both at once. Memory is
-what `torch.cuda` reports as the total, a little under the name's number. `torchdelta probe` measures instead.
+what `torch.cuda` reports as the total, a little under the name's number. Host memory is one GPU's share of a system in
+which it is usual, NVIDIA's own for data centres; these sizes are from memory and were not looked up, and that swapped
+tensors may take all of it is our simplification. `torchdelta probe` measures instead.
 """
 
 import difflib
 from typing import Final
 
 from torchdelta.errors import MachineError
-from torchdelta.machine.cache import read_cached
+from torchdelta.machine.cache import CachedMachine, read_cached
 from torchdelta.machine.model import Machine
 
-__all__ = ["CATALOG", "find", "names"]
+__all__ = ["CATALOG", "find", "measured", "names"]
 
 _GIB: Final = 2**30
 _VECTOR_SHARE: Final = 0.7
@@ -37,6 +39,8 @@ def _gpu(
     memory_gb_per_s: float,
     memory_share: float,
     pci_express: int,
+    host_gib: int,
+    host_of: str,
     peaks_from: str,
     shares_from: str = "shares as those of V100 and A100, our reading",
 ) -> Machine:
@@ -55,7 +59,9 @@ def _gpu(
         host_out_bytes_per_s=link,
         host_in_bytes_per_s=link,
         link_latency_s=_LINK_LATENCY_S,
+        host_memory_bytes=host_gib * _GIB,
         sources={
+            "host_memory_bytes": f"{host_gib} GiB: {host_of}",
             "memory_bytes": f"{memory_gib:g} GiB as torch reports it",
             "flops_per_s": (
                 f"peaks in TFLOP/s: {printed} ({peaks_from}); times {_VECTOR_SHARE} (float32) and {_TENSOR_SHARE} "
@@ -76,22 +82,19 @@ _CPU: Final = Machine(
     # 8 cores x 3e9 Hz x 2 units x 8 lanes x 2 operations = 768 GFLOP/s.
     flops_per_s={"float32": 768e9 * 0.7, "float64": 384e9 * 0.7, "bfloat16": 768e9 * 0.35, "float16": 768e9 * 0.35},
     memory_bytes_per_s=51.2e9 * 0.7,
-    host_out_bytes_per_s=51.2e9 * 0.7 / 2,
-    host_in_bytes_per_s=51.2e9 * 0.7 / 2,
+    # See [Note: where swaps go] in model.py.
+    swaps_to="disk",
+    host_out_bytes_per_s=1.5e9,
+    host_in_bytes_per_s=2.5e9,
     both_ways_factor=0.5,
-    link_latency_s=1e-6,
-    disk_write_bytes_per_s=1.5e9,
-    disk_read_bytes_per_s=2.5e9,
-    disk_latency_s=1e-4,
+    link_latency_s=1e-4,
     sources={
         "memory_bytes": "a common size",
         "flops_per_s": "8 cores x 3 GHz x 2 FMA units x 8 lanes x 2 = 768 GFLOP/s float32, times 0.7; our arithmetic",
         "memory_bytes_per_s": "2 channels x 8 bytes x 3.2 GT/s = 51.2 GB/s, times 0.7; our arithmetic",
-        "host_out_bytes_per_s": "a copy within memory reads and writes: half of its rate",
-        "host_in_bytes_per_s": "a copy within memory reads and writes: half of its rate",
-        "both_ways_factor": "both directions share one memory",
-        "disk_write_bytes_per_s": "a PCI Express 3 NVMe disk under sustained writes, round figure",
-        "disk_read_bytes_per_s": "a PCI Express 3 NVMe disk, round figure",
+        "host_out_bytes_per_s": "a PCI Express 3 NVMe disk under sustained writes, round figure",
+        "host_in_bytes_per_s": "a PCI Express 3 NVMe disk, round figure",
+        "both_ways_factor": "both directions share one disk",
     },
 )
 
@@ -105,6 +108,8 @@ _MACHINES: Final = (
         memory_gb_per_s=320,
         memory_share=0.75,
         pci_express=3,
+        host_gib=48,
+        host_of="192 GB of a cloud machine with 4 GPUs",
         peaks_from="NVIDIA T4 datasheet",
     ),
     *(
@@ -117,6 +122,8 @@ _MACHINES: Final = (
             memory_gb_per_s=900,
             memory_share=0.75,
             pci_express=3,
+            host_gib=64,
+            host_of="512 GB of a DGX-1 for 8 GPUs",
             peaks_from="NVIDIA V100 datasheet",
             shares_from=_FINDINGS,
         )
@@ -131,6 +138,8 @@ _MACHINES: Final = (
         memory_gb_per_s=1555,
         memory_share=0.8,
         pci_express=4,
+        host_gib=128,
+        host_of="1 TB of a DGX A100 320GB for 8 GPUs",
         peaks_from="NVIDIA A100 datasheet",
         shares_from=_FINDINGS,
     ),
@@ -144,6 +153,8 @@ _MACHINES: Final = (
         memory_gb_per_s=2000,
         memory_share=0.8,
         pci_express=4,
+        host_gib=256,
+        host_of="2 TB of a DGX A100 640GB for 8 GPUs",
         peaks_from="NVIDIA A100 datasheet, memory rounded from 2039",
         shares_from=_FINDINGS,
     ),
@@ -156,6 +167,8 @@ _MACHINES: Final = (
         memory_gb_per_s=3350,
         memory_share=0.8,
         pci_express=5,
+        host_gib=256,
+        host_of="2 TB of a DGX H100 for 8 GPUs",
         peaks_from="NVIDIA H100 datasheet and architecture whitepaper, dense",
     ),
     _gpu(
@@ -167,6 +180,8 @@ _MACHINES: Final = (
         memory_gb_per_s=4800,
         memory_share=0.8,
         pci_express=5,
+        host_gib=256,
+        host_of="2 TB of a DGX H200 for 8 GPUs",
         peaks_from="NVIDIA H200 datasheet, dense",
     ),
     _gpu(
@@ -178,6 +193,8 @@ _MACHINES: Final = (
         memory_gb_per_s=936,
         memory_share=0.8,
         pci_express=4,
+        host_gib=64,
+        host_of="a desktop's, a common size",
         peaks_from="NVIDIA Ampere GA102 whitepaper, dense, float32 accumulation",
     ),
     _gpu(
@@ -189,6 +206,8 @@ _MACHINES: Final = (
         memory_gb_per_s=1008,
         memory_share=0.8,
         pci_express=4,
+        host_gib=64,
+        host_of="a desktop's, a common size",
         peaks_from="NVIDIA Ada whitepaper, dense, float32 accumulation",
     ),
     _gpu(
@@ -200,6 +219,8 @@ _MACHINES: Final = (
         memory_gb_per_s=1792,
         memory_share=0.8,
         pci_express=5,
+        host_gib=64,
+        host_of="a desktop's, a common size",
         peaks_from="NVIDIA RTX Blackwell whitepaper, dense, float32 accumulation",
     ),
     _CPU,
@@ -227,11 +248,10 @@ def find(name: str) -> Machine:
         MachineError: No such machine (the message names the nearest ones), or "local" was not measured.
     """
     key = _key(name)
+    cached = measured(name)
+    if cached is not None:
+        return cached.machine
     if key in _LOCAL:
-        for device in _LOCAL[key]:
-            cached = read_cached(device)
-            if cached is not None:
-                return cached.machine
         raise MachineError(f"machine {name!r} was not measured yet: run `torchdelta probe`")
     keys = {_key(known): known for known in CATALOG} | {_key(alias): known for alias, known in _ALIASES.items()}
     if key in keys:
@@ -239,6 +259,12 @@ def find(name: str) -> Machine:
     near = list(dict.fromkeys(keys[match] for match in difflib.get_close_matches(key, keys, n=3, cutoff=0.5)))
     hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it."
     raise MachineError(f"unknown machine {name!r}: {hint} Known are local, {', '.join(CATALOG)}")
+
+
+def measured(name: str) -> CachedMachine | None:
+    """Return the measurement that a name stands for ("local" and its like), None if it is another or was not made."""
+    found = (read_cached(device) for device in _LOCAL.get(_key(name), ()))
+    return next((cached for cached in found if cached is not None), None)
 
 
 def _key(name: str) -> str:

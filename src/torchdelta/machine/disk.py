@@ -68,8 +68,8 @@ def disk_rates(directory: Path, *, size_bytes: int) -> DiskRates:
         raise MachineError(f"the disk of {str(directory)!r} cannot be measured: {error.strerror or error}") from error
     total_bytes = num_chunks * _CHUNK_BYTES
     return DiskRates(
-        write_bytes_per_s=total_bytes / statistics.median(writes_s),
-        read_bytes_per_s=total_bytes / statistics.median(reads_s),
+        write_bytes_per_s=total_bytes / min(writes_s),
+        read_bytes_per_s=total_bytes / min(reads_s),
         latency_s=latency_s,
         free_bytes=free_bytes,
         is_direct=is_direct,

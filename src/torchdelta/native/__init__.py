@@ -1,1 +1,1 @@
-"""Native pieces: small C++ sources that are built at their first use, and a plain way on where they cannot be."""
+"""Native modules: small C++ sources that are built at first use; where they cannot be built, they are not used."""

@@ -15,14 +15,14 @@ namespace {
 
 struct Block {
   Arena* arena;
-  Region* region;  // null for outside
+  Region* region;  // null: allocated outside
   size_t offset;
   int64_t serial, index;
 };
 
 std::unordered_map<void*, Block>& blocks = *new std::unordered_map<void*, Block>;
 std::array<std::atomic<int32_t>, 1 << 14>& filter = *new std::array<std::atomic<int32_t>, 1 << 14>{};
-thread_local Arena* current = nullptr;  // asked at every allocation, and valid when the thread's objects are gone
+thread_local Arena* current = nullptr;  // read at every allocation; valid after the thread's objects are destroyed
 c10::Allocator* previous = nullptr;
 c10::DeleterFnPtr previous_deleter = nullptr;
 
@@ -41,7 +41,7 @@ void finish(const Block& block) {
   block.arena->release();
 }
 
-// Holds a thread's arena until the thread stops it or ends.
+// Keeps a thread's arena alive until the thread stops it or ends.
 struct Holder {
   Arena* arena{nullptr};
 
@@ -72,7 +72,7 @@ void delete_block(void* pointer) {
       }
     }
     if (block.region != nullptr) {
-      c10::profiledCPUMemoryReporter().Delete(pointer);  // before the place can be given out again
+      c10::profiledCPUMemoryReporter().Delete(pointer);  // before the place can be reused
       std::lock_guard<std::mutex> guard(lock);
       block.region->give_back(block.offset);
       finish(block);
@@ -104,7 +104,7 @@ struct ArenaAllocator final : c10::Allocator {
       }
     }
 #ifdef __GLIBC__
-    if (trims) malloc_trim(0);  // what the unplanned step before has left in the heap
+    if (trims) malloc_trim(0);  // free what the unplanned previous step left in the heap
 #endif
     if (start != nullptr) {
       c10::profiledCPUMemoryReporter().New(start, size_bytes);
@@ -114,7 +114,7 @@ struct ArenaAllocator final : c10::Allocator {
     if (index >= 0 && pointer != nullptr) {
       std::lock_guard<std::mutex> guard(lock);
       note(pointer, {arena, nullptr, 0, serial, index});
-      if (arena->step.serial == serial) arena->step.ends[index] = kOutlives;  // another thread may have closed it
+      if (arena->step.serial == serial) arena->step.ends[index] = kOutlives;  // false if another thread has closed it
     }
     return wrap(pointer);
   }
@@ -133,7 +133,7 @@ struct ArenaAllocator final : c10::Allocator {
 ArenaAllocator& placing = *new ArenaAllocator;
 constexpr const char* kAllocator = "c10::Allocator";
 
-// A child of fork() has one thread only: nobody else may hold the lock at that moment.
+// A child of fork() has one thread only: no other thread may hold the lock during the fork.
 void take_lock() { lock.lock(); }
 void give_lock() { lock.unlock(); }
 void forget_in_child() {
@@ -143,7 +143,7 @@ void forget_in_child() {
 
 bool adopt(c10::Allocator* found) {
   if (found->raw_deleter() == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "the CPU allocator in use gives no raw deleter");
+    PyErr_SetString(PyExc_RuntimeError, "the current CPU allocator has no raw deleter");
     return false;
   }
   previous = found;
@@ -199,7 +199,7 @@ PyObject* arena_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   long long least_bytes = 0, max_plans = 0, max_length = 0;
   if (!PyArg_ParseTuple(arguments, "LLL", &least_bytes, &max_plans, &max_length)) return nullptr;
   if (least_bytes < 1 || max_plans < 1 || max_length < 1) {
-    PyErr_SetString(PyExc_ValueError, "every limit of an arena is at least 1");
+    PyErr_SetString(PyExc_ValueError, "every limit of an arena must be at least 1");
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
@@ -230,14 +230,14 @@ bool is_on(const Arena* arena) {
 PyObject* arena_start(PyObject* self, PyObject*) {
   Arena* arena = arena_of(self);
   if (is_on(current)) {
-    PyErr_SetString(PyExc_RuntimeError, "this thread has an arena already");
+    PyErr_SetString(PyExc_RuntimeError, "this thread already has an arena");
     return nullptr;
   }
   if (is_on(arena)) {
-    PyErr_SetString(PyExc_RuntimeError, "another thread has this arena already");
+    PyErr_SetString(PyExc_RuntimeError, "another thread already has this arena");
     return nullptr;
   }
-  holder.end();  // one whose Python object is gone
+  holder.end();  // an arena whose Python object is gone
   {
     std::lock_guard<std::mutex> guard(lock);
     ++arena->num_references;
@@ -251,7 +251,7 @@ PyObject* arena_stop(PyObject* self, PyObject*) {
   if (holder.arena == arena_of(self)) {
     holder.end();
   } else if (is_on(arena_of(self))) {
-    PyErr_SetString(PyExc_RuntimeError, "this arena is on another thread: stop it there, or let that thread end");
+    PyErr_SetString(PyExc_RuntimeError, "this arena runs on another thread: stop it there, or let that thread end");
     return nullptr;
   }
   Py_RETURN_NONE;
@@ -306,7 +306,7 @@ PyObject* arena_plan(PyObject* self, PyObject* argument) {
   if (PyBytes_AsStringAndSize(argument, &data, &length) < 0) return nullptr;
   const auto* first = reinterpret_cast<const int64_t*>(data);
   if (!take_plan(arena_of(self), Sequence(first, first + length / 8))) {
-    PyErr_SetString(PyExc_ValueError, "these are no offsets for the recording");
+    PyErr_SetString(PyExc_ValueError, "these offsets do not fit the recording");
     return nullptr;
   }
   Py_RETURN_NONE;
@@ -315,12 +315,12 @@ PyObject* arena_plan(PyObject* self, PyObject* argument) {
 PyObject* arena_figures(PyObject* self, PyObject*) { return as_dict(copy_of(arena_of(self)->figures)); }
 
 PyMethodDef arena_methods[] = {
-    {"start", arena_start, METH_NOARGS, "Place what this thread allocates from now on."},
-    {"stop", arena_stop, METH_NOARGS, "Place no more, forget all plans. What lives keeps its place until it is freed."},
-    {"cut", arena_cut, METH_NOARGS, "End a step. 2: a recording waits to be planned, 1: one will after the next step."},
+    {"start", arena_start, METH_NOARGS, "Place the allocations of this thread from now on."},
+    {"stop", arena_stop, METH_NOARGS, "Stop placing, forget all plans. Live blocks keep their places until freed."},
+    {"cut", arena_cut, METH_NOARGS, "End a step. Return 2 if a recording is to be planned, 1 if after the next step."},
     {"recording", arena_recording, METH_NOARGS, "Return sizes and ends of a step to be planned, int64 bytes, or None."},
-    {"plan", arena_plan, METH_O, "Take the offsets of the last recording, int64 bytes; -1 is outside."},
-    {"figures", arena_figures, METH_NOARGS, "Return what has happened."},
+    {"plan", arena_plan, METH_O, "Set the offsets of the last recording, int64 bytes; -1 is outside."},
+    {"figures", arena_figures, METH_NOARGS, "Return the figures of this arena."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot arena_slots[] = {
@@ -332,10 +332,10 @@ PyType_Slot arena_slots[] = {
 PyType_Spec arena_spec = {"torchdelta_arena.Arena", sizeof(ArenaObject), 0, Py_TPFLAGS_DEFAULT, arena_slots};
 
 PyMethodDef module_methods[] = {
-    {"install", install, METH_NOARGS, "Put this allocator before the one in use. Repeats change nothing."},
-    {"install_before", install_before, METH_O, "Put it before the one in a capsule. Returns a capsule with it."},
-    {"is_allocator", is_allocator, METH_O, "Say whether it is the one in a capsule, or with None the one in use."},
-    {"figures", total_figures, METH_NOARGS, "Return what has happened in this process."},
+    {"install", install, METH_NOARGS, "Install this allocator over the current one. Repeated calls do nothing."},
+    {"install_before", install_before, METH_O, "Put it over the allocator in a capsule. Return a capsule with it."},
+    {"is_allocator", is_allocator, METH_O, "Return whether it is the one in a capsule; None: the current one."},
+    {"figures", total_figures, METH_NOARGS, "Return the figures of all arenas of this process."},
     {"mapped_bytes", mapped_bytes, METH_NOARGS, "Return the bytes that all arenas have mapped."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -1,34 +1,31 @@
-// What an arena knows and decides, without the allocator around it (arena.cpp).
+// The state and the decisions of an arena, without the allocator around it (arena.cpp).
 //
 // [Note: the arena]
-// An arena belongs to one thread, which it is started on and has to be stopped on; the end of the thread, or of the
-// Python object, stops it as well. Of that thread it notes the sizes of all allocations of a
-// step in their order (but small ones), and when each is freed, on whatever thread. A plan is an offset for each
-// position of such a sequence. While the sizes of a step are those of a plan, each allocation gets its planned place in
-// one mapped region; those that the plan leaves outside, and all else, come from the allocator that was there before.
+// An arena belongs to one thread: it is started and stopped there, and also stops when the thread ends or its Python
+// object dies. It records the sizes of the thread's allocations in a step, in order, except small ones, and when each
+// is freed, on any thread. A plan is an offset for each position of such a sequence. While the sizes of a step match a
+// plan, each allocation gets its planned place in one mapped region. Allocations that the plan leaves outside, and all
+// others, come from the previous allocator.
 //
-// What makes it safe is not the plan: a place is given out only when no living block reaches into it, whoever made that
-// one, under which plan, however long ago. A plan that is wrong costs allocations from outside (`num_clashes`), no
-// more.
+// Safety does not depend on the plan: a place is given out only if no live block overlaps it, whichever plan placed
+// that block, however long ago. A wrong plan only costs allocations from outside (`num_clashes`).
 //
-// A step that begins like no plan is recorded. Its large blocks are mapped one by one meanwhile, which is slow but
-// leaves no holes: else the high-water mark of the process would be that of the steps before the first plan. As streams
-// that never repeat must not pay for it again and again, it is done for a few steps, and then for one in several
-// planned ones.
+// A step that begins like no plan is recorded. Its large blocks are mapped one by one, which is slow but leaves no
+// holes: otherwise the steps before the first plan would set the high-water mark of the process. So that steps which
+// never repeat do not pay for this every time, it is done for a few steps, and then for one in several planned ones.
 //
-// A plan that steps begin like and do not follow is forgotten again, and a sequence that came only once is planned only
-// as long as such guesses have been right often enough: a stream that never repeats soon runs as if there were no
-// arena.
+// A plan is dropped when steps often begin like it and then differ. A sequence that was seen only once is planned only
+// as long as such guesses were right often enough. So a program whose steps never repeat soon runs as without an arena.
 //
-// When a size differs, another plan with the same beginning takes over; without one the rest of the step comes from
-// outside. Free pages go back to the system when a smaller plan takes over or none fits: then the region holds what
-// lives in it. A region that has become too small, or whose arena has closed, is unmapped with its last block.
+// When a size differs, another plan with the same beginning takes over; without one, the rest of the step is allocated
+// outside. Free pages are returned to the system when a smaller plan takes over or no plan fits: then only live blocks
+// of the region are resident. A region that is too small, or whose arena has closed, is unmapped with its last block.
 //
-// c10's contract for `raw_allocate` is kept: context equals data pointer, one fixed deleter. As a deleter is told
-// nothing but the pointer, there is a table of the blocks that matter, behind one lock. `filter` says without the lock
-// that a pointer is not in it: who frees a block has had it from the thread that took it, so the count is seen. Other
-// threads, which have no arena, therefore take the lock only to free what an armed one has made. Below the lock no
-// other is taken, and nothing of Python is called: whatever it allocates may start its garbage collector, which frees
+// It keeps c10's contract for `raw_allocate`: the context equals the data pointer, and there is one fixed deleter. A
+// deleter gets the pointer only, so a table behind one lock has the blocks that matter. `filter` shows without the lock
+// that a pointer is not in the table: a thread that frees a block got it from the thread that allocated it, so it sees
+// the count. So threads without an arena take the lock only to free blocks of threads with one. While the lock is held,
+// no other lock is taken and no Python code is called: a Python allocation may start the garbage collector, which frees
 // tensors, and their deleter takes the lock.
 #pragma once
 
@@ -51,22 +48,22 @@ using Sequence = std::vector<int64_t>;
 constexpr int64_t kOutlives = -1;
 constexpr size_t kMaxSeen = 4096;
 constexpr size_t kLeastLoose = 1 << 18;
-constexpr size_t kMost = size_t(1) << 46;  // above it the allocator before may say no
+constexpr size_t kMost = size_t(1) << 46;  // larger requests go to the previous allocator, which may refuse them
 constexpr int64_t kFirstLooseSteps = 16, kPlannedStepsForALooseOne = 8;
 constexpr int64_t kFirstGuesses = 16, kPlannedStepsForAGuess = 4;
 constexpr int kFirstTrust = 2, kMostTrust = 8;
 
 const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-// Of all below but what is atomic. Never destroyed, like the table: storages die after static objects.
+// Protects all of the following except atomics. Never destroyed, like the table: storages die after static objects.
 std::mutex& lock = *new std::mutex;
 std::atomic<int64_t> num_regions{0}, region_bytes{0};
 
 struct Region {
   char* start;
   size_t size_bytes;
-  std::map<size_t, size_t> live;  // first offset of each block -> the one after its last
-  size_t touched{0};              // above it no page is resident
-  bool drops{false};              // free pages go back at once
+  std::map<size_t, size_t> live;  // first offset of each block -> the offset after its last byte
+  size_t touched{0};              // no page above it is resident
+  bool drops{false};              // free pages are returned at once
   bool is_retired{false};         // unmapped with the last block
 
   static Region* make(size_t size_bytes) {
@@ -132,8 +129,8 @@ struct Plan {
   int trust{kFirstTrust};  // falls when a step leaves it
 };
 
-// What a step has allocated so far. The end of a life is the number of allocations before it ended; above the length of
-// the step it is that length and the number in the next one.
+// The allocations of a step so far. The end of a life is the number of allocations before it; an end in the next step
+// is the length of this step plus the number of allocations there.
 struct Step {
   int64_t serial{0};
   Sequence sizes, ends;
@@ -143,7 +140,7 @@ struct Step {
   bool began_planned{false};
 };
 
-// What has happened, for one arena and for the process.
+// The counts of events, for one arena and for the process.
 struct Figures {
   int64_t num_steps{0}, num_planned_steps{0}, num_left_plans{0}, num_placed{0}, num_outside{0}, num_clashes{0};
   int64_t num_plans{0}, num_loose_steps{0};
@@ -160,14 +157,14 @@ struct Arena {
   bool is_on{false};
   size_t least_bytes, max_plans, max_length;
   Region* region{nullptr};
-  std::list<std::shared_ptr<Plan>> plans;  // the last used one first
-  std::shared_ptr<Plan> plan;              // of this step, as long as it fits
+  std::list<std::shared_ptr<Plan>> plans;  // the most recently used first
+  std::shared_ptr<Plan> plan;              // of this step, as long as it matches
   Step step, before;
-  std::list<Step> ready;       // whole, and to be planned
-  Step planning;               // the one whose plan is awaited
+  std::list<Step> ready;       // complete, and to be planned
+  Step planning;               // the step whose plan is being made
   bool is_loose{false};        // large blocks of this step are mapped one by one
   std::unordered_set<uint64_t> seen;
-  int64_t num_guesses{0};  // plans for what had come only once
+  int64_t num_guesses{0};  // plans for sequences that were seen only once
   Figures figures;
 
   void release() {
@@ -179,7 +176,7 @@ struct Arena {
     totals.*what += change;
   }
 
-  // Give the next allocation its place; its region is null for outside. `trims`: the heap's free pages should leave.
+  // Return the place of the next allocation; a null region means outside. Sets `trims` if the heap should be trimmed.
   Place take(size_t size_bytes, int64_t& index, bool& trims) {
     const auto size = static_cast<int64_t>(size_bytes);
     index = static_cast<int64_t>(step.sizes.size());
@@ -189,7 +186,7 @@ struct Arena {
       return {};
     }
     step.sizes.push_back(size);
-    step.ends.push_back(index + 1);  // until it is there
+    step.ends.push_back(index + 1);  // until it is allocated
     if (index == 0) {
       choose(size);
       trims = plan != nullptr && !before.began_planned;
@@ -281,7 +278,7 @@ struct Arena {
       step.ends[index] = now;
     } else if (serial == before.serial) {
       const auto length = static_cast<int64_t>(before.sizes.size());
-      before.ends[index] = now <= index ? length + now : kOutlives;  // later, there are two at a time
+      before.ends[index] = now <= index ? length + now : kOutlives;  // freed later: two of them are alive at once
     }
   }
 
@@ -331,7 +328,7 @@ struct Arena {
     return value;
   }
 
-  // Take the oldest step that is to be planned. What was seen of an earlier one with the same sizes holds as well.
+  // Take the oldest step to be planned. Merge the ends of an earlier step with the same sizes.
   bool take_ready() {
     if (ready.empty()) return false;
     planning = std::move(ready.front());
@@ -374,7 +371,7 @@ struct Arena {
     ready.clear();
     seen.clear();
     plan = nullptr;
-    const int64_t serial = step.serial + 2;  // what lives now belongs to no step any more
+    const int64_t serial = step.serial + 2;  // blocks that are alive now belong to no step any more
     step = before = planning = Step{};
     step.serial = serial;
     before.serial = serial - 1;

@@ -1,8 +1,8 @@
 """The CPU arena: planned addresses for the allocations of training steps that repeat. The C++ side is arena.cpp.
 
-Installed once for a process, at the first budget that asks for it, and never taken out again; a thread that has no
-arena allocates as before. Where the counting allocator is installed too, it stands before the arena, in whichever order
-the two came: it counts what is placed like everything else. TORCHDELTA_NATIVE=0 leaves both out.
+It is installed once per process, at the first budget with `Config(arena=True)`, and never removed; a thread without an
+arena allocates as before. The counting allocator, if installed, is always called before the arena, whichever was
+installed first: it counts placed allocations like all others. TORCHDELTA_NATIVE=0 disables both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Arena", "ArenaFigures", "ArenaStatus", "arena_status", "new_arena"]
 
 _SOURCE: Final = Path(__file__).with_name("arena.cpp")
 _MODULE_NAME: Final = "torchdelta_arena"
-_LEAST_BYTES: Final = 1 << 14  # smaller ones stay where they are: many, and the heap is good at them
+_LEAST_BYTES: Final = 1 << 14  # smaller allocations are left to the heap: they are many, and it handles them well
 _MAX_PLANS: Final = 16
-_MAX_LENGTH: Final = 100_000  # allocations of a step that are followed
+_MAX_LENGTH: Final = 100_000  # the most allocations of a step that are recorded
 
-# What a broken build would get wrong: places given out while somebody lives there, blocks of older plans and of other
-# allocators, frees on another thread, raw allocations inside ops, resizing, a fork, events of the profiler.
+# What a broken build would get wrong: places given out while a live block overlaps them, blocks of older plans and of
+# other allocators, frees on another thread, raw allocations inside ops, resizing, a fork, profiler events.
 _SELF_TEST: Final = """
 import array, os, threading
 old = torch.ones(10000)
@@ -57,7 +57,7 @@ for turn in range(4):
 figures = arena.figures()
 assert figures["num_plans"] == 1 and figures["num_placed"] >= 3, figures
 assert held[0].data_ptr() % 64 == 0 and module.mapped_bytes() > 0
-again = step()  # nobody may write into what is held
+again = step()  # must not overwrite the held tensors
 assert held[0].eq(2).all() and again[0].eq(2).all() and again[0].data_ptr() != held[0].data_ptr()
 child = os.fork()
 if child == 0:
@@ -79,37 +79,37 @@ del old, arena
 
 
 class Arena(Protocol):
-    """The arena of one thread; see the methods' own words in arena.cpp."""
+    """The arena of one thread, see arena.cpp."""
 
     def start(self) -> None:
-        """Place what this thread allocates from now on."""
+        """Place the allocations of this thread from now on."""
 
     def stop(self) -> None:
-        """Place no more and forget all plans. What lives keeps its place until it is freed.
+        """Stop placing and forget all plans. Live blocks keep their places until they are freed.
 
-        The end of its thread stops an arena as well.
+        An arena also stops when its thread ends.
 
         Raises:
-            RuntimeError: It is on another thread.
+            RuntimeError: The arena runs on another thread.
         """
 
     def cut(self) -> int:
-        """End a step. 2: a recording waits to be planned; 1: one will after the next step; 0: none."""
+        """End a step. Return 2 if a recording waits to be planned, 1 if one will after the next step, else 0."""
         ...
 
     def recording(self) -> tuple[bytes, bytes] | None:
-        """Return sizes and ends of a step to be planned, as int64; None if there is none.
+        """Return the sizes and ends of a step to be planned, as int64; None if there is none.
 
-        The life of allocation i begins at moment i. An end above the number of allocations is in the next step; -1 is
-        later than the same moment there.
+        Allocation i lives from moment i. An end above the number of allocations is in the next step; -1 means later
+        than the same moment of the next step.
         """
         ...
 
     def plan(self, offsets_bytes: bytes, /) -> None:
-        """Take the offsets of the last recording, as int64 and multiples of 64; -1 leaves an allocation outside."""
+        """Set the offsets of the last recording, as int64, multiples of 64; -1 leaves an allocation outside."""
 
     def figures(self) -> dict[str, int]:
-        """Return the fields of `ArenaFigures` by name, without `mapped_bytes`."""
+        """Return the fields of `ArenaFigures` by name, except `mapped_bytes`."""
         ...
 
 
@@ -119,14 +119,14 @@ class ArenaFigures:
 
     Attributes:
         num_steps: Steps that ended while an arena was on.
-        num_planned_steps: Those whose allocations were the ones of a plan, from the first to the last.
-        num_left_plans: Steps that began like a plan and went on differently: the rest was allocated as ever.
-        num_loose_steps: Steps that began like no plan and whose large allocations were mapped one by one.
+        num_planned_steps: Steps whose allocations all matched a plan, from the first to the last.
+        num_left_plans: Steps that began like a plan and then differed: the rest was allocated outside the arena.
+        num_loose_steps: Steps that began like no plan, and whose large allocations were mapped one by one.
         num_placed: Allocations that got their planned address.
-        num_outside: Allocations that a plan leaves to the allocator before, as they outlive their step.
-        num_clashes: Allocations whose place was still taken, and which therefore went outside.
+        num_outside: Allocations that a plan leaves to the previous allocator, because they outlive their step.
+        num_clashes: Allocations whose place was still in use, and which were therefore allocated outside.
         num_plans: Plans that are kept now.
-        mapped_bytes: Bytes of the regions now. What is free in them is not always resident.
+        mapped_bytes: Bytes of the regions now. Free parts of them may not be resident.
     """
 
     num_steps: int = 0
@@ -142,10 +142,10 @@ class ArenaFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaStatus(NativeStatus):
-    """Whether arenas can be had, and what those of this process have done.
+    """Whether arenas are available, and what those of this process have done.
 
     Attributes:
-        figures: All zero before the first.
+        figures: All zero before the first arena.
     """
 
     figures: ArenaFigures
@@ -154,14 +154,14 @@ class ArenaStatus(NativeStatus):
 def new_arena(
     *, least_bytes: int = _LEAST_BYTES, max_plans: int = _MAX_PLANS, max_length: int = _MAX_LENGTH
 ) -> Arena | NativeError:
-    """Return an arena, building and installing the allocator first where that is still to be done.
+    """Return an arena; build and install the allocator first if needed.
 
-    A NativeError is returned, not raised, where there is none to be had: the caller allocates as ever and says so.
+    If that fails, return (not raise) a NativeError: the caller warns and allocates without an arena.
 
     Args:
-        least_bytes: Smaller allocations are none of its business.
-        max_plans: Plans that are kept; the one that was not used for longest gives way.
-        max_length: Allocations of a step that are followed; longer steps get no plan.
+        least_bytes: Smaller allocations are ignored.
+        max_plans: The most plans that are kept; the least recently used is dropped first.
+        max_length: The most allocations of a step that are recorded; longer steps get no plan.
     """
     reason = _cannot()
     if reason is not None:
@@ -170,12 +170,12 @@ def new_arena(
     if isinstance(module, NativeError):
         return module
     if not _is_in_use(module):
-        return NativeError("another CPU allocator has been installed since")
+        return NativeError("another CPU allocator has replaced it")
     return module.Arena(least_bytes, max_plans, max_length)
 
 
 def arena_status() -> ArenaStatus:
-    """Say whether arenas can be had in this process, and what they have done. Builds nothing."""
+    """Return whether arenas are available in this process, and what they have done. Builds nothing."""
     reason = _cannot()
     if reason is not None:
         return ArenaStatus(is_on=False, reason=reason, figures=ArenaFigures())
@@ -186,7 +186,7 @@ def arena_status() -> ArenaStatus:
         is_on = _is_in_use(module)
         return ArenaStatus(
             is_on=is_on,
-            reason="installed" if is_on else "another CPU allocator took its place",
+            reason="installed" if is_on else "another CPU allocator has replaced it",
             figures=ArenaFigures(**module.figures(), mapped_bytes=module.mapped_bytes()),
         )
     if built_path(_SOURCE).exists():
@@ -201,15 +201,15 @@ def arena_status() -> ArenaStatus:
 
 def _cannot() -> str | None:
     if is_switched_off():
-        return "TORCHDELTA_NATIVE switches it off"
+        return "TORCHDELTA_NATIVE disables it"
     if importlib.util.find_spec("numba") is None:
-        return "numba is not installed to plan with: pip install 'torchdelta[plan]'"
+        return "planning needs numba: pip install 'torchdelta[plan]'"
     return None
 
 
 @functools.cache
 def _module() -> Any:
-    """Return the installed module, or the NativeError that says why there is none."""
+    """Return the installed module, or the NativeError that explains why there is none."""
     try:
         module = load(_SOURCE, _MODULE_NAME, _SELF_TEST)
         counting = installed_module()

@@ -1,10 +1,10 @@
-"""Builds a C++ source of this folder into an extension module, once for each torch and each Python.
+"""Builds a C++ source of this folder into an extension module, once per version of torch and Python.
 
 [Note: why not `cpp_extension.load`]
-It needs ninja, and its lock file outlives a process that was killed while building: every later process would wait for
-ever. One small file needs neither. The compiler and the paths are those that `torch.utils.cpp_extension` finds; the
-module is built beside its final name, must pass a self-test in a process of its own (a broken extension crashes, it
-does not raise), and is then renamed, so that whatever lies under the final name is whole and has passed.
+It needs ninja, and its lock file outlives a process that was killed while building: every later process would wait
+forever. One small file needs neither. `torch.utils.cpp_extension` finds the compiler and the paths. The module is built
+under a temporary name and must pass a self-test in a separate process (a broken extension crashes, it does not raise).
+Only then it is renamed, so that a file under the final name is always complete and tested.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -28,35 +29,37 @@ from torchdelta.errors import NativeError
 __all__ = ["built_path", "cache_directory", "import_module", "load", "self_test"]
 
 _BUILD_TIME_S: Final = 300.0
-_STANDARDS: Final = ("c++20", "c++17")  # torch's headers ask for the one or the other, by version
+_OWN_HEADER: Final = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)  # beside the source
+_STANDARDS: Final = ("c++20", "c++17")  # torch's headers need one or the other, depending on the version
 
 
 def cache_directory() -> Path:
-    """Return where built modules are kept: TORCH_EXTENSIONS_DIR, else the user's cache."""
+    """Return the directory of built modules: TORCH_EXTENSIONS_DIR, else the user's cache."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "torchdelta"
 
 
 def built_path(source: Path) -> Path:
-    """Return the path of the module that belongs to a source: another text, torch or Python is another module."""
-    header = source.with_suffix(".h")
-    text = source.read_bytes() + (header.read_bytes() if header.exists() else b"")
+    """Return the path of the module of a source; it changes with the source text, torch and Python."""
+    text = source.read_bytes()
+    headers = [source.parent / name.decode() for name in _OWN_HEADER.findall(text)]
+    text += b"".join(header.read_bytes() for header in headers if header.exists())
     digest = hashlib.sha256(text).hexdigest()[:12]
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     return cache_directory() / f"{source.stem}-{digest}-torch{torch.__version__}{suffix}"
 
 
 def load(source: Path, module_name: str, self_test_code: str) -> Any:
-    """Import the module of a source, building it when it is not there.
+    """Import the module of a source; build it first if needed.
 
     Args:
-        source: The C++ file; it includes nothing but Python's and torch's headers, and the header of its own name.
-        module_name: The name that its init function has.
-        self_test_code: Python that the new module has to survive, with `module` bound to it.
+        source: The C++ file; it includes only headers of Python and torch, and headers beside it (in quotes).
+        module_name: The name in its init function.
+        self_test_code: Python code that a new module must pass, with `module` bound to it.
 
     Raises:
-        NativeError: It cannot be built or does not pass its self-test here: one line that says why.
+        NativeError: It cannot be built, or fails its self-test; one line states the reason.
     """
     path = built_path(source)
     try:
@@ -78,10 +81,10 @@ def import_module(path: Path, module_name: str) -> Any:
 
 
 def self_test(path: Path, module_name: str, code: str) -> None:
-    """Run a module's self-test in a process of its own.
+    """Run a module's self-test in a separate process.
 
     Raises:
-        NativeError: It failed or crashed; the message ends in the last line of what it said.
+        NativeError: It failed or crashed; the message ends with a line of its output.
     """
     program = (
         "import sys; from pathlib import Path; import torch; from torchdelta.native.build import import_module; "
@@ -104,7 +107,7 @@ def _build(source: Path, path: Path, module_name: str, self_test_code: str) -> N
 
 
 def _compile(source: Path, target: Path) -> None:
-    # Not at the top: it imports setuptools, which need not be there, and takes a while.
+    # Not at the top: it imports setuptools, which may be missing and is slow to import.
     from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
     arguments = [
@@ -137,6 +140,6 @@ def _run(command: list[str], what: str, environment: dict[str, str]) -> None:
     except subprocess.TimeoutExpired:
         raise NativeError(f"{what} took longer than {_BUILD_TIME_S:.0f} s") from None
     if done.returncode != 0:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
         said = next((line for line in lines if "error" in line.lower()), lines[-1])
         raise NativeError(f"{what} failed with status {done.returncode}: {said.strip()[:200]}")

@@ -1,12 +1,12 @@
-// A CPU allocator that counts: it forwards to the one that was there before, and notes who allocated how much.
+// A CPU allocator that counts: it forwards to the previous one, and records which thread allocated how many bytes.
 //
-// Each counter belongs to one thread, which it is started on. What that thread allocates is the counter's until it is
-// freed, on whatever thread that happens. Everything else passes through uncounted. The previous allocator does the
-// work, so that memory events of the profiler, huge pages and statistics stay as they were.
+// Each counter belongs to the thread that starts it. It counts the allocations of that thread until they are freed, on
+// any thread. All other allocations are not counted. The previous allocator allocates, so profiler events, huge pages
+// and statistics do not change.
 //
-// c10's contract for `raw_allocate` is kept: context equals data pointer, and there is one fixed deleter. A deleter is
-// told nothing but the pointer, hence the table. Pointers that are not in it, those from before the installation among
-// them, are none of ours: their DataPtr carries the previous allocator's own deleter.
+// It keeps c10's contract for `raw_allocate`: the context equals the data pointer, and there is one fixed deleter. A
+// deleter gets the pointer only, hence the table. Pointers that are not in the table are not counted; those from before
+// the installation have a DataPtr with the previous allocator's deleter.
 #include <Python.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
@@ -17,11 +17,13 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "weak_storage.h"
+
 namespace {
 
 struct Counter {
-  std::atomic<int64_t> live{0};     // allocated by the thread and not yet freed, plus what was added by hand
-  int64_t peak{0};                  // of live, since it was last taken
+  std::atomic<int64_t> live{0};     // allocated by the thread and not yet freed, plus what `add` has added
+  int64_t peak{0};                  // of live, since `take_peak_bytes`
   int64_t marked{0}, mark_peak{0};  // live at the last mark, and its peak since then
   std::atomic<int64_t> num_references{1};  // the Python object, and every allocation in the table
   void raise(int64_t now) {  // only on the counter's own thread
@@ -48,7 +50,7 @@ constexpr size_t kNumShards = 64;
 std::array<Shard, kNumShards>& shards = *new std::array<Shard, kNumShards>;
 std::atomic<int64_t> num_entries{0};
 thread_local Counter* current = nullptr;
-// Another one of ours may be put below later on (arena.cpp): it frees what came from the one before it as well.
+// The arena (arena.cpp) may be inserted below later: it also frees what the allocator below it has allocated.
 std::atomic<c10::Allocator*> previous{nullptr};
 std::atomic<c10::DeleterFnPtr> previous_deleter{nullptr};
 
@@ -104,7 +106,7 @@ struct CountingAllocator final : c10::Allocator {
 
 CountingAllocator& counting = *new CountingAllocator;
 
-// A child of fork() has one thread only: nobody else may hold a lock at that moment.
+// A child of fork() has one thread only: no other thread may hold a lock during the fork.
 void lock_all() {
   for (Shard& shard : shards) shard.lock.lock();
 }
@@ -120,7 +122,7 @@ PyObject* install(PyObject*, PyObject*) {
   if (previous.load() == nullptr) {
     c10::Allocator* found = c10::GetCPUAllocator();
     if (found->raw_deleter() == nullptr) {
-      PyErr_SetString(PyExc_RuntimeError, "the CPU allocator in use gives no raw deleter");
+      PyErr_SetString(PyExc_RuntimeError, "the current CPU allocator has no raw deleter");
       return nullptr;
     }
     previous_deleter.store(found->raw_deleter());
@@ -144,7 +146,7 @@ PyObject* get_previous(PyObject*, PyObject*) {
 PyObject* set_previous(PyObject*, PyObject* capsule) {
   auto* allocator = static_cast<c10::Allocator*>(PyCapsule_GetPointer(capsule, kAllocator));
   if (allocator == nullptr) return nullptr;
-  previous_deleter.store(allocator->raw_deleter(), std::memory_order_release);  // first: nothing is its own yet
+  previous_deleter.store(allocator->raw_deleter(), std::memory_order_release);  // first: it has allocated nothing yet
   previous.store(allocator, std::memory_order_release);
   Py_RETURN_NONE;
 }
@@ -172,7 +174,7 @@ void counter_dealloc(PyObject* self) {
 
 PyObject* counter_start(PyObject* self, PyObject*) {
   current = counter_of(self);
-  Py_INCREF(self);  // the thread holds it until `stop`
+  Py_INCREF(self);  // the thread keeps it alive until `stop`
   Py_RETURN_NONE;
 }
 
@@ -221,14 +223,14 @@ PyObject* counter_owns(PyObject* self, PyObject* argument) {
 }
 
 PyMethodDef counter_methods[] = {
-    {"start", counter_start, METH_NOARGS, "Count what this thread allocates from now on."},
-    {"stop", counter_stop, METH_NOARGS, "Count no more; what is freed later still leaves the count."},
-    {"add", counter_add, METH_O, "Add bytes that came from elsewhere; a negative number takes them off."},
-    {"live_bytes", counter_live, METH_NOARGS, "Return the bytes that are alive."},
-    {"mark", counter_mark, METH_NOARGS, "Begin to measure growth here. Returns the live bytes."},
-    {"growth_bytes", counter_growth, METH_NOARGS, "Return the highest growth since the mark."},
-    {"take_peak_bytes", counter_take_peak, METH_NOARGS, "Return the peak since it was last taken."},
-    {"owns", counter_owns, METH_O, "Say whether the allocation at this address is counted here."},
+    {"start", counter_start, METH_NOARGS, "Count the allocations of this thread from now on."},
+    {"stop", counter_stop, METH_NOARGS, "Stop counting allocations; later frees are still subtracted."},
+    {"add", counter_add, METH_O, "Add bytes that were allocated elsewhere; a negative number subtracts."},
+    {"live_bytes", counter_live, METH_NOARGS, "Return the live bytes."},
+    {"mark", counter_mark, METH_NOARGS, "Start to measure growth. Return the live bytes."},
+    {"growth_bytes", counter_growth, METH_NOARGS, "Return the largest growth since the mark."},
+    {"take_peak_bytes", counter_take_peak, METH_NOARGS, "Return the peak since the last call."},
+    {"owns", counter_owns, METH_O, "Return whether this counter counts the allocation at this address."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot counter_slots[] = {
@@ -240,10 +242,10 @@ PyType_Slot counter_slots[] = {
 PyType_Spec counter_spec = {"torchdelta_counting.Counter", sizeof(CounterObject), 0, Py_TPFLAGS_DEFAULT, counter_slots};
 
 PyMethodDef module_methods[] = {
-    {"install", install, METH_NOARGS, "Put the counting allocator before the one in use. Repeats change nothing."},
-    {"is_installed", is_installed, METH_NOARGS, "Say whether it is the one in use."},
+    {"install", install, METH_NOARGS, "Install this allocator over the current one. Repeated calls do nothing."},
+    {"is_installed", is_installed, METH_NOARGS, "Return whether it is the current allocator."},
     {"previous", get_previous, METH_NOARGS, "Return a capsule with the allocator below, None before the installation."},
-    {"set_previous", set_previous, METH_O, "Put an allocator below that forwards to the one that is there."},
+    {"set_previous", set_previous, METH_O, "Insert an allocator below, which forwards to the present one."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_counting", nullptr, -1, module_methods};
@@ -256,6 +258,12 @@ PyMODINIT_FUNC PyInit_torchdelta_counting() {
   PyObject* type = PyType_FromSpec(&counter_spec);
   if (type == nullptr || PyModule_AddObject(self, "Counter", type) < 0) {
     Py_XDECREF(type);
+    Py_DECREF(self);
+    return nullptr;
+  }
+  PyObject* weak_type = PyType_FromSpec(&weak_storage::spec);
+  if (weak_type == nullptr || PyModule_AddObject(self, "WeakStorage", weak_type) < 0) {
+    Py_XDECREF(weak_type);
     Py_DECREF(self);
     return nullptr;
   }

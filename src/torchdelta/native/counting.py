@@ -1,12 +1,12 @@
-"""The counting CPU allocator: what a thread has allocated, to the byte, and the highest that it was.
+"""The counting CPU allocator: the bytes that a thread has allocated, exactly, and their peak.
 
-A dispatch mode sees the tensors that ops hand out. It does not see what an op allocates inside itself, what the
-autograd engine adds up between nodes, or the states of random generators that a tape keeps; the allocator does. It is
-the CPU's counterpart of CUDA's allocator statistics. The C++ side is counting.cpp: it forwards to the allocator that
-was there before, so memory events of the profiler survive.
+A dispatch mode sees the outputs of ops. It does not see what an op allocates inside itself, the sums that the autograd
+engine makes between nodes, or the states of random generators that a tape keeps; the allocator does. It corresponds to
+CUDA's allocator statistics. The C++ side is counting.cpp: it forwards to the previous allocator, so the profiler still
+records memory events.
 
-Installed once for a process, at the first budget, and never taken out again: a counter that nobody has started costs a
-few nanoseconds an allocation. TORCHDELTA_NATIVE=0 leaves it out.
+It is installed once per process, at the first budget, and never removed: without a started counter it costs a few
+nanoseconds per allocation. TORCHDELTA_NATIVE=0 disables it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,30 @@ from typing import Any, Final, Protocol
 from torchdelta.errors import NativeError
 from torchdelta.native.build import built_path, load
 
-__all__ = ["Counter", "NativeStatus", "counting_status", "installed_module", "is_switched_off", "new_counter"]
+__all__ = [
+    "Counter",
+    "NativeStatus",
+    "counting_status",
+    "installed_module",
+    "is_switched_off",
+    "loaded_module",
+    "new_counter",
+]
 
 _SOURCE: Final = Path(__file__).with_name("counting.cpp")
 _MODULE_NAME: Final = "torchdelta_counting"
 
 # What a broken build would get wrong: tensors from before the installation, exact sums, frees on another thread, raw
-# allocations inside ops, a storage that is resized, events of the profiler, and tensors that outlive their counter.
+# allocations inside ops, a storage that is resized, profiler events, tensors that outlive their counter, and storages
+# that die while a weak reference to them exists.
 _SELF_TEST: Final = """
 import threading
+watched = torch.ones(10)
+weak = module.WeakStorage(torch._C._storage_address(watched))
+assert weak.num_holders() == 1
+watched.data = torch.ones(20)
+assert weak.num_holders() == 0
+del weak, watched
 old = torch.ones(1000)
 assert module.install() and module.install() and module.is_installed()
 counter = module.Counter()
@@ -68,45 +83,45 @@ del new, model
 
 
 class Counter(Protocol):
-    """Bytes allocated by one thread; see the methods' own words in counting.cpp."""
+    """The bytes allocated by one thread, see counting.cpp."""
 
     def start(self) -> None:
-        """Count what this thread allocates from now on."""
+        """Count the allocations of this thread from now on."""
 
     def stop(self) -> None:
-        """Count no more; what is freed later still leaves the count."""
+        """Stop counting allocations; later frees are still subtracted."""
 
     def add(self, size_bytes: int, /) -> None:
-        """Add bytes that came from elsewhere; a negative number takes them off."""
+        """Add bytes that were allocated elsewhere; a negative number subtracts."""
 
     def live_bytes(self) -> int:
-        """Return the bytes that are alive."""
+        """Return the live bytes."""
         ...
 
     def mark(self) -> int:
-        """Begin to measure growth here. Returns the live bytes."""
+        """Start to measure growth. Return the live bytes."""
         ...
 
     def growth_bytes(self) -> int:
-        """Return the highest growth since the mark."""
+        """Return the largest growth since the mark."""
         ...
 
     def take_peak_bytes(self) -> int:
-        """Return the peak since it was last taken."""
+        """Return the peak since the last call."""
         ...
 
     def owns(self, address: int, /) -> bool:
-        """Say whether the allocation at this address is counted here."""
+        """Return whether this counter counts the allocation at this address."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeStatus:
-    """Whether a native piece is in use, or would be.
+    """Whether a native module is in use, or will be.
 
     Attributes:
-        is_on: It is installed, or is built and will be at the next budget.
-        reason: What there is to say about it, in a few words.
+        is_on: It is installed, or will be at the next budget.
+        reason: Why it is or is not on, in a few words.
     """
 
     is_on: bool
@@ -114,13 +129,22 @@ class NativeStatus:
 
 
 @functools.cache
-def _module() -> Any:
-    """Return the installed module, or the NativeError that says why there is none."""
+def loaded_module() -> Any:
+    """Return the module, built and imported but not installed, or the NativeError that explains why there is none."""
     try:
-        module = load(_SOURCE, _MODULE_NAME, _SELF_TEST)
-        is_installed = module.install()
+        return load(_SOURCE, _MODULE_NAME, _SELF_TEST)
     except NativeError as error:
         return error
+
+
+@functools.cache
+def _module() -> Any:
+    """Return the installed module, or the NativeError that explains why there is none."""
+    try:
+        module = loaded_module()
+        if isinstance(module, NativeError):
+            return module
+        is_installed = module.install()
     except RuntimeError as error:
         return NativeError(str(error))
     return module if is_installed else NativeError("another CPU allocator was installed with a higher priority")
@@ -133,35 +157,35 @@ def installed_module() -> Any:
 
 
 def is_switched_off() -> bool:
-    """Say whether the environment asks to do without native pieces."""
+    """Return whether the environment disables native modules."""
     return os.environ.get("TORCHDELTA_NATIVE", "1").lower() in {"0", "false", "off", "no"}
 
 
 def new_counter() -> Counter | NativeError:
-    """Return a counter, building and installing the allocator first where that is still to be done.
+    """Return a counter; build and install the allocator first if needed.
 
-    A NativeError is returned, not raised, where there is none to be had: the caller goes on with estimates and says so.
+    If that fails, return (not raise) a NativeError: the caller warns and continues with estimates.
     """
     if is_switched_off():
-        return NativeError("TORCHDELTA_NATIVE switches it off")
+        return NativeError("TORCHDELTA_NATIVE disables it")
     module = _module()
     if isinstance(module, NativeError):
         return module
     if not module.is_installed():
-        return NativeError("another CPU allocator has been installed since")
+        return NativeError("another CPU allocator has replaced it")
     return module.Counter()
 
 
 def counting_status() -> NativeStatus:
-    """Say whether budgets of this process count at the allocator. Builds nothing."""
+    """Return whether budgets of this process count at the allocator. Builds nothing."""
     if is_switched_off():
-        return NativeStatus(is_on=False, reason="TORCHDELTA_NATIVE switches it off")
+        return NativeStatus(is_on=False, reason="TORCHDELTA_NATIVE disables it")
     if _module.cache_info().currsize:
         module = _module()
         if isinstance(module, NativeError):
             return NativeStatus(is_on=False, reason=str(module))
         is_on = module.is_installed()
-        return NativeStatus(is_on=is_on, reason="installed" if is_on else "another CPU allocator took its place")
+        return NativeStatus(is_on=is_on, reason="installed" if is_on else "another CPU allocator has replaced it")
     if built_path(_SOURCE).exists():
         return NativeStatus(is_on=True, reason="built; installed at the first budget")
     compiler = os.environ.get("CXX", "c++")

@@ -1,7 +1,8 @@
 """Plan files: the header, then absences and replays in the order of the plan, in the frame of `trace/frame.py`.
 
 `docs/plan-format.md` is the reference for everybody else. Every failure is a `PlanError`. Plans of version 1 have no
-end record: of such a file a cut is noticed only where gzip notices it.
+end record: of such a file a cut is noticed only where gzip notices it. What version 2 did not say has a default that
+means what it meant.
 """
 
 import os

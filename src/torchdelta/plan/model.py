@@ -1,8 +1,9 @@
-"""The plan: which buffers leave the device between two of their uses, how, and at which moments.
+"""The plan: a program that says which buffers leave the device, how, and at which moments each action happens.
 
-A plan belongs to one trace and to one budget. Time is the op index, as in the trace: a plan says *at which op* memory
-is given back and taken again, never after how many seconds; the seconds are the simulator's affair. So it can be
-checked (`plan.validate`) by liveness alone, without believing anybody's prices.
+A plan belongs to one trace and to one budget. Time is the op index, as in the trace: a plan says *at which op* each
+copy is queued, memory is given back and taken again, and ops run once more, never after how many seconds. What that
+means for memory is `plan/walk.py`, and nothing but liveness; what it takes on a machine is `simulate.execute`, which
+prices exactly what is written here. `docs/plan-format.md` states both for everybody else.
 
 [Note: absences]
 A buffer that stays is not mentioned. Every time that one is away is an `Absence`: it leaves after one of its uses (its
@@ -11,9 +12,17 @@ has at most one absence a buffer, over the gap from the last use in forward to t
 *extended* any gap of any buffer, dropped again after a replay included; the class *all* those of gradients, parameters
 and optimizer states too, by swap, also over the end of the step.
 
-The buffer's memory is free at the moments `leave_op <= i < return_op`. A swapped buffer keeps its memory until its copy
-has ended, and takes it again when its swap-in is issued; a recomputed one is free right after its last use, and is
-there again when its replay runs, immediately before the op `return_op`.
+The buffer's memory is free at the moments `leave_op <= i < return_op`. The moments of a swap are
+
+- `out_op`: its copy out is queued after this op: right after the last use, or late in the gap;
+- `leave_op`: its memory is free from here on: compute waits before this op until the copy has ended;
+- `return_op`: its memory is taken again and its copy in is queued, before this op. How far ahead of the use that is
+  (the prefetch) is the planner's decision;
+- `next_use_op`: compute waits before this op until the copy in has ended. Nothing reads the buffer before.
+
+Where `leave_op == return_op` the memory is never free, and compute does not wait for the copy out. A recomputed buffer
+is dropped at `leave_op` and there again when its replay has run, immediately before the op `return_op`: its next use,
+or earlier where the replay is issued ahead.
 
 [Note: over the end]
 An absence whose `next_use_op` is `num_ops` or more reaches into the following step, which is the same step again. What
@@ -21,14 +30,17 @@ leaves is the last version of a storage that outlives the step from before it (a
 written), what the following step finds is the storage's first version, and its next use is the first op that reads
 that one or writes over it. `leave_op` and `return_op` count on in the same way: at the moments `i` of every step with
 `leave_op <= i` the last version is away, at those with `leave_op - num_ops <= i < return_op - num_ops` the first one. A
-`leave_op` of `num_ops` or more is a copy that ends in the following step: until then the memory is not free there.
+`leave_op` of `num_ops` or more is a copy that ends in the following step: until then the memory is not free there. How
+long it still takes there at most is `carried_s`, the only seconds in a plan: where it is 0 compute waits at the end of
+the step until the copy out has ended. It waits there, too, for a copy in that is queued before the end.
 
 [Note: replays]
 A `Replay` reruns ops immediately before the op `at_op`, in the order given. What it makes lives, for each buffer, until
 the last op of the same replay that reads it, unless an absence of the buffer ends at `at_op` (then it stays until its
 next absence or its death) or it is among `keeps`: buffers that are dead, or away, and that stay from here on until the
-moment given. Everything that a rerun op reads is on the device at that moment or made earlier in the same replay. An op
-writes all of its outputs whenever it runs: those that nobody needs are freed at once.
+moment given, for a later replay to read. Everything that a rerun op reads is on the device at that moment or made
+earlier in the same replay. An op writes all of its outputs whenever it runs: those that nobody needs are freed at once.
+An op that writes in place takes over the memory of the version before where a replay made that one, which is then gone.
 """
 
 from typing import Literal
@@ -36,10 +48,11 @@ from typing import Literal
 import msgspec
 
 FORMAT_NAME = "torchdelta-plan"
-FORMAT_VERSION = 2
-"""What is written. Version 1 had no end record, and is read."""
+FORMAT_VERSION = 3
+"""What is written. Version 1 had no end record; version 2 had no `links`, `synchronous`, `out_op`, `return_rank` and
+`carried_s`, and is read as if each copy out were queued right after the last use."""
 
-READABLE_VERSIONS = (1, 2)
+READABLE_VERSIONS = (1, 2, 3)
 
 Action = Literal["swap", "recompute"]
 """How a buffer leaves; one that stays is not mentioned in a plan."""
@@ -53,6 +66,28 @@ and parameters as well, by swap.
 """
 
 TierName = Literal["host", "disk"]
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What copies take on the machine that a plan was made for: the fields of `machine.model.Machine` of these names.
+
+    Attributes:
+        host_out_bytes_per_s: Device to host.
+        host_in_bytes_per_s: Host to device.
+        link_latency_s: Seconds of each copy to or from the host beside its bytes.
+        both_ways_factor: Share of its rate that each direction keeps while the other one is busy.
+        disk_write_bytes_per_s: Device to disk; 0.0 without a disk.
+        disk_read_bytes_per_s: Disk to device; 0.0 without a disk.
+        disk_latency_s: Seconds of each copy to or from the disk beside its bytes.
+    """
+
+    host_out_bytes_per_s: float
+    host_in_bytes_per_s: float
+    link_latency_s: float = 0.0
+    both_ways_factor: float = 1.0
+    disk_write_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0
+    disk_latency_s: float = 0.0
 
 
 class PlanHeader(
@@ -70,6 +105,8 @@ class PlanHeader(
         budget_bytes: Bytes that the device may hold at any moment.
         num_ops: Ops of the trace that it belongs to.
         num_buffers: Buffers of the trace that it belongs to.
+        synchronous: Whether compute waits for every copy as soon as it is queued.
+        links: What copies take on that machine; None in a file of version 1 or 2, and where nobody priced the plan.
     """
 
     format: str = FORMAT_NAME
@@ -81,6 +118,8 @@ class PlanHeader(
     budget_bytes: int
     num_ops: int
     num_buffers: int
+    synchronous: bool = False
+    links: Links | None = None
 
 
 class Absence(
@@ -92,13 +131,18 @@ class Absence(
         buffer_id: The buffer.
         last_use_op: The op after which it leaves: the one that wrote it, one that reads it, or the `at_op` of a replay
             that reads or keeps it.
-        next_use_op: The next op that reads it, or the `at_op` of the next replay that does. In the class *all* it may
-            be `num_ops` or more: then it is used next by op `next_use_op - num_ops` of the following step. See
-            [Note: over the end].
+        next_use_op: The next op that reads it, or the `at_op` of the next replay that does: compute waits there for its
+            copy in. In the class *all* it may be `num_ops` or more: then it is used next by op `next_use_op - num_ops`
+            of the following step. See [Note: over the end].
         action: How.
         tier: Where a swapped buffer goes.
+        out_op: The op after which its copy out is queued; None for right after `last_use_op`, and where it is
+            recomputed. Copies that are queued after the same op go by `last_use_op`, then by buffer.
         leave_op: First moment at which its memory is free.
-        return_op: First moment at which its memory is taken again: at most `next_use_op`.
+        return_op: First moment at which its memory is taken again, where its copy in is queued: at most `next_use_op`.
+        return_rank: Copies in that are queued before the same op go by this, then by `last_use_op`, then by buffer.
+        carried_s: Seconds that its copy out still takes, at most, when the following step begins; 0.0 if compute waits
+            for it at the end of the step. See [Note: over the end].
     """
 
     buffer_id: int
@@ -106,16 +150,24 @@ class Absence(
     next_use_op: int
     action: Action
     tier: TierName = "host"
+    out_op: int | None = None
     leave_op: int
     return_op: int
+    return_rank: int = 0
+    carried_s: float = 0.0
+
+    @property
+    def queued_op(self) -> int:
+        """The op after which its copy out is queued."""
+        return self.last_use_op if self.out_op is None else self.out_op
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A buffer that a replay made on its way and that stays for a while.
 
     Attributes:
-        buffer_id: The buffer.
-        until_op: First moment at which it is no longer there.
+        buffer_id: The buffer: one that the replay writes.
+        until_op: First moment at which it is no longer there, unless an absence of it ends before. At most `num_ops`.
     """
 
     buffer_id: int
@@ -137,7 +189,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag=
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What leaves the device in one step, and when it comes back. `validate` states what must hold of it.
+    """What leaves the device in one step, and when it comes back: a program. `validate` states what must hold of it.
 
     Attributes:
         header: What it was made for.

@@ -25,7 +25,8 @@ def parts_within_step(trace: Trace, absence: Absence, over_end: Mapping[int, Buf
     if absence.return_op > num_ops:
         leave_op = max(absence.leave_op - num_ops, 0)  # what leaves only in the next step is there until then
         first = over_end[absence.buffer_id]
-        parts.append(replace(absence, buffer_id=first.id, leave_op=leave_op, return_op=absence.return_op - num_ops))
+        back = {"return_op": absence.return_op - num_ops, "next_use_op": absence.next_use_op - num_ops}
+        parts.append(replace(absence, buffer_id=first.id, leave_op=leave_op, **back))
     if absence.leave_op < num_ops:
         parts.append(replace(absence, return_op=min(absence.return_op, num_ops)))
     return tuple(parts)

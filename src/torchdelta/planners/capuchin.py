@@ -106,6 +106,7 @@ def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes:
     times = RecomputeTimes(relations)
     while load.peak_bytes > limit_bytes:
         moment = load.peak_op
+        slack = slack.at(moment)
         rest = [
             index
             for index, gap in enumerate(problem.gaps)

@@ -10,8 +10,7 @@ Source: branch `delta` of TonyTangYu/pytorch (head of 2023-07), `CheckpointTenso
   again.
 - Memory is made free after each op and not before it, so the budget is passed by what an op allocates. A plan has to
   hold its budget, so this planner gives the code the largest limit at which the step's true peak is within the budget.
-- Copies are synchronous and nothing is prefetched (the calls are commented out). A plan cannot say that: simulate it
-  with `OPTIONS` (`registry.options_of`), as the commands do. Without them it looks better than it was.
+- Copies are synchronous and nothing is prefetched (the calls are commented out): so its plan says, by `OPTIONS`.
 - Op times are taken by the host around an asynchronous launch. That is not modelled: here they are the trace's.
 """
 

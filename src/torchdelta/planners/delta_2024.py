@@ -10,6 +10,8 @@ the knapsack, the heuristic and the meaning of "bidirectional" are not public. W
   cheapest is wanted: the complement of the knapsack of what to keep.
 - The heuristic takes the item with the least cost a byte until the need is met, then drops picks that turned out to be
   redundant, the most expensive first. Where the load is above the budget elsewhere too, the same again there.
+- Replays take memory that the knapsack does not see. Where its choice passes the budget, recomputed tensors are swapped
+  instead until it holds.
 - The stall of a swap is what the link has no time for, given the swaps already picked: copies out run early in forward
   and copies back early in backward (our meaning of "bidirectional"). A knapsack that prices each swap as if it had the
   link for itself is worse by an order of magnitude. The time of a recomputation is that of its own op and of what died
@@ -26,15 +28,18 @@ from numpy.typing import NDArray
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.planners.ideal import IdealLoad, LinkSlack
-from torchdelta.planners.lineage import Lineage
+from torchdelta.planners.lineage import Lineage, lineage
+from torchdelta.planners.outcome import finished
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import NoChoiceError
-from torchdelta.planners.tightened import plan_by_lineage
+from torchdelta.planners.tighten import NoChoiceError, tighten
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace
 
 __all__ = ["plan"]
+
+_LIMITS_TO_REPAIR = 20
+"""Limits, from the budget down, under which a choice is made that a repair may turn into a plan that holds it."""
 
 
 @register("delta-2024")
@@ -44,7 +49,61 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     Raises:
         InfeasibleError: No plan within the budget was found.
     """
-    return plan_by_lineage("delta-2024", _choose, trace, machine, budget_bytes)
+    problem = Problem.of(trace, machine)
+    relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
+    outcome = tighten(problem, budget_bytes, lambda limit_bytes: _choose(problem, machine, relations, limit_bytes))
+    codes, least_bytes = outcome.codes, outcome.least_bytes
+    if not problem.score(codes, budget_bytes).is_feasible:
+        for limit_bytes in range(budget_bytes, 0, -max(budget_bytes // _LIMITS_TO_REPAIR, 1)):
+            try:
+                chosen = _choose(problem, machine, relations, limit_bytes)
+            except NoChoiceError:
+                break
+            repaired = _repair(problem, relations, chosen, budget_bytes)
+            if repaired is not None:
+                codes = repaired
+                break
+    return finished(problem, codes, budget_bytes, planner="delta-2024", least_bytes=least_bytes)
+
+
+def _repair(
+    problem: Problem, relations: Lineage, codes: NDArray[np.int8], budget_bytes: int
+) -> NDArray[np.int8] | None:
+    """Swap as few as possible of the tensors that would be recomputed, because replays take memory that swaps do not.
+
+    The most expensive replays turn first; the fewest that are enough are found by halves. Each is then turned back if
+    the step is faster and still fits: n more evaluations. None if swapping all of them is not enough.
+    """
+    order = sorted(
+        (index for index, code in enumerate(codes) if code == Code.RECOMPUTE),
+        key=lambda index: (-float(relations.cost_s[problem.gaps[index].buffer_id]), index),
+    )
+
+    def turned(num_swapped: int) -> NDArray[np.int8]:
+        changed = codes.copy()
+        changed[order[:num_swapped]] = Code.SWAP
+        return changed
+
+    enough = len(order)
+    if not problem.score(turned(enough), budget_bytes).is_feasible:
+        return None
+    too_few = 0
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if problem.score(turned(middle), budget_bytes).is_feasible:
+            enough = middle
+        else:
+            too_few = middle
+    repaired = turned(enough)
+    time_s = problem.score(repaired, budget_bytes).time_s
+    for index in reversed(order[:enough]):
+        repaired[index] = Code.RECOMPUTE
+        score = problem.score(repaired, budget_bytes)
+        if score.is_feasible and score.time_s < time_s:
+            time_s = score.time_s
+        else:
+            repaired[index] = Code.SWAP
+    return repaired
 
 
 def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
@@ -54,6 +113,7 @@ def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes:
     picks: list[tuple[float, int]] = []  # cost a byte, item
     while load.peak_bytes > limit_bytes:
         moment = load.peak_op
+        slack = slack.at(moment)
         heap: list[tuple[float, int, int]] = []
         for index, gap in enumerate(problem.gaps):
             if codes[index] == Code.KEEP and gap.last_use_op < moment < gap.next_use_op:

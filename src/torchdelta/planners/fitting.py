@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from torchdelta.bounds.lp_bound import least_peak_bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.lp_bound import least_peak_bound
 from torchdelta.planners.registry import Effort, Planner
 from torchdelta.trace.model import Trace, peak
 

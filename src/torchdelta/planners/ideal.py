@@ -80,14 +80,34 @@ class LinkSlack:
     starts at the moment and is due at its next use. For such one-sided deadlines a single machine is feasible exactly
     if, from every release on (up to every use), the copies take no more time than there is; the least that is left
     over those points is the slack of one more copy.
+
+    Only gaps that span the moment may be asked about: for another moment take `at(moment)`.
     """
 
     def __init__(self, trace: Trace, machine: Machine, moment: int) -> None:
+        self._trace = trace
         self._machine = machine
         self._moment = moment
+        self._booked: list[Gap] = []
+        self._others: dict[int, LinkSlack] = {moment: self}
         start_s = start_times_s(trace)
         self._out_s = start_s[moment] - start_s[: moment + 1]  # time from the start of each op up to the moment
         self._in_s = start_s[moment:] - start_s[moment]  # time from the moment up to the start of each op
+
+    def at(self, moment: int) -> "LinkSlack":
+        """Return the time left around another moment, given the swaps put on the link so far that span it."""
+        if moment not in self._others:
+            other = LinkSlack(self._trace, self._machine, moment)
+            other._booked, other._others = self._booked, self._others
+            for gap in self._booked:
+                if other.spans(gap):
+                    other.take(gap)
+            self._others[moment] = other
+        return self._others[moment]
+
+    def spans(self, gap: Gap) -> bool:
+        """Return whether a gap is open at the moment."""
+        return gap.last_use_op < self._moment < gap.next_use_op
 
     def stall_s(self, gap: Gap) -> float:
         """Return how long a swap over this gap, which spans the moment, would make compute wait."""
@@ -98,10 +118,17 @@ class LinkSlack:
 
     def book(self, gap: Gap) -> None:
         """Put the two copies of a swap on the link; what does not fit is stall, and takes no one else's time."""
+        self._booked.append(gap)
+        for other in self._others.values():
+            if other.spans(gap):
+                other.take(gap)
+
+    def take(self, gap: Gap) -> None:
+        """Take the time of a swap's two copies from this moment's slack alone."""
         out, back = self._parts(gap)
         out -= min(out_s(self._machine, gap.size_bytes), max(0.0, float(out.min(initial=np.inf))))
         back -= min(in_s(self._machine, gap.size_bytes), max(0.0, float(back.min(initial=np.inf))))
 
     def _parts(self, gap: Gap) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        released = min(gap.last_use_op + 1, self._moment)
-        return self._out_s[: released + 1], self._in_s[max(gap.next_use_op - self._moment, 0) :]
+        assert self.spans(gap)
+        return self._out_s[: gap.last_use_op + 2], self._in_s[gap.next_use_op - self._moment :]

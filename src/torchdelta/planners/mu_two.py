@@ -51,6 +51,7 @@ def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes:
 
     while load.peak_bytes > limit_bytes:
         moment = load.peak_op
+        slack = slack.at(moment)
         above_until_s = float(start_s[int(np.flatnonzero(load.load_bytes > limit_bytes)[-1]) + 1])
         rest = [i for i, gap in enumerate(gaps) if codes[i] == Code.KEEP and gap.last_use_op < moment < gap.next_use_op]
         if not rest:

@@ -28,7 +28,6 @@ _MODULES = (
     "delta_2022_released",
     "delta_2024",
     "dtr",
-    "exact",
     "keep",
     "mu_two",
     "swap_all",

@@ -21,12 +21,12 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
+from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners import search
 from torchdelta.planners.anneal import anneal
-from torchdelta.planners.lp_bound import bound
 from torchdelta.planners.outcome import finished
 from torchdelta.planners.registry import Effort, register
 from torchdelta.planners.windows import try_windows

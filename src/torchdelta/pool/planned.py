@@ -1,7 +1,7 @@
 """The lives that remain under a plan: what is swapped or recomputed leaves its address, and comes back to another.
 
-Time is finer here than in the trace: every op of a replay is a moment of its own, so that transients of a replay share
-addresses as far as they can. What an op allocates inside itself is a life of one moment; so are outputs that a replay
+Moments are those of `plan/walk.py`, where every op of a replay is one, so that transients of a replay share addresses
+as far as they can. What an op allocates inside itself is a life of one moment; so are outputs that a replay
 makes a second time while the first is still there. Versions that overwrite one another in place are one life, until the
 storage is given back. The load of these lives at each moment is what `plan.validate` holds against the budget.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchdelta.errors import PlanError, PoolError
-from torchdelta.plan.over_end import parts_within_step
+from torchdelta.plan.walk import Walk
 from torchdelta.pool.lives import turned
 from torchdelta.pool.model import Instance, Placement, make_instance
 from torchdelta.pool.solvers import solve
@@ -26,7 +26,8 @@ from torchdelta.trace.model import BEFORE_STEP, versions_over_end
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torchdelta.plan.model import Absence, Plan, Replay
+    from torchdelta.plan.model import Plan
+    from torchdelta.plan.walk import Moment
     from torchdelta.trace.model import Trace
 
 MAX_TRIES = 12
@@ -44,23 +45,24 @@ def lives_of_plan(trace: Trace, plan: Plan, *, alignment_bytes: int = 1, capacit
     Raises:
         PoolError: As `make_instance`.
     """
-    walk = _Walk(trace, plan)
-    walk.run()
-    walk.join()
+    lives = _Lives(trace)
+    for moment in Walk(trace, plan).moments():
+        lives.add(moment)
+    lives.join()
     return make_instance(
-        ids=walk.ids,
-        starts=walk.starts,
-        ends=walk.ends,
-        sizes_bytes=walk.sizes_bytes,
+        ids=lives.ids,
+        starts=lives.starts,
+        ends=lives.ends,
+        sizes_bytes=lives.sizes_bytes,
         alignment_bytes=alignment_bytes,
         capacity_bytes=capacity_bytes,
     )
 
 
-class _Walk:
-    """The step moment by moment, with the life that each buffer on the device is in. Mutable."""
+class _Lives:
+    """The lives, and which of them each buffer on the device is in. Mutable."""
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
+    def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.moment = 0
         self.ids: list[str] = []
@@ -68,63 +70,33 @@ class _Walk:
         self.ends: list[int] = []
         self.sizes_bytes: list[int] = []
         self.life_of: dict[int, int] = {}  # by buffer
-        self.until: dict[int, int] = {}
-        self.replays = {replay.at_op: replay for replay in plan.replays}
-        num_ops = len(trace.ops)
-        self.leaving: list[list[Absence]] = [[] for _ in range(num_ops + 1)]
-        self.returning: list[list[Absence]] = [[] for _ in range(num_ops + 1)]
-        self.over_end = versions_over_end(trace)
         self.first_life: dict[int, int] = {}  # by buffer, of what is there when the step begins
-        self.last_life: dict[int, int] = {}  # by buffer, of what is there when it ends
-        for absence in plan.absences:
-            for part in parts_within_step(trace, absence, self.over_end):
-                if part.action == "swap" and part.leave_op == part.return_op:
-                    continue  # its memory is never free: it stays where it is
-                self.leaving[part.leave_op].append(part)
-                self.returning[part.return_op].append(part)
-        self.deaths: list[list[int]] = [[] for _ in range(num_ops + 1)]
-        for buffer in trace.buffers:
-            self.deaths[buffer.death_op].append(buffer.id)
 
-    def run(self) -> None:
-        """Go through the step."""
-        away = {part.buffer_id for part in self.leaving[0]}
-        self._open(b.id for b in self.trace.buffers if b.birth_op == BEFORE_STEP and b.id not in away)
-        self.first_life = dict(self.life_of)
-        for op in self.trace.ops:
-            overwritten = [id_ for id_ in self.deaths[op.index] if self._goes_on(id_, op.writes)]
-            self._close(id_ for id_ in self.deaths[op.index] if id_ not in overwritten)
-            expired = [id_ for id_, until in self.until.items() if until <= op.index]
-            self._close(expired)
-            for id_ in expired:
-                del self.until[id_]
-            self._close(absence.buffer_id for absence in self.leaving[op.index])
-            self._open(absence.buffer_id for absence in self.returning[op.index] if absence.action == "swap")
-            if op.index in self.replays:
-                self._replay(self.replays[op.index])
-            by_storage = {
-                self.trace.buffers[id_].storage_id: self.life_of.pop(id_) for id_ in overwritten if id_ in self.life_of
-            }
-            for id_ in op.writes:
-                buffer = self.trace.buffers[id_]
-                life = by_storage.pop(buffer.storage_id, None)
-                if life is None:
-                    self._open([id_])
-                else:
-                    self.life_of[id_] = life
-                    self.sizes_bytes[life] = max(self.sizes_bytes[life], buffer.size_bytes)
-            for life in by_storage.values():
-                self.ends[life] = self.moment
-            self._inside(op.workspace_bytes, f"inside op {op.index}")
-            self.moment += 1
-        self.last_life = dict(self.life_of)
-        self._close(list(self.life_of))
+    def add(self, moment: Moment) -> None:
+        """Go on by one moment."""
+        self._close(moment.freed)
+        self._open(moment.taken)
+        for old, new in moment.replaced:
+            life = self.life_of[new] = self.life_of.pop(old)
+            self.sizes_bytes[life] = max(self.sizes_bytes[life], self.trace.buffers[new].size_bytes)
+            if not self.moment and not moment.is_replay:
+                self.first_life[old] = life
+        if not self.moment:
+            found = (id_ for id_ in self.life_of if self.trace.buffers[id_].birth_op == BEFORE_STEP)
+            self.first_life |= {id_: self.life_of[id_] for id_ in found}
+        again = f" again at {self.moment}" if moment.is_replay else ""
+        if moment.inside_bytes:
+            self._add(f"inside op {moment.op}{again}", moment.inside_bytes)
+            self.ends[-1] = self.moment + 1
+        self.moment += 1
 
     def join(self) -> None:
-        """Make one life of what a storage is at the end of the step and at the beginning of the next one."""
+        """End the step: one life of what a storage is at its end and at the beginning of the next one."""
+        last_life = dict(self.life_of)
+        self._close(list(self.life_of))
         gone: set[int] = set()
-        for last_id, first in self.over_end.items():
-            late, early = self.last_life.get(last_id), self.first_life.get(first.id)
+        for last_id, first in versions_over_end(self.trace).items():
+            late, early = last_life.get(last_id), self.first_life.get(first.id)
             if late is not None and early is not None and late != early:
                 self.ends[late] += self.ends[early]  # the next step's moments follow this one's
                 gone.add(early)
@@ -135,57 +107,20 @@ class _Walk:
         spans = [(self.starts[life], self.ends[life]) for life in left]
         self.starts, self.ends = turned(spans, self.sizes_bytes, self.moment)
 
-    def _goes_on(self, id_: int, writes: tuple[int, ...]) -> bool:
-        storage_id = self.trace.buffers[id_].storage_id
-        return any(self.trace.buffers[written].storage_id == storage_id for written in writes)
-
-    def _replay(self, replay: Replay) -> None:
-        stays = {absence.buffer_id for absence in self.returning[replay.at_op] if absence.action == "recompute"}
-        kept = {keep.buffer_id: keep.until_op for keep in replay.keeps}
-        last_read = {id_: place for place, op in enumerate(replay.ops) for id_ in self.trace.ops[op].reads}
-        made: set[int] = set()
-        for place, index in enumerate(replay.ops):
-            op = self.trace.ops[index]
-            twice_bytes = sum(self.trace.buffers[id_].size_bytes for id_ in op.writes if id_ in self.life_of)
-            new = [id_ for id_ in op.writes if id_ not in self.life_of]
-            for id_ in new:
-                storage_id = self.trace.buffers[id_].storage_id
-                old = [i for i in made if self.trace.buffers[i].storage_id == storage_id]
-                if old and self.trace.buffers[old[0]].death_op == index:  # in place: one life
-                    life = self.life_of[id_] = self.life_of.pop(old[0])
-                    self.sizes_bytes[life] = max(self.sizes_bytes[life], self.trace.buffers[id_].size_bytes)
-                    made.discard(old[0])
-            self._open(new)
-            made.update(new)
-            self._inside(op.workspace_bytes + twice_bytes, f"inside op {index} again at {self.moment}")
-            self.moment += 1
-            done = [id_ for id_ in made if last_read.get(id_, -1) <= place and id_ not in stays and id_ not in kept]
-            self._close(done)
-            made.difference_update(done)
-        self.until.update(kept)
-
-    def _inside(self, size_bytes: int, name: str) -> None:
-        if size_bytes:
-            self._add(name, self.moment, size_bytes)
-            self.ends[-1] = self.moment + 1
-
-    def _add(self, name: str, start: int, size_bytes: int) -> None:
+    def _add(self, name: str, size_bytes: int) -> None:
         self.ids.append(name)
-        self.starts.append(start)
-        self.ends.append(start)
+        self.starts.append(self.moment)
+        self.ends.append(self.moment)
         self.sizes_bytes.append(size_bytes)
 
     def _open(self, ids: Iterable[int]) -> None:
         for id_ in ids:
-            if id_ not in self.life_of:
-                self.life_of[id_] = len(self.ids)
-                self._add(f"buffer {id_} from {self.moment}", self.moment, self.trace.buffers[id_].size_bytes)
+            self.life_of[id_] = len(self.ids)
+            self._add(f"buffer {id_} from {self.moment}", self.trace.buffers[id_].size_bytes)
 
     def _close(self, ids: Iterable[int]) -> None:
         for id_ in ids:
-            life = self.life_of.pop(id_, None)
-            if life is not None:
-                self.ends[life] = self.moment
+            self.ends[self.life_of.pop(id_)] = self.moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

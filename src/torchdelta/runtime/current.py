@@ -1,31 +1,53 @@
-"""Which session runs on a thread."""
+"""The session that runs on each thread."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Protocol
 
-from torchdelta._torch import graph_task_id, mode_stack
-from torchdelta.runtime.recorder import Recorder
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.modes import mode_stack
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.session import Session
+    from torchdelta.runtime.device.device import Device
+    from torchdelta.runtime.record.backward import Backward
+    from torchdelta.runtime.record.compiled import CompiledRegions
+    from torchdelta.runtime.record.recorder import Recorder
+    from torchdelta.runtime.record.transforms import Transforms
 
-__all__ = ["current_session", "set_current_session"]
-
-_local = threading.local()
+__all__ = ["Running", "current_session", "set_current_session"]
 
 
-def current_session() -> Session | None:
-    """Return the session that is running on this thread, or whose node a thread of the autograd engine is running."""
-    session: Session | None = getattr(_local, "session", None)
-    if session is None and graph_task_id() != -1:
-        for mode in mode_stack():  # see [Note: threads of the engine] in device_recorder.py
-            if isinstance(mode, Recorder):
-                return mode.session
+class Running(Protocol):
+    """The parts of a running session that torch's patched functions call."""
+
+    backward: Backward
+    compiled: CompiledRegions
+    device: Device
+    recorder: Recorder
+    transforms: Transforms
+
+    def leave_child(self) -> None:
+        """Remove from a forked child what acts on its one thread."""
+        ...
+
+
+of_thread = threading.local()
+_sessions: weakref.WeakSet[Running] = weakref.WeakSet()
+
+
+def current_session() -> Running | None:
+    """Return the session of this thread, or on a thread of the autograd engine that of the node it runs."""
+    session: Running | None = getattr(of_thread, "session", None)
+    if session is None and _sessions and graph_task_id() != -1:
+        modes = mode_stack()  # see [Note: threads of the engine] in device/accelerator.py
+        return next((each for each in tuple(_sessions) if each.recorder in modes), None)
     return session
 
 
-def set_current_session(session: Session | None) -> None:
-    """Say which session runs on this thread from now on."""
-    _local.session = session
+def set_current_session(session: Running | None) -> None:
+    """Set the session of this thread."""
+    of_thread.session = session
+    if session is not None:
+        _sessions.add(session)

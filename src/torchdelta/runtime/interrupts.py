@@ -1,20 +1,20 @@
-"""Interrupts: Ctrl-C, and every other signal that Python code answers, waits while the runtime's books are open.
+"""Delays signal handlers (Ctrl-C and every other signal handled in Python) while internal state is inconsistent.
 
 [Note: interrupts]
-Python runs signal handlers between two bytecodes of the main thread, wherever that is, and the usual one raises
-KeyboardInterrupt there. In the middle of an eviction or of an op's bookkeeping that would leave a count, a holder or a
-record divided, and the next step could read the wrong content; in a destructor or the callback of a weak reference
-Python would swallow the exception, and with it the Ctrl-C.
+Python runs a signal handler between two bytecodes of the main thread, wherever that thread is, and the usual handler of
+Ctrl-C raises KeyboardInterrupt there. In the middle of an eviction or of an op's accounting, that exception would leave
+a count, a reference or a record half updated, and the next step could read the wrong content. In a destructor or in the
+callback of a weak reference, Python would discard the exception, and the Ctrl-C would be lost.
 
-So all that the runtime does is done in *sections*, which nest. While a scope is open, the handlers that were installed
-when it opened are wrapped: a signal that arrives in a section is noted, and handled as soon as the outermost section
-ends, an op later at most. A destructor cannot raise, and is known by its code, since it may be interrupted before its
-section has begun: there a helper thread sends the signal once more, a millisecond later. A signal that comes a second
-time before the first was handled is handled at once: somebody is pressing Ctrl-C because a copy hangs, and wants out at
-any price.
+So all code of the runtime runs in *sections*, which nest. A scope wraps the signal handlers that are installed when it
+starts. A signal that arrives in a section is recorded, and its handler runs when the outermost section ends, at most
+one op later. A destructor must not raise. It needs no section: it is recognized by its code object, anywhere on the
+stack. A signal that arrives in a destructor is sent again by a helper thread a millisecond later. If the same signal
+arrives a second time before the first one was handled, the handler runs at once: the user presses Ctrl-C again because
+a copy hangs, and the process must react even if internal state becomes inconsistent.
 
-Only the main thread ever runs handlers, so only its sections count; those of other threads are never interrupted.
-Handlers that are installed while a scope is open are left as they are.
+Python runs signal handlers on the main thread only: other threads are never interrupted, and only sections of the main
+thread delay signals. A handler that is installed while a scope is active is not wrapped.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
-from torchdelta.runtime import faults
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
@@ -44,7 +42,7 @@ _get_ident = threading.get_ident
 
 
 class _Sections:
-    """The sections of the main thread. Mutable; one for the process."""
+    """The state of the main thread's sections. Mutable; one for the process."""
 
     __slots__ = ("depth", "destructors", "main_id", "num_scopes", "pending", "wrapped")
 
@@ -58,7 +56,7 @@ class _Sections:
 
 
 class _Deferring:
-    """A signal handler that waits for the end of the outermost section."""
+    """A signal handler that is delayed until the outermost section ends."""
 
     __slots__ = ("original",)
 
@@ -66,24 +64,26 @@ class _Deferring:
         self.original = original
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
-        if (
-            (_sections.depth or _is_in_destructor(frame))
-            and number not in _sections.pending
-            and not faults.is_disabled("interrupts")
-        ):
+        if must_wait(number, frame):
             _sections.pending[number] = self
             if not _sections.depth:
                 _send_later()
             return None
-        if not _is_in_destructor(frame):  # there it would be swallowed: it is sent once more
+        if not _is_in_destructor(frame):  # there the exception would be lost: the signal stays, to be sent again
             _sections.pending.pop(number, None)
-        depth, _sections.depth = _sections.depth, 0  # an exception may come between a section's end and the note of it
+        # An exception from the handler may skip the `leave` of a section, so the depth must be 0 before it runs.
+        depth, _sections.depth = _sections.depth, 0
         answer = self.original(number, frame)
         _sections.depth = depth
         return answer
 
 
 _sections = _Sections()
+
+
+def must_wait(number: int, frame: FrameType | None) -> bool:
+    """Return whether a signal must be delayed: inside a section or a destructor, unless one is delayed already."""
+    return bool(_sections.depth or _is_in_destructor(frame)) and number not in _sections.pending
 
 
 def _is_in_destructor(frame: FrameType | None) -> bool:
@@ -95,7 +95,7 @@ def _is_in_destructor(frame: FrameType | None) -> bool:
 
 
 def enter() -> int:
-    """Begin a section. Returns what `leave` wants to know; call that in a `finally`."""
+    """Begin a section. Return the argument for `leave`, which must be called in a `finally`."""
     if _get_ident() != _sections.main_id:
         return _NOT_MAIN
     before = _sections.depth
@@ -104,32 +104,24 @@ def enter() -> int:
 
 
 def leave(before: int) -> None:
-    """End a section; after the outermost one, handle what came meanwhile, which may raise."""
+    """End a section; after the outermost one, run the handlers that were delayed, which may raise."""
     if before >= 0:
         _sections.depth = before
         if _sections.pending and not before:
             _handle()
 
 
-def leave_unraising(before: int) -> None:
-    """End a section in a destructor, where nothing may be raised."""
-    if before >= 0:
-        _sections.depth = before
-        if _sections.pending and not before:
-            _send_later()
-
-
 def destructor(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Mark a destructor, or the callback of a weak reference, whose body is one section."""
+    """Register a destructor, or the callback of a weak reference: signals that arrive in it are handled later."""
     _sections.destructors.add(function.__code__)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return function
 
 
-_sections.destructors.update((enter.__code__, leave_unraising.__code__))
+_sections.destructors.add(enter.__code__)  # an exception there would leave the depth raised
 
 
 def shielded(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a function a section."""
+    """Return a function whose every call is a section."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -142,8 +134,8 @@ def shielded(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-def call_outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call what is not the runtime's own (the engine, with the user's hooks) from inside a section: interruptible."""
+def call_outside(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call what is not part of the runtime (the engine, with the user's hooks) as if outside of all sections."""
     if _get_ident() != _sections.main_id:
         return function(*args, **kwargs)
     depth = _sections.depth
@@ -153,11 +145,11 @@ def call_outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
             _handle()
         return function(*args, **kwargs)
     finally:
-        _sections.depth = depth  # first of all: a call before this could be interrupted
+        _sections.depth = depth  # must come first: a signal during an earlier call would not be delayed
 
 
 def start() -> None:
-    """Wrap the handlers that are installed; a scope opens. Does nothing on other threads than the main one."""
+    """Wrap the installed signal handlers when a scope starts. Do nothing on threads other than the main one."""
     if _get_ident() != _sections.main_id:
         return
     _sections.num_scopes += 1
@@ -171,7 +163,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Put the handlers back where they still are ours; a scope closes."""
+    """Restore the original handlers when the last scope ends, except those that were replaced since."""
     if _get_ident() != _sections.main_id:
         return
     if not _sections.num_scopes:
@@ -189,11 +181,11 @@ def _unwrap() -> None:
 
 
 def _in_child() -> None:
-    """Begin anew in a forked child: the thread that forked is the main one, and no scope is open there."""
+    """Reset the state in a forked child: its main thread is the one that forked, and no scope is active."""
     if _get_ident() != _sections.main_id:
         _sections.main_id = _get_ident()
         _sections.depth = 0
-    _sections.pending.clear()  # they were the parent's
+    _sections.pending.clear()  # they were sent to the parent
     _sections.num_scopes = 0
     _unwrap()
 
@@ -205,13 +197,13 @@ def _handle() -> None:
     while True:
         try:
             number, handler = _sections.pending.popitem()
-        except KeyError:  # none left, or a helper thread has taken it
+        except KeyError:  # none is left, or a helper thread took it
             return
         handler.original(number, sys._getframe())
 
 
 def _send_later() -> None:
-    with contextlib.suppress(RuntimeError):  # no more threads: it stays, for the next section to handle
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the next section's end handles it
         _thread.start_new_thread(_send_again, ())
 
 
@@ -219,7 +211,7 @@ def _send_again() -> None:
     time.sleep(_RETRY_S)
     while True:
         try:
-            number, _ = _sections.pending.popitem()  # gone first: else it would count as the second time
+            number, _ = _sections.pending.popitem()  # removed first: otherwise it would count as a second signal
         except KeyError:
             return
         _thread.interrupt_main(signal.Signals(number))

@@ -1,36 +1,32 @@
-"""What is replaced in torch while a session runs: on with the first, off with the last, idle on threads without one."""
+"""Replaces functions of torch from the first session's start to the last one's stop; no effect on other threads."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from torchdelta._torch import (
-    graph_task_id,
-    mode_stack,
-    patch_compiled_call,
-    patch_fsdp_backward,
-    patch_functorch_guard,
-    patch_run_backward,
-    pop_mode,
-    push_mode,
-    top_mode,
-    without_mode,
-    without_saved_hooks,
-)
+from torchdelta._torch.compiled import patch_compiled_call
+from torchdelta._torch.doors import patch_fsdp_backward, patch_functorch_guard, patch_run_backward
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.modes import mode_stack, pop_mode, push_mode, top_mode, without_mode
+from torchdelta.notices import warn_once
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.interrupts import call_outside, shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["leave_child", "patch", "unpatch"]
+    from torchdelta._torch.compiled import InputsOf
+
+__all__ = ["leave_child", "num_sessions", "patch", "unpatch"]
 
 _lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
 _num_sessions = 0
+_opened_in = os.getpid()
 
 
 def leave_child() -> None:
@@ -40,8 +36,8 @@ def leave_child() -> None:
 
 
 def patch() -> None:
-    """Put the patches on for one more session: all of them, or none where one fails."""
-    global _num_sessions  # noqa: PLW0603 - guarded by the lock
+    """Install the patches for one more session: all of them, or none if one fails."""
+    global _num_sessions, _opened_in  # noqa: PLW0603 - guarded by the lock
     with _lock:
         if _num_sessions == 0:
             try:
@@ -52,11 +48,17 @@ def patch() -> None:
             except BaseException:
                 _take_off()
                 raise
+            _opened_in = os.getpid()
         _num_sessions += 1
 
 
+def num_sessions() -> int:
+    """Return how many sessions, of all threads, share the patches."""
+    return _num_sessions
+
+
 def unpatch() -> None:
-    """Take them off again when no session is left."""
+    """Remove the patches when no session is left."""
     global _num_sessions  # noqa: PLW0603 - guarded by the lock
     with _lock:
         _num_sessions -= 1
@@ -72,20 +74,38 @@ def _take_off() -> None:
 def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = current_session()
-        if session is None or session.recorder not in mode_stack():  # off inside torch.func transforms
+        if session is None and graph_task_id() == -1:
+            _warn_of_other_training()
+        if session is None or session.recorder not in mode_stack():
             return original(outputs, *args, **kwargs)
-        if session.recorder.is_off():
+        if session.device.is_off():
             with without_mode(session.recorder):
                 return original(outputs, *args, **kwargs)
+        if session.recorder.only_counts:
+            return session.transforms.run_backward(original, outputs, *args, **kwargs)
         return session.backward.run(original, outputs, *args, **kwargs)
 
     return run_backward
 
 
-def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.func.grad` and its kin refuse to run under saved-tensor hooks.
+def _warn_of_other_training() -> None:
+    """Log once that a backward runs outside of every scope while this process, or its parent, has one."""
+    if os.getpid() != _opened_in:
+        warn_once(
+            "a forked process trains: the MemoryBudget of its parent process does not apply here; "
+            "start a MemoryBudget in this process, or start it by 'spawn' under `torchdelta run`"
+        )
+    else:
+        warn_once(
+            "a backward runs on another thread than the one that started the MemoryBudget, outside of any budget: "
+            "train on the thread that started it, or start a MemoryBudget on this thread"
+        )
 
-    Inside them the scope is off, and what they make is kept.
+
+def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the guard by which `torch.func.grad` and related transforms refuse to run under saved-tensor hooks.
+
+    Inside them ops are counted only. See [Note: ops inside transforms] in transforms.py.
     """
 
     @contextlib.contextmanager
@@ -95,29 +115,26 @@ def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
             with original(message):
                 yield
             return
-        with without_saved_hooks(), without_mode(session.recorder), original(message):
+        with session.transforms.counting_only(), original(message):
             yield
 
     return disable_saved_tensors_hooks
 
 
-def _make_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled region is one opaque op.
-
-    Its kernels write buffers that no dispatch mode sees, so the recorder is off inside.
-    """
+def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Callable[..., Any]:
+    """Route calls of compiled regions through `CompiledRegions`."""
 
     def call_compiled(*args: Any, **kwargs: Any) -> Any:
         session = current_session()
         if session is None:
             return original(*args, **kwargs)
-        return session.compiled.call(original, *args, **kwargs)
+        return session.compiled.call(original, inputs_of(args, kwargs), args, kwargs)
 
     return call_compiled
 
 
 def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP gathers and reduces between the nodes of a backward, where the recorder is off: it is on for that."""
+    """Turn the recorder on for FSDP's gathers and reductions, which run between the nodes of a backward."""
 
     @shielded
     @functools.wraps(original)

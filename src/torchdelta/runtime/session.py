@@ -1,6 +1,6 @@
-"""A session: everything that is alive between a budget's start and its stop, on one thread.
+"""A session: the parts of the runtime between a budget's start and its stop, on one thread.
 
-It outlives the stop while saved tensors of its graphs are alive: a backward after the scope still finds what it needs.
+It outlives the stop while saved tensors of its graphs are alive, so that a backward after the scope still works.
 """
 
 from __future__ import annotations
@@ -13,105 +13,105 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchdelta._torch import (
-    graph_task_id,
-    mode_stack,
-    remove_mode,
-    remove_saved_hooks,
-    without_mode,
-)
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
+from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
-from torchdelta.native.counting import new_counter
-from torchdelta.runtime import faults, interrupts, patches
-from torchdelta.runtime.backward import Backward
-from torchdelta.runtime.compiled import CompiledRegions
-from torchdelta.runtime.counters import Counters
+from torchdelta.notices import warn_once
+from torchdelta.runtime import interrupts, patches
 from torchdelta.runtime.current import current_session, set_current_session
-from torchdelta.runtime.device import session_device
-from torchdelta.runtime.device_counter import DeviceCounter
-from torchdelta.runtime.device_recorder import DeviceRecorder
-from torchdelta.runtime.device_residency import DeviceResidency
-from torchdelta.runtime.device_saved import DeviceSavedTensors
-from torchdelta.runtime.garbage import collect_garbage
+from torchdelta.runtime.device.accelerator import Accelerator
+from torchdelta.runtime.device.device import Device
+from torchdelta.runtime.device.memory import session_device
+from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.interrupts import shielded
-from torchdelta.runtime.ledger import Ledger
-from torchdelta.runtime.notices import say_once
-from torchdelta.runtime.optimizers import first_step_bytes, is_trial
-from torchdelta.runtime.placing import open_arena
-from torchdelta.runtime.react import REGISTRY
-from torchdelta.runtime.recorder import Recorder, execute
-from torchdelta.runtime.rematerialize import Rematerializer
-from torchdelta.runtime.residency import Residency
-from torchdelta.runtime.resized import Resizes
-from torchdelta.runtime.saved import SavedTensors
-from torchdelta.runtime.scan import scan_storages
-from torchdelta.runtime.steps import StepTracker
-from torchdelta.runtime.subclasses import Subclasses
-from torchdelta.runtime.survey import Survey
+from torchdelta.runtime.memory.costs import Costs
+from torchdelta.runtime.memory.restore import Restorer
+from torchdelta.runtime.memory.room import LEAST_EVICTION_BYTES, Room
+from torchdelta.runtime.memory.transfers import Transfers
+from torchdelta.runtime.observe.trace_builder import TraceBuilder
+from torchdelta.runtime.policies import REGISTRY
+from torchdelta.runtime.record.backward import Backward
+from torchdelta.runtime.record.compiled import CompiledRegions
+from torchdelta.runtime.record.other_streams import OtherStreams
+from torchdelta.runtime.record.recorder import Recorder
+from torchdelta.runtime.record.resized import Resizes
+from torchdelta.runtime.record.saved import SavedTensors
+from torchdelta.runtime.record.scan import scan_storages
+from torchdelta.runtime.record.subclasses import Subclasses
+from torchdelta.runtime.record.transforms import Transforms
+from torchdelta.runtime.report import log_first_step, log_result, summarize
+from torchdelta.runtime.state.counters import Counters
+from torchdelta.runtime.state.ledger import Ledger
+from torchdelta.runtime.state.observer import Observer
+from torchdelta.runtime.state.steps import StepTracker
+from torchdelta.runtime.survey.first_step import foresee_first_step, is_trial
+from torchdelta.runtime.survey.survey import Survey, drop_fake_gradients
 from torchdelta.runtime.tiers import open_tier
-from torchdelta.runtime.tracing import TraceBuilder
-from torchdelta.summary import Summary
-from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
+    from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
 
 _logger = logging.getLogger("torchdelta")
 
 
 class Session:
-    """Wires the parts together and puts them onto torch."""
+    """Wires the parts together and installs them in torch. A part gets the parts that it uses, never the session."""
 
     def __init__(self, budget_bytes: int, config: Config) -> None:
         self.config = config
         self.budget_bytes = budget_bytes
+        forces = config.decisions is not None
         self.counters = Counters()
-        self.ledger = Ledger(session_device())
-        is_on_cpu = self.ledger.device.type == "cpu"
-        self.residency = (Residency if is_on_cpu else DeviceResidency)(
-            self.ledger,
-            self.counters,
-            REGISTRY[config.policy](),
-            self._open_tier,
-            budget_bytes if config.decisions is None else None,
-        )
-        self.rematerializer = Rematerializer(self.ledger, self.residency, self.counters)
-        self.residency.recompute = self.rematerializer.recompute
-        self.residency.missing_time_s = self.rematerializer.missing_time_s
-        self.residency.on_shortage = self._on_shortage
-        self.residency.collect_garbage = self._collect_garbage
-        self.residency.digests = config.verify == "first-step"
-        self.residency.prefetches = config.decisions is None
-        if config.decisions is not None:
-            self.residency.least_eviction_bytes = 0
+        torch_device = session_device()
+        self.device = Device(torch_device) if torch_device.type == "cpu" else Accelerator(torch_device)
+        self.ledger = Ledger(torch_device)
+        self.ledger.on_last_handle = self._on_last_handle
         self.steps = StepTracker(self.ledger, self.counters)
         self.steps.on_step_end = self._on_step_end
-        self.modules = ModulePaths()
-        self.num_handles = 0
-        self.collected_bytes = 0  # of garbage, so far
+
+        transfers = Transfers(self.ledger, self.counters, self._open_tier)
+        self.room = Room(
+            ledger=self.ledger,
+            counters=self.counters,
+            transfers=transfers,
+            costs=Costs(self.ledger, transfers),
+            device=self.device,
+            policy=REGISTRY[config.policy](),
+            budget_bytes=None if forces else budget_bytes,
+            on_shortage=self._on_shortage,
+            least_eviction_bytes=0 if forces else LEAST_EVICTION_BYTES,
+        )
+        self.room.digests = config.verify == "first-step"
+        self.restorer = Restorer(self.ledger, self.room, prefetches=not forces)
+
+        subclasses = Subclasses(self.ledger)
+        self.subclasses = subclasses
+        self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions)
+        streams = self.device.streams
+        other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
+        self.recorder = Recorder(self.restorer, self.saved, subclasses, other_streams)
+        self.resizes = Resizes(self.restorer)
+        self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
+        self.transforms = Transforms(self.recorder, self._take_error)
+        self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.survey: Survey | None = None
-        self.node_name = ""
-        self.subclasses = Subclasses(self)
-        self.resizes = Resizes(self)
-        if isinstance(self.residency, DeviceResidency):
-            self.recorder = self.residency.recorder = DeviceRecorder(self)
-            self.saved = DeviceSavedTensors(self, config.decisions)
-        else:
-            self.recorder = Recorder(self)
-            self.saved = SavedTensors(self, config.decisions)
-        self.compiled = CompiledRegions(self)
-        self.backward = Backward(self, self.recorder)
+        self.placing = open_arena(
+            config,
+            torch_device,
+            trace=self.trace,
+            room_bytes=lambda: max(0, budget_bytes - self.ledger.usage.total_bytes),
+        )
+        self._trace_builder: TraceBuilder | None = None
+        self._trace: Trace | None = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._optimizer_hooks: list[Any] = []
-        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = (
-            weakref.WeakSet()
-        )  # those whose first step was tried on fake tensors
-        self._is_stopped = False
+        # Optimizers whose first step was tried on fake tensors.
+        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._process_id = os.getpid()
-        self._trace: Trace | None = None
-        self.placing = open_arena(self)
 
     def _open_tier(self) -> Any:
         return open_tier(
@@ -127,9 +127,12 @@ class Session:
 
     @shielded
     def start(self) -> None:
-        """Count what exists, then watch everything on this thread."""
+        """Count the storages that exist, then watch all ops of this thread."""
         if current_session() is not None:
-            msg = "a MemoryBudget is already running on this thread: budgets do not nest"
+            msg = (
+                "a MemoryBudget is already running on this thread, and budgets do not nest: "
+                "stop it first, with MemoryBudget.current().stop()"
+            )
             raise ScopeError(msg)
         interrupts.start()
         try:
@@ -145,16 +148,21 @@ class Session:
                 if self.recorder in mode_stack():
                     remove_mode(self.recorder)
                 self._take_hooks_off()
+            self.resizes.stop()
             patches.unpatch()
             self.placing.stop()
+            if self.ledger.usage.counter is not None:
+                self.ledger.usage.counter.stop()
+            self.ledger.forget()
             interrupts.stop()
             raise
 
     def _put_on(self) -> None:
         self._count()
-        self.ledger.trace = TraceBuilder(self)
+        self._trace_builder = TraceBuilder(self.ledger, self.steps, self.device.timer)
+        self.ledger.observing.observer = self._trace_builder
         scan_storages(self.ledger)
-        self.ledger.restart_peak()
+        self.ledger.usage.restart_peak()
         set_current_session(self)
         self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -167,23 +175,20 @@ class Session:
         self.placing.start()
 
     def _count(self) -> None:
-        """Count at the allocator where that can be had, else say what is done in its place."""
+        """Count at the allocator where that is possible, else log once that workspace is estimated."""
         if not self.config.count_allocations or self.config.decisions is not None:
             return
-        if self.ledger.device.type != "cpu":
-            self.ledger.count_with(DeviceCounter(self.ledger.device))
-            return
-        counter = new_counter()
+        counter = self.device.new_counter()
         if isinstance(counter, NativeError):
-            say_once(f"not counting at the allocator ({counter}): what ops allocate inside themselves is estimated")
+            warn_once(f"not counting at the allocator ({counter}): what ops allocate inside themselves is estimated")
         else:
-            self.ledger.count_with(counter)
+            self.ledger.usage.count_with(counter)
 
     @shielded
     def stop(self) -> None:
-        """Take everything off again. What saved tensors still need stays until the last of them is gone."""
+        """Remove everything from torch. What living saved tensors need is kept until the last of them dies."""
         if self._process_id != os.getpid():
-            return  # in a forked child there is nothing on
+            return  # in a forked child nothing is installed
         if current_session() is not self:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
@@ -193,10 +198,11 @@ class Session:
             interrupts.stop()
 
     def _take_off(self) -> None:
-        self._is_stopped = True
+        self.ledger.is_closing = True
         self.placing.stop()
-        if self.ledger.counter is not None:
-            self.ledger.counter.stop()
+        usage = self.ledger.usage
+        if usage.counter is not None:
+            usage.counter.stop()
         if self.steps.is_after_backward and self.survey is None:
             self.steps.end()  # the last step of a loop without an optimizer
         self._end_trace()
@@ -207,17 +213,18 @@ class Session:
         self.resizes.stop()
         patches.unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
-        self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.peak_bytes)
-        _logger.info("result: %s", str(self.summary()).splitlines()[0])
-        if self.num_handles == 0:
+        self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
+        log_result(self.summary())
+        if self.ledger.num_handles == 0:
             self._finish()
         else:
-            self._distrust_what_is_not_held()
+            self.ledger.distrust()
         if impossible is not None:
             raise impossible
 
     def leave_child(self) -> None:
-        """Take off in a forked child what acts on its one thread."""
+        """Remove from a forked child what acts on its one thread."""
+        set_current_session(None)
         while self.recorder in mode_stack():
             remove_mode(self.recorder)
         self._take_hooks_off()
@@ -232,63 +239,41 @@ class Session:
             hook.remove()
         self._optimizer_hooks.clear()
 
-    def _distrust_what_is_not_held(self) -> None:
-        """After the scope nobody sees writes: what lives only because the user holds it will be replayed, not read."""
-        for record in list(self.ledger.records.values()):
-            buffer = record.current
-            if buffer is not None and buffer.strong is None and (buffer.op is not None or buffer.copy is not None):
-                record.current = None
-                buffer.record = None
-
     def _finish(self) -> None:
         self.ledger.cut()
         self.ledger.forget()
-        self.residency.close()
+        self.room.transfers.close()
 
     def summary(self) -> Summary:
-        """Return what was done so far."""
-        counters = self.counters
-        gone_bytes = counters.swapped_out_bytes + counters.dropped_bytes
-        return Summary(
-            budget_bytes=self.residency.budget_bytes,
-            peak_bytes=max(self.steps.peak_bytes, self.ledger.peak_bytes),
-            kept_bytes=max(0, counters.kept_bytes - gone_bytes),
-            swapped_out_bytes=counters.swapped_out_bytes,
-            swapped_in_bytes=counters.swapped_in_bytes,
-            recomputed_bytes=counters.recomputed_bytes,
-            num_recomputed_ops=counters.num_recomputed_ops,
-            stall_s=counters.stall_s,
-            recompute_s=counters.recompute_s,
-            steps=self.steps.summaries,
-        )
+        """Return the summary so far."""
+        return summarize(self.room, self.steps)
 
     # -- events
 
-    def on_last_handle(self) -> None:
-        """No saved tensor is left: nothing that was recorded will be replayed."""
+    def _on_last_handle(self) -> None:
+        """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
         self.ledger.cut()
-        self.residency.forget()
-        if self._is_stopped:
+        self.room.forget()
+        if self.ledger.is_closing:
             self._finish()
 
-    def _collect_garbage(self) -> int:
-        # An op may be under way: were the last handle to go now, what it reads would be forgotten.
-        self.num_handles += 1
-        try:
-            freed_bytes = collect_garbage(self.ledger)
-            self.collected_bytes += freed_bytes
-            return freed_bytes
-        finally:
-            self.num_handles -= 1
-            if self.num_handles == 0 and self._is_stopped:
-                self.on_last_handle()  # else the next last handle calls it
-
-    def on_backward_end(self, *, keeps_graph: bool) -> None:
-        """A backward pass is over."""
-        self.residency.note_stall()
+    def _on_backward_end(
+        self, *, keeps_graph: bool, is_outermost: bool, leaves: list[Any], error: BaseException | None
+    ) -> None:
+        """Handle the end of a backward pass. At the end of an impossible step's backward, raise its BudgetError."""
+        if self.survey is not None:
+            self.survey.leaves.extend(leaves)
+        elif isinstance(error, BudgetError):  # the survey has ended in the middle of this backward
+            drop_fake_gradients(leaves)
+        if not is_outermost:
+            return
+        self.room.transfers.note_stall()
         self.steps.on_backward_end(keeps_graph=keeps_graph)
-        if self.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
-            self.ledger.cut()  # all that was saved was kept: no last handle will say that it is over
+        if self.ledger.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
+            self.ledger.cut()  # all saved tensors were kept, so no last handle will trigger this
+        if self.survey is not None and not isinstance(error, BudgetError | KeyboardInterrupt):
+            # If the backward raised an error itself, it was not surveyed to its end.
+            raise self.survey.error(is_lower_bound=error is not None) from error
 
     @shielded
     def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -296,12 +281,14 @@ class Session:
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=True)
             self.steps.on_optimizer_start()
-            if optimizer not in self._foreseen and not optimizer.state and self.residency.budget_bytes is not None:
+            if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
                 with without_mode(self.recorder):
-                    state_bytes, temporary_bytes = first_step_bytes(optimizer)
-                if state_bytes:
-                    self.residency.room(state_bytes + temporary_bytes, f"the first step of {type(optimizer).__name__}")
+                    foreseen = foresee_first_step(optimizer)
+                if foreseen.state_bytes and not foreseen.is_estimate:  # an estimate must not refuse a step that fits
+                    self.room.make(
+                        foreseen.state_bytes + foreseen.temporary_bytes, f"the first step of {type(optimizer).__name__}"
+                    )
 
     @shielded
     def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -309,85 +296,70 @@ class Session:
             self.steps.on_optimizer_end()
 
     def _on_step_end(self) -> None:
-        self.residency.digests = False
+        self.room.digests = False
         if self.steps.num_steps == 1:
-            self._log_first_step()
-        if self.ledger.trace is not None:
-            self._end_trace()
+            log_first_step(self.room, self.steps, self.config.policy, self.budget_bytes)
+        self._end_trace()
         self.placing.on_step_end()
 
-    def _log_first_step(self) -> None:
-        counters = self.counters
-        _logger.info(
-            "captured a step: %d ops, %d saved tensors, peak %s of %s",
-            counters.num_ops,
-            counters.num_saved,
-            format_bytes(self.steps.peak_bytes),
-            format_bytes(self.budget_bytes),
-        )
-        if self.ledger.late_bytes:
-            _logger.info(
-                "%s of parameters were not found when the scope opened and counted from their first use",
-                format_bytes(self.ledger.late_bytes),
-            )
-        if counters.num_evictions == 0:
-            _logger.info("the step fits: nothing leaves the device, recording is the only cost")
-        else:
-            _logger.info(
-                "policy %s: %s swapped out, %s dropped for recomputing",
-                self.config.policy,
-                format_bytes(counters.swapped_out_bytes),
-                format_bytes(counters.dropped_bytes),
-            )
-
     def _end_trace(self) -> None:
-        builder, self.ledger.trace = self.ledger.trace, None
-        if builder is not None and (self.steps.num_steps or self.steps.is_after_backward):
-            self._trace = builder.finish()
+        builder, self._trace_builder = self._trace_builder, None
+        if builder is not None:
+            if self.steps.num_steps or self.steps.is_after_backward:
+                self._trace = builder.finish()
+            self.ledger.observing.observer = Observer()
 
     def trace(self) -> Trace | None:
-        """Return the trace of the first step, None while it is not complete or when it was dropped."""
+        """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
         return self._trace
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
-        """The budget cannot hold at this op. See [Note: an impossible budget] in survey.py."""
+        """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
         if self.survey is None:
-            self.ledger.trace = None  # no whole step will come of this one
-            self.survey = Survey(self)
+            self.survey = Survey(
+                self.recorder,
+                self.budget_bytes,
+                running_leaves=self.backward.running_leaves,
+                on_end=self._on_survey_end,
+            )
+            self._trace_builder = None  # this step will not be complete
+            self.ledger.observing.observer = Observer()
+            self.survey.begin()
             self.survey.need(size_bytes, why)
-            is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.num_handles > 0
-            if self.steps.is_in_optimizer or not is_trainable or self._is_stopped:
-                raise self.survey.error(is_lower_bound=False)
+            is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.ledger.num_handles > 0
+            if self.steps.is_in_optimizer or not is_trainable or self.ledger.is_closing:
+                # After an evaluation, or after the scope, the rest of the step is unknown.
+                raise self.survey.error(is_lower_bound=not self.steps.is_in_optimizer)
             _logger.info(
-                "the budget of %d bytes cannot hold at %s: surveying the rest of the step", self.budget_bytes, why
+                "the budget of %d bytes cannot hold at %s: running the rest of the step on fake tensors to find the "
+                "least budget",
+                self.budget_bytes,
+                why,
             )
         self.survey.need(size_bytes, why)
 
-    def end_survey(self) -> None:
-        """Go back to real tensors."""
+    def _take_error(self) -> BudgetError:
+        """End the survey before the end of the step, and return its error."""
+        assert self.survey is not None
+        return self.survey.error(is_lower_bound=True)
+
+    def _on_survey_end(self) -> None:
         self.survey = None
-        self.ledger.is_counting = self.ledger.counter is not None
-        self.ledger.new_device = self.ledger.device
-        self.ledger.counted_devices = frozenset({self.ledger.device})
-        self.residency.budget_bytes = self.budget_bytes
-        self.residency.surveys = False
-        self.residency.prefetches = True
-        self.recorder.execute = execute
+        if self.ledger.num_handles == 0:
+            self._on_last_handle()
 
 
 def _leave_child() -> None:
-    """Take the scope off in a forked child, such as a worker of a DataLoader, without any effect on the parent.
+    """Remove the session from a forked child, such as a DataLoader worker, without any effect on the parent.
 
-    The child inherits dispatch mode, hooks and ledger, but neither the tier's threads nor its file: without this a
-    worker's tensors would be counted in its copy of the ledger, and when that was full it would swap in vain.
-    The patches stay: without a session they do nothing, and their lock may be held by a thread that the child lacks.
+    The child inherits the dispatch mode, hooks and ledger, but neither the tier's threads nor its file: without this a
+    worker's tensors would be counted in its copy of the ledger, and its swaps would fail once that was full.
+    The patches stay: without a session they do nothing.
     """
     patches.leave_child()
     session = current_session()
-    if session is None or faults.is_disabled("fork"):
-        return
-    set_current_session(None)
-    session.leave_child()
+    if session is not None:
+        session.leave_child()
 
 
 os.register_at_fork(after_in_child=_leave_child)

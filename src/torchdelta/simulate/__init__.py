@@ -3,9 +3,21 @@
 Needs numpy and numba (`pip install torchdelta[plan]`).
 """
 
+from torchdelta.simulate.execute import execute
 from torchdelta.simulate.model import Decision, Options, Score, Simulation
 from torchdelta.simulate.plans import decisions_of, simulate_plan
 from torchdelta.simulate.problem import Problem
-from torchdelta.simulate.run import simulate
+from torchdelta.simulate.run import schedule, simulate
 
-__all__ = ["Decision", "Options", "Problem", "Score", "Simulation", "decisions_of", "simulate", "simulate_plan"]
+__all__ = [
+    "Decision",
+    "Options",
+    "Problem",
+    "Score",
+    "Simulation",
+    "decisions_of",
+    "execute",
+    "schedule",
+    "simulate",
+    "simulate_plan",
+]

@@ -40,7 +40,7 @@ class Static(NamedTuple):
     write_ptr: Ints
     write_ids: Ints
     size: Ints
-    birth: Ints
+    birth: Ints  # of what a replay cannot make: -1, as if it were there before the step
     last: Ints  # last moment before which a replay finds the buffer
     previous: Ints  # version in the same storage that the birth of this one overwrote, or -1
     gap_buffer: Ints  # who leaves, by gap; then who comes back: over the end the storage's first version

@@ -22,12 +22,6 @@ well. So the answer is never better than what the links carry.
 
 Copies of gaps within the step have all ended by its end: their buffers were used again. So those that are carried over
 follow one another from the start of the following step on, in their old order.
-
-[Note: both ways]
-While both directions of the host link are busy each goes at a share `f` of its rate (`Machine.both_ways_factor`). A
-copy's end is settled when it is queued, so the one that comes later pays for both: while the other direction is busy
-with what was queued before, it goes at `2 f - 1` of its rate. Together they carry what two at `f` do; at `f` = 0.5 and
-less they take turns.
 """
 
 from typing import Any
@@ -51,6 +45,7 @@ from torchdelta.simulate.arrays import (
     Static,
     Work,
 )
+from torchdelta.simulate.copies import end_of_copy
 
 __all__ = ["LAST_TURN", "clock", "is_settled", "issue_moments"]
 
@@ -59,6 +54,8 @@ LAST_TURN = 4
 
 _ROUNDING = 1e-9
 """Times of two rounds that differ by such a share of the step are the same."""
+
+_end = njit(cache=True)(end_of_copy)
 
 
 @njit(cache=True)
@@ -106,17 +103,6 @@ def issue_moments(s: Static, w: Work, budget: Any, prefetch: bool) -> None:
             earliest = max(earliest, gap_last[gap] + 1)
         swap_issue[number] = min(earliest, swap_return[number])
         earliest = swap_issue[number]
-
-
-@njit(cache=True)
-def _end(start: Any, work_s: Any, busy_from: Any, busy_until: Any, share: Any) -> Any:
-    """Return when a copy that takes `work_s` alone ends; the other direction is busy in between. [Note: both ways]."""
-    alone_s = min(max(busy_from - start, 0.0), work_s)
-    both_s = max(busy_until - max(start, busy_from), 0.0)
-    left_s = work_s - alone_s
-    if left_s <= both_s * share:
-        return start + alone_s + (left_s / share if left_s else 0.0)
-    return start + alone_s + both_s + (left_s - both_s * share)
 
 
 @njit(cache=True)
@@ -185,7 +171,12 @@ def clock(
             if waiting < issued:
                 ahead -= size[gap_buffer[swap_gap[waiting]]]
             waiting += 1
-        # Memory: what has left by now, and then what has to be waited for.
+        # What is wanted back before it has left: by the time that it arrives its old place is free, and counts once.
+        wanted = 0
+        for number in range(max(first, issued), waiting):
+            if out_end[swap_gap[number]] > now:
+                wanted += size[gap_buffer[swap_gap[number]]]
+        # Memory: what has left by now, and then what has to be waited for. To wait for what is wanted frees nothing.
         while True:
             if low < high and (disk_low == disk_high or out_end[queue[low]] <= out_end[disk_queue[disk_low]]):
                 gap = queue[low]
@@ -196,11 +187,15 @@ def clock(
             else:
                 break
             if out_end[gap] > now:
-                if need[op] + ahead + pending <= budget:
+                if need[op] + ahead + pending - wanted <= budget or pending == wanted:
                     break
                 stall_out[gap] += out_end[gap] - now
                 stalled_s += out_end[gap] - now
                 now = out_end[gap]
+                wanted = 0
+                for number in range(max(first, issued), waiting):
+                    if out_end[swap_gap[number]] > now:
+                        wanted += size[gap_buffer[swap_gap[number]]]
             pending -= size[gap_buffer[gap]]
             leave_op[gap] = op
             if any_over and (disk_low < num_disk_carried if from_disk else low < num_carried):
@@ -209,12 +204,7 @@ def clock(
                 disk_low += 1
             else:
                 low += 1
-        total = need[op] + ahead + pending
-        for number in range(max(first, issued), waiting):
-            # Wanted back before it has left: by the time that it arrives its old place is free, and counts only once.
-            gap = swap_gap[number]
-            if out_end[gap] > now:
-                total -= size[gap_buffer[gap]]
+        total = need[op] + ahead + pending - wanted
         # Swap-ins: those that are needed now, and those that may go ahead.
         while issued < num_swaps:
             gap = swap_gap[issued]
@@ -281,6 +271,8 @@ def clock(
                         pending -= size[gap_buffer[disk_queue[disk_low]]]
                         leave_op[disk_queue[disk_low]] = num_ops + op + 1
                         disk_low += 1
+                else:
+                    leave_op[leaving] = 2 * num_ops  # until its copy has ended
                 if code == SWAP:
                     start = max(out_free, now)
                     end = start + rates[2] + bytes_ / rates[0]

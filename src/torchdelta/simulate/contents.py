@@ -184,7 +184,10 @@ def contents(s: Static, w: Work, codes: Codes, budget: Any, most_excess: Any) ->
                 peak = max(peak, before[op] - away + held + workspace[producer])
                 for place in range(write_ptr[producer], write_ptr[producer + 1]):
                     made = write_ids[place]
-                    if made_mark[made] == stamp and last_use[made] < 0:
+                    if made_mark[made] != stamp:
+                        continue
+                    # What is there already is read where it is: the second one of it goes at once.
+                    if last_use[made] < 0 or (absent[made] == KEEP and op <= last[made]):
                         held -= size[made]
                         made_mark[made] = 0
                 for place in range(read_ptr[producer], read_ptr[producer + 1]):

@@ -16,6 +16,7 @@ import msgspec
 
 from torchdelta.plan.model import DecisionClass
 from torchdelta.trace.model import BEFORE_STEP, Trace, versions_over_end
+from torchdelta.trace.replay_reads import replay_makes
 
 __all__ = ["MIN_SIZE_BYTES", "Gap", "find_gaps", "uses_of"]
 
@@ -109,6 +110,6 @@ def _replayable(trace: Trace) -> list[bool]:
     replayable = [buffer.birth_op == BEFORE_STEP for buffer in trace.buffers]
     for op in trace.ops:
         if op.recomputable:
-            for buffer_id in op.writes:
+            for buffer_id in replay_makes(trace, op.index):
                 replayable[buffer_id] = True
     return replayable

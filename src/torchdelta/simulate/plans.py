@@ -1,8 +1,8 @@
 """A finished plan in the simulator, whoever made it."""
 
-from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
+from torchdelta.simulate.execute import check_header, execute
 from torchdelta.simulate.model import Decision, Options, Simulation
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace
@@ -13,27 +13,21 @@ __all__ = ["decisions_of", "simulate_plan"]
 def simulate_plan(trace: Trace, machine: Machine, plan: Plan, *, options: Options | None = None) -> Simulation:
     """Return what a plan costs on a machine.
 
-    The simulator takes from the plan who leaves in which gap, and how, and finds the moments itself: on the machine
-    that the plan was made for, and with the options of then, they are the plan's.
-
     Args:
         trace: A priced trace.
         machine: Where it runs.
         plan: A valid plan of that trace.
-        options: How the runtime behaves.
+        options: None to execute the plan as it is written. Else its decisions alone are taken, and their moments are
+            chosen anew for a runtime that behaves like this.
 
     Raises:
         PlanError: The plan belongs to another trace, or uses a gap that its class does not have.
     """
+    if options is None:
+        return execute(trace, machine, plan)
+    check_header(trace, plan)
     header = plan.header
-    if (header.num_ops, header.num_buffers) != (len(trace.ops), len(trace.buffers)):
-        raise PlanError(
-            f"the plan belongs to another trace: it has {header.num_ops} ops and {header.num_buffers} buffers, this "
-            f"one {len(trace.ops)} and {len(trace.buffers)}"
-        )
-    problem = Problem.of(
-        trace, machine, decision_class=header.decision_class, min_size_bytes=1, options=options or Options()
-    )
+    problem = Problem.of(trace, machine, decision_class=header.decision_class, min_size_bytes=1, options=options)
     codes = problem.codes(decisions_of(trace, plan))
     return problem.simulation(codes, header.budget_bytes, planner=header.planner, effort=header.effort)
 

@@ -5,16 +5,20 @@ from itertools import pairwise
 from typing import Self
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
-from torchdelta.plan.model import DecisionClass
+from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.simulate import arrays, kernel
-from torchdelta.simulate.answer import answer
+from torchdelta.simulate.copies import share_beside_another
+from torchdelta.simulate.execute import execute
 from torchdelta.simulate.gaps import MIN_SIZE_BYTES, Gap, find_gaps
 from torchdelta.simulate.model import Code, Decision, Options, Score, Simulation
+from torchdelta.simulate.program import program
 from torchdelta.trace.model import BEFORE_STEP, Trace, load_curve, storage_versions, versions_over_end
+from torchdelta.trace.replay_reads import last_found_ops, replay_makes, replay_reads
 
 __all__ = ["Problem"]
 
@@ -165,16 +169,34 @@ class Problem:
             disk_excess_bytes=max(0, int(ints[arrays.DISK_PEAK]) - self.disk_budget_bytes),
         )
 
+    def program(
+        self, codes: NDArray[np.int8], budget_bytes: int, *, planner: str = "by hand", effort: str = ""
+    ) -> Plan:
+        """Return the plan of a decision: with the moments at which the simulation lets everything happen."""
+        self._evaluate(codes, budget_bytes)
+        return program(self, codes, budget_bytes, planner=planner, effort=effort)
+
     def simulation(
         self, codes: NDArray[np.int8], budget_bytes: int, *, planner: str = "by hand", effort: str = ""
     ) -> Simulation:
-        """Evaluate a decision and return everything that is to be known of it, its plan included."""
+        """Evaluate a decision and return everything that is to be known of it: what its plan costs when executed.
+
+        Where the decision drops what cannot be made again the time is infinite, and the plan is not valid.
+        """
+        score = self._evaluate(codes, budget_bytes)
+        plan = program(self, codes, budget_bytes, planner=planner, effort=effort)
+        found = execute(self.trace, self.machine, plan)
+        time_s = score.time_s if np.isinf(score.time_s) else found.time_s
+        return replace(found, score=score, time_s=time_s)
+
+    def _evaluate(self, codes: NDArray[np.int8], budget_bytes: int) -> Score:
+        """Evaluate a decision, with room for all that its replays run."""
         score = self.score(codes, budget_bytes)
         while self.work.ints[arrays.NUM_REPLAYED] > len(self.work.replay_ops):
             more = np.zeros(2 * int(self.work.ints[arrays.NUM_REPLAYED]), np.int64)
             self.work = self.work._replace(replay_ops=more)
             score = self.score(codes, budget_bytes)
-        return answer(self, codes, budget_bytes, score, planner=planner, effort=effort)
+        return score
 
 
 def _limit(option_bytes: int | None, machine_bytes: int | None) -> int:
@@ -189,17 +211,19 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
     workspace = np.array([op.workspace_bytes for op in trace.ops], np.int64)
     load = np.array(load_curve(trace), np.int64)
     previous = np.full(len(buffers), -1, np.int64)
-    last = np.array([buffer.death_op - 1 for buffer in buffers], np.int64)
     for versions in storage_versions(trace).values():
         for old, new in pairwise(versions):
             previous[new.id] = old.id
-            last[old.id] = old.death_op  # until the very op that overwrites it
     before = load.copy()
     for buffer in buffers:
         if buffer.birth_op > BEFORE_STEP:
             old = previous[buffer.id]
             before[buffer.birth_op] -= buffer.size_bytes - (buffers[old].size_bytes if old >= 0 else 0)
-    reads = [_replay_reads(trace, index, previous) for index in range(num_ops)]
+    reads = [replay_reads(trace, index) for index in range(num_ops)]
+    # What no replay makes counts as found before the step: a chain that leads there is impossible.
+    made_at = np.full(len(buffers), BEFORE_STEP, np.int64)
+    for index in range(num_ops):
+        made_at[list(replay_makes(trace, index))] = index
     writes = [op.writes for op in trace.ops]
     last_use = np.array([gap.last_use_op for gap in gaps], np.int64)
     next_use = np.array([gap.next_use_op % num_ops for gap in gaps], np.int64)
@@ -217,8 +241,8 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
         write_ptr=_pointers(writes),
         write_ids=np.array([id_ for row in writes for id_ in row], np.int64),
         size=np.array([buffer.size_bytes for buffer in buffers], np.int64),
-        birth=np.array([buffer.birth_op for buffer in buffers], np.int64),
-        last=last,
+        birth=made_at,
+        last=np.array(last_found_ops(trace), np.int64),
         previous=previous,
         gap_buffer=np.array([gap.buffer_id for gap in gaps] + first, np.int64),
         gap_last=last_use,
@@ -232,22 +256,11 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
                 machine.disk_write_bytes_per_s or 1.0,
                 machine.disk_read_bytes_per_s or 1.0,
                 machine.disk_latency_s,
-                max(2 * machine.both_ways_factor - 1, 0.0),  # [Note: both ways]
+                share_beside_another(machine),
             ],
             np.float64,
         ),
     )
-
-
-def _replay_reads(trace: Trace, index: int, previous: NDArray[np.int64]) -> tuple[int, ...]:
-    """Return what a replay of an op has to find.
-
-    Statistics that the op itself brings up to date (batch norm's) are left out: in training its outputs do not depend
-    on them, and the runtime gives a replay scratch in their place.
-    """
-    op = trace.ops[index]
-    own = {int(previous[id_]) for id_ in op.writes if trace.buffers[id_].kind == "constant"}
-    return tuple(id_ for id_ in op.reads if id_ not in own)
 
 
 def _pointers(rows: list[tuple[int, ...]]) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ __all__ = ["FOLDERS", "forget_stale_code"]
 
 _PLANNERS = Path(__file__).parent.parent / "planners"
 
-FOLDERS = (Path(__file__).parent, _PLANNERS, _PLANNERS / "nested")
+FOLDERS = (Path(__file__).parent, _PLANNERS)
 """Whose compiled functions call one another."""
 
 _STAMP = "compiled.stamp"

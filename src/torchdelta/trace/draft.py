@@ -1,6 +1,6 @@
 """What a trace consists of while it is written, whoever writes it: contents without an end, views that may still move.
 
-The recorder and the symbolic tracer follow storages each in their own way (`runtime/drafting.py`,
+The recorder and the symbolic tracer follow storages each in their own way (`runtime/observe/draft.py`,
 `trace/symbolic/draft.py`); what they put down, and how it becomes a trace, is the same.
 """
 

@@ -4,6 +4,7 @@ import random
 import weakref
 
 import torch
+from torch.cuda import _sleep as sleep
 
 
 class AcceleratorDevice:
@@ -57,4 +58,4 @@ class AcceleratorDevice:
 
     def _pause(self) -> None:
         if self._device.type == "cuda" and self._random.random() < 0.3:
-            torch.cuda._sleep(self._random.randrange(1_000_000))
+            sleep(self._random.randrange(1_000_000))

@@ -73,7 +73,7 @@ class Life:
 
 
 def _concerns(action: str, life: Life) -> bool:
-    """Say whether an action does anything to a buffer."""
+    """Return whether an action does anything to a buffer."""
     is_there = life.storage is not None
     match action:
         case "evict":
@@ -99,7 +99,7 @@ def _parts(tier: Tier) -> tuple[Tier, ...]:
 
 
 def _has_room(tier: Tier, size_bytes: int) -> bool:
-    """Say whether a tier surely has room for a slot, whatever its block."""
+    """Return whether a tier surely has room for a slot, whatever its block."""
     return tier.capacity_bytes is None or tier.used_bytes + size_bytes + 4096 <= tier.capacity_bytes
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchdelta._torch import storage_over
+from torchdelta._torch.storages import storage_over
 from torchdelta.runtime.tiers.engine import Stream
 from torchdelta.runtime.tiers.slots import SlotAllocator
 

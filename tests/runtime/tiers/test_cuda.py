@@ -37,7 +37,7 @@ def engine_with(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> tuple[Cuda
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     cleared: list[str] = []
-    monkeypatch.setattr(CudaEngine, "_forget_error", lambda _: cleared.append("cleared"))
+    monkeypatch.setattr(CudaEngine, "forget_error", lambda _: cleared.append("cleared"))
     engine = CudaEngine.__new__(CudaEngine)
     engine.device = torch.device("cuda", 0)
     return engine, cleared

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runtime.parts import descriptor_of
 from tests.runtime.tiers.storages import as_bytes, filled_storage, is_equal
 from torchdelta.errors import TierError, TierFullError, TierIOError
 from torchdelta.runtime.tiers.disk import DiskTier
@@ -21,7 +22,7 @@ from torchdelta.runtime.tiers.disk import DiskTier
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTier]:
     """Open a tier with checksums, with direct I/O (where the file system has it) and without."""
     if request.param == "buffered":
-        monkeypatch.setattr("torchdelta.runtime.tiers.scratch._set_direct", lambda _: False)
+        monkeypatch.setattr("torchdelta.runtime.tiers.scratch.set_direct", lambda _: False)
     tier = DiskTier(swap_dir=tmp_path, checksum=True)
     assert request.param == "direct" or not tier.direct
     yield tier
@@ -123,7 +124,7 @@ def test_a_truncated_file_is_noticed(disk: DiskTier) -> None:
     """Bytes that are no longer there are an error."""
     slot = disk.reserve(100_000)
     disk.write(slot, filled_storage(100_000, 1)).wait()
-    os.truncate(disk._medium._descriptor, 8192)  # type: ignore[attr-defined]
+    os.truncate(descriptor_of(disk), 8192)
     with pytest.raises(TierIOError, match="came back short"):
         disk.read(slot, torch.UntypedStorage(100_000)).wait()
 
@@ -132,7 +133,7 @@ def test_a_flipped_bit_is_noticed(disk: DiskTier) -> None:
     """With checksums on, one bit in 5 MB is an error that names the place."""
     slot = disk.reserve(5_000_000)
     disk.write(slot, filled_storage(5_000_000, 1)).wait()
-    descriptor: int = disk._medium._descriptor  # type: ignore[attr-defined]
+    descriptor = descriptor_of(disk)
     with Path(f"/proc/self/fd/{descriptor}").open("r+b") as file:
         file.seek(4_500_000)
         byte = file.read(1)[0]
@@ -216,7 +217,7 @@ def test_a_full_disk_is_an_error_when_room_is_reserved(disk: DiskTier, monkeypat
     slot = disk.reserve(1_000_000)
     with pytest.raises(TierFullError, match=r"no room for 100000 bytes .*No space left on device in .*free some room"):
         disk.reserve(100_000)
-    assert os.fstat(disk._medium._descriptor).st_size == disk.pool_bytes == 1_003_520  # type: ignore[attr-defined]
+    assert os.fstat(descriptor_of(disk)).st_size == disk.pool_bytes == 1_003_520
     disk.release(slot)
     round_trip(disk, 900_000)
 
@@ -394,7 +395,7 @@ def test_the_file_stays_inside_the_disk_budget(tmp_path: Path, capacity_bytes: i
     except TierFullError:
         pass
     assert num_slots == capacity_bytes // 4096
-    assert os.fstat(tier._medium._descriptor).st_size <= capacity_bytes  # type: ignore[attr-defined]
+    assert os.fstat(descriptor_of(tier)).st_size <= capacity_bytes
     assert tier.reserve(0).size_bytes == 0
     tier.close()
 

@@ -206,7 +206,7 @@ def test_close_ends_what_is_queued(medium: ScriptedMedium) -> None:
     waiting = tier.read(slots[2], torch.UntypedStorage(256))
 
     def open_once_it_closes() -> None:
-        while not tier._copier.is_closing:
+        while not tier.copier.is_closing:
             time.sleep(1e-3)
         medium.open()
 
@@ -262,7 +262,7 @@ def test_a_release_waits_for_no_lock(tier: PooledTier, medium: ScriptedMedium, w
     medium.has_begun.acquire()
     tier.write(slot, filled_storage(256, 1))
     released = threading.Thread(target=tier.release, args=(slot,), daemon=True)
-    with tier._lock if which == "tier" else tier._copier._lock:
+    with tier.lock if which == "tier" else tier.copier.lock:
         released.start()
         released.join(timeout=30)
         is_stuck = released.is_alive()
@@ -328,15 +328,15 @@ def test_misuse_is_refused() -> None:
     """Foreign slots, sizes that differ, reads before any write, use after release: an error that names it."""
     tier, other = MemoryTier(), MemoryTier()
     slot = tier.reserve(100)
-    with pytest.raises(TierError, match="no slot of this memory tier"):
+    with pytest.raises(TierError, match="does not belong to this memory tier"):
         other.write(slot, filled_storage(100, 0))
-    with pytest.raises(TierError, match="no slot of this memory tier"):
+    with pytest.raises(TierError, match="does not belong to this memory tier"):
         tier.release(Slot(8))
-    with pytest.raises(TierError, match="storage of 99 bytes meets a slot of 100 bytes"):
+    with pytest.raises(TierError, match="storage has 99 bytes, but its slot has 100 bytes"):
         tier.write(slot, filled_storage(99, 0))
     with pytest.raises(TierError, match="never written"):
         tier.read(slot, torch.UntypedStorage(100))
-    with pytest.raises(TierError, match="CPU storages only"):
+    with pytest.raises(TierError, match="storages on cpu only"):
         tier.write(slot, torch.empty(100, dtype=torch.uint8, device="meta").untyped_storage())
     with pytest.raises(TierError, match="-1 bytes"):
         tier.reserve(-1)

@@ -38,8 +38,9 @@ class ImpatientEngine(SimulatedEngine):
 class HastyTier(PinnedTier):
     """A tier that does not hold storages: a caller who drops one frees it under the copy."""
 
-    def _start(self, *args, **kwargs) -> StreamTransfer:
-        transfer = super()._start(*args, **kwargs)
+    def start_copy(self, *args, **kwargs) -> StreamTransfer:
+        """Start it, and forget the storage."""
+        transfer = super().start_copy(*args, **kwargs)
         transfer.drop_storage()
         transfer.is_over = False
         return transfer

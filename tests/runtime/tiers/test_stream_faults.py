@@ -190,7 +190,7 @@ def test_a_host_without_memory_is_a_full_tier(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("torchdelta.runtime.tiers.arena.PinnedMemory.take", refuse)
+    monkeypatch.setattr("torchdelta.runtime.tiers.arena.Segment", refuse)
     with pytest.raises(TierFullError, match=r"no room for 100 bytes \(.*Cannot allocate memory\).*free some room"):
         tier.reserve(100)
     with pytest.raises(TierError, match="the disk tier has no memory for staging: Cannot allocate memory"):
@@ -276,11 +276,11 @@ def test_a_closed_tier_refuses_and_its_transfers_end(tier: PinnedTier, device: S
 def test_misuse_is_refused(tier: PinnedTier, device: SimulatedDevice) -> None:
     """Foreign slots and devices, sizes that differ, reads before any write, use after release."""
     slot, storage = tier.reserve(100), filled(device, 100)
-    with pytest.raises(TierError, match="no slot of this memory tier"):
+    with pytest.raises(TierError, match="does not belong to this memory tier"):
         tier.write(MemoryTier().reserve(100), storage)
-    with pytest.raises(TierError, match="no slot of this memory tier"):
+    with pytest.raises(TierError, match="does not belong to this memory tier"):
         tier.release(Slot(100))
-    with pytest.raises(TierError, match="storage of 99 bytes meets a slot of 100 bytes"):
+    with pytest.raises(TierError, match="storage has 99 bytes, but its slot has 100 bytes"):
         tier.write(slot, filled(device, 99))
     with pytest.raises(TierError, match="never written"):
         tier.read(slot, storage)
@@ -305,9 +305,9 @@ def test_tiers_of_a_device_meet_the_interface(engine: SimulatedEngine, tmp_path:
         assert isinstance(transfer, Transfer)
         assert transfer.size_bytes == 8
         transfer.wait()
-    with pytest.raises(TierError, match="no slot of this disk tier"):
+    with pytest.raises(TierError, match="does not belong to this disk tier"):
         stacked.write(disk.reserve(8), filled(device, 8))
-    with pytest.raises(TierError, match="copies cpu storages only, not one on meta"):
+    with pytest.raises(TierError, match="copies storages on cpu only, not one on meta"):
         disk.write(disk.reserve(8), torch.empty(8, dtype=torch.uint8, device="meta").untyped_storage())
     stacked.close()
     assert engine.pinned == {}

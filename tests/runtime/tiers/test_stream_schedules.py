@@ -68,7 +68,7 @@ def play(make, directory: Path, num_steps: int, largest_bytes: int, seed: int) -
 
 
 @given(num_steps=NUM_STEPS, largest_bytes=LARGEST, seed=SEEDS)
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 def test_any_schedule_of_pinned_memory_is_exact(num_steps: int, largest_bytes: int, seed: int) -> None:
     """Any order of calls, and any order in which the device does its work; the host is blocked by the close alone."""
     engine = play(make_pinned, Path(), num_steps, largest_bytes, seed)
@@ -77,7 +77,7 @@ def test_any_schedule_of_pinned_memory_is_exact(num_steps: int, largest_bytes: i
 
 @pytest.mark.parametrize("make", [make_disk, make_both])
 @given(num_steps=NUM_STEPS, largest_bytes=LARGEST, seed=SEEDS)
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_any_schedule_of_a_disk_is_exact(make, tmp_path: Path, num_steps: int, largest_bytes: int, seed: int) -> None:
     """The same where the bytes bounce through staging buffers to a file, with pinned memory in front and without."""
     play(make, tmp_path, num_steps, largest_bytes, seed)

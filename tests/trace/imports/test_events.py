@@ -2,6 +2,7 @@
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -147,3 +148,61 @@ def test_a_missing_log(tmp_path):
     """As any file that is not there."""
     with pytest.raises(TraceFileError, match="cannot read the event log: No such file"):
         read_event_log(tmp_path / "missing.jsonl")
+
+
+def layered(num_steps: int, *, num_layers: int = 24) -> list[Event]:
+    """Steps of equal layers: a forward that saves, a backward that frees, and a gradient in between."""
+    events: list[Event] = []
+
+    def note(op: Any, id_: str, size_bytes: int = 0) -> None:
+        events.append(Event(op=op, id=id_, size_bytes=size_bytes, time_s=1e-3 * len(events)))
+
+    note("alloc", "weights", 10_000)
+    for _ in range(num_steps):
+        for layer in range(num_layers):
+            note("alloc", f"saved {layer}", 100)
+            note("alloc", f"work {layer}", 50)
+            note("free", f"work {layer}")
+        note("alloc", "loss", 8)
+        for layer in reversed(range(num_layers)):
+            note("alloc", f"gradient {layer}", 60)
+            note("free", f"saved {layer}")
+            note("alloc", f"work {layer}", 50)
+            note("free", f"work {layer}")
+            note("free", f"gradient {layer}")
+        note("free", "loss")
+    return events
+
+
+def test_layers_of_one_step_are_refused():
+    """In a log of one step its layers repeat: that is no step, and the error says how it is known."""
+    with pytest.raises(TraceFileError) as caught:
+        trace_of_events(layered(1), source="log")
+    assert str(caught.value) == (
+        "log: no iteration found: what repeats, 3 events 24 times, is 37% of the log and reaches 10.99 KiB of its peak "
+        "of 12.18 KiB, each time with 100 B more than before; log more steps, or take the whole log as one"
+    )
+    assert peak(trace_of_events(layered(1), source="log", whole=True)).size_bytes == 10_000 + 2400 + 8 + 60
+    assert peak(trace_of_events(layered(4), source="log")).size_bytes == 10_000 + 2400 + 8 + 60
+
+
+def test_releases_alone_are_no_step():
+    """Blocks that are freed one after the other repeat as well."""
+    names = "abcdef"
+    events = [Event(op="alloc", id=name, size_bytes=8 + place) for place, name in enumerate(names)]
+    events += [Event(op="free", id=name) for name in names]
+    with pytest.raises(TraceFileError, match="log: no iteration found: what repeats, 1 events, is releases alone"):
+        trace_of_events(events, source="log")
+
+
+def test_a_short_stretch_that_reaches_the_peak_is_a_step():
+    """Evaluations in between break the stretch; what is left of it is a step all the same."""
+    step, weights = layered(1)[1:], layered(1)[:1]
+    events = list(weights)
+    for part in range(6):
+        events += step * 3
+        events += [Event(op=op, id=f"evaluated {part}", size_bytes=part + 1) for op in ("alloc", "free")]
+    events = [msgspec.structs.replace(event, time_s=1e-3 * index) for index, event in enumerate(events)]
+    found = trace_of_events(events, source="log")
+    assert f"iteration of {len(step)} events" in found.header.comment
+    assert peak(found).size_bytes == 10_000 + 2400 + 8 + 60

@@ -3,6 +3,7 @@
 import os
 import pickle
 import pickletools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from torchdelta.trace.imports.snapshot import read_snapshot
 from torchdelta.trace.imports.unpickle import load_plain
 from torchdelta.trace.model import BEFORE_STEP, peak
 from torchdelta.trace.validate import validate
+
+RECORDED = Path("../shared/data/gpu")
+"""Snapshots of real CUDA runs, of one training step each (SOURCES.txt there); may be absent."""
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -147,3 +151,13 @@ def test_what_is_no_snapshot(tmp_path):
     with pytest.raises(TraceFileError, match="negative size_bytes -5") as caught:
         read_snapshot(path, whole=True)
     assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded snapshots are not here")
+@pytest.mark.parametrize(("length", "least", "peak_gib"), [(128, "5.55 GiB", 6.53), (512, "8.00 GiB", 11.58)])
+def test_recorded_snapshots_of_one_step(length, least, peak_gib):
+    """Their layers repeat, below the peak: refused. As a whole they have the peak."""
+    path = RECORDED / f"wed_medium_{length}_training_memory_snapshot.pickle.gz"
+    with pytest.raises(TraceFileError, match=f"reaches {least} of its peak of {peak_gib} GiB"):
+        read_snapshot(path)
+    assert peak(read_snapshot(path, whole=True)).size_bytes / 2**30 == pytest.approx(peak_gib, abs=0.01)

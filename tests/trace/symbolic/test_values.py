@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchdelta._torch import FakeTensor, FakeTensorMode
+from torchdelta._torch.fake import FakeTensor, FakeTensorMode
 from torchdelta.errors import TraceError
 from torchdelta.trace.symbolic.values import MAX_ELEMENTS, VALUES_WANTED, KnownValues, usual_methods
 

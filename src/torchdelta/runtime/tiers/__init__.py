@@ -1,9 +1,9 @@
-"""Places a buffer can go to, by name: each is a `Tier`, and the runtime knows no more of them than that.
+"""The places that a buffer can be evicted to, by name. Each is a `Tier`; the runtime uses nothing but that interface.
 
 | name | for tensors on the CPU | for tensors on a device with streams (CUDA) |
 |---|---|---|
 | "memory" | a copy in host memory | pinned host memory |
-| "disk" | a file | pinned host memory as far as `host_budget` allows, and a file behind it |
+| "disk" | a file | pinned host memory up to `host_budget`, then a file |
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINES", "Slot", "Tier", "Transfer", "open_tier", "tier_names"]
 
-# Pinned memory cannot be paged out, so that taking all of it stops the machine: without a budget it ends here.
+# Pinned memory cannot be paged out, and pinning all of it stops the machine. This is the limit without a budget.
 _PINNED_SHARE: Final = 0.5
-_NUM_PROCESSES: Final = "LOCAL_WORLD_SIZE"  # what torchrun says of the processes on this machine
-_DISK_STAGING_BYTES: Final = 8 << 20  # two threads, a part each
+_NUM_PROCESSES: Final = "LOCAL_WORLD_SIZE"  # torchrun sets it to the number of processes on this machine
+_DISK_STAGING_BYTES: Final = 8 << 20  # one part for each of two threads
 
 
 class _Options(NamedTuple):
@@ -67,7 +67,7 @@ def _open_pinned_and_disk(options: _Options, engine: Engine) -> Tier:
     from torchdelta.runtime.tiers.stacked import StackedTier
 
     host_bytes = _pinned_bytes(options)
-    # An eighth for staging, and no more than the disk makes use of; but a page at least, which the disk insists on.
+    # An eighth for staging: at most what the disk tier uses, and at least a page, which it needs.
     staging_bytes = min(_DISK_STAGING_BYTES, max(mmap.PAGESIZE, host_bytes // 8))
     disk = BouncedDiskTier(
         engine,
@@ -99,7 +99,7 @@ _DEVICE_OPENERS: Final[dict[str, Callable[[_Options, Engine], Tier]]] = {
     "disk": _open_pinned_and_disk,
     "memory": _open_pinned,
 }
-# What drives a device of each type that has streams; tests add their own.
+# The engine for each device type that has streams; tests add their own.
 ENGINES: Final[dict[str, Callable[[torch.device], Engine]]] = {"cuda": _cuda_engine}
 
 
@@ -117,19 +117,19 @@ def open_tier(
     disk_budget_bytes: int | None = None,
     checksum: bool = False,
 ) -> Tier:
-    """Open a tier; the caller closes it.
+    """Open a tier. The caller closes it.
 
     Args:
         name: One of `tier_names()`.
-        device: Whose tensors it takes; without an index the current one of its kind, and None is the CPU.
-        swap_dir: Directory for tiers on disk; None means TORCHDELTA_SWAP_DIR, else the system's for temporary files.
-        host_budget_bytes: The most host memory that the tier may hold, staging included; None for no limit, or for half
-            of what is free where the memory is pinned.
-        disk_budget_bytes: The most disk space that it may hold; None for no limit.
-        checksum: Whether what comes back from a disk is compared with a checksum of what went there.
+        device: The device whose tensors it takes. Without an index: the current device of that type. None: the CPU.
+        swap_dir: Directory for tiers on disk. None: TORCHDELTA_SWAP_DIR, else the system's temporary directory.
+        host_budget_bytes: The most host memory that the tier may hold, staging included. None: no limit, but half of
+            the free memory where it is pinned.
+        disk_budget_bytes: The most disk space that it may hold. None: no limit.
+        checksum: Whether to verify a checksum of every part that is read from disk.
 
     Raises:
-        TierError: There is no such tier, or it cannot be opened here: one line that says why and what to change.
+        TierError: There is no such tier, or it cannot be opened here. One line states the reason and the remedy.
     """
     if name not in _CPU_OPENERS:
         raise TierError(f"there is no tier {name!r}; take one of {', '.join(map(repr, _CPU_OPENERS))}")

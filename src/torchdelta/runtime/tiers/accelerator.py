@@ -1,10 +1,10 @@
-"""An accelerator behind the tiers' seam, by what torch has for all of them alike: streams, events, `copy_`.
+"""An engine for any accelerator, built on torch's generic interface: streams, events, `copy_`.
 
 [Note: compute streams]
-Almost every program computes on one stream per device, and autograd runs each backward node, on a thread of its own,
-on the stream of its forward op. Therefore `Stream.COMPUTE` is the current stream of the calling thread. A program that
-calls from several has each of them noted here when it first shows up, and from then on a mark stands in all of them
-and all of them wait: more than needed, and right without knowing which stream made what.
+Almost every program computes on one stream per device. Autograd runs each backward node on the stream of its forward
+op, on another thread. Therefore `Stream.COMPUTE` is the current stream of the calling thread. If a program calls from
+several streams, each is remembered when it is first used. From then on a mark is recorded in all of them, and all of
+them wait: more than needed, but correct without knowing which stream made which content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchdelta._torch import Quietly, storage_over
+from torchdelta._torch.modes import Quietly
+from torchdelta._torch.storages import storage_over
 from torchdelta.runtime.tiers.engine import Stream
 
 if TYPE_CHECKING:
@@ -38,15 +39,15 @@ class AcceleratorEngine:
         self._computes: dict[int, torch.Stream] = {}  # by id; [Note: compute streams]
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Refuse: torch has no way to pin memory of ours that is the same for all."""
+        """Refuse: torch has no generic call that pins existing memory."""
         del address
         raise OSError(f"{self.device.type} has no call to pin {size_bytes} bytes of host memory")
 
     def unpin(self, address: int) -> None:
-        """Nothing is pinned."""
+        """Do nothing: `pin` always refuses."""
 
     def mark(self, stream: Stream, *, is_timed: bool = False) -> tuple[torch.Event, ...]:
-        """Record events, one on each stream that is meant; the calling thread's own comes first."""
+        """Record one event on each stream of the queue; that of the calling thread comes first."""
         events: list[torch.Event] = []
         for queue in self._queues(stream):
             event = torch.Event(self.device, enable_timing=is_timed)
@@ -55,40 +56,40 @@ class AcceleratorEngine:
         return tuple(events)
 
     def follow(self, stream: Stream, event: tuple[torch.Event, ...]) -> None:
-        """Let streams wait on the device; the host goes on."""
+        """Make streams wait on the device; the host continues."""
         for queue in self._queues(stream):
             for one in event:
                 one.wait(queue)
 
     def copy(self, stream: Stream, *, to_address: int, from_address: int, size_bytes: int) -> None:
-        """Queue a copy by torch's own `copy_`, between tensors that own nothing."""
+        """Queue a copy by torch's `copy_`, between tensors that do not own their memory."""
         target_device, source_device = (_HOST, self.device) if stream is Stream.OUT else (self.device, _HOST)
-        with Quietly(), self._current(self._sides[stream]):
+        with Quietly(), self.on_side(stream):
             target = _bytes_at(to_address, size_bytes, target_device)
             target.copy_(_bytes_at(from_address, size_bytes, source_device), non_blocking=True)
 
     def is_reached(self, event: tuple[torch.Event, ...]) -> bool:
-        """Ask all of an event's marks."""
+        """Return whether all events of the mark were reached."""
         return all(one.query() for one in event)
 
     def finish(self, event: tuple[torch.Event, ...]) -> None:
-        """Block; torch leaves the interpreter to others meanwhile."""
+        """Block the host; torch releases the GIL."""
         for one in event:
             one.synchronize()
 
     def elapsed_s(self, start: tuple[torch.Event, ...], end: tuple[torch.Event, ...]) -> float:
-        """Subtract the device's time stamps."""
+        """Return the difference of the device's time stamps."""
         return start[0].elapsed_time(end[0]) / 1e3
 
     @contextlib.contextmanager
-    def _current(self, stream: torch.Stream) -> Generator[None]:
-        """Make a stream of the device current on this thread for a while.
+    def on_side(self, stream: Stream) -> Generator[None]:
+        """Make the stream of one direction, OUT or IN, current on this thread inside the context.
 
-        Not by `with stream`: it keeps what was current before in the stream object, which other threads enter as well.
+        `with stream` would store the previous stream in the stream object, which several threads share.
         """
         outside = torch.accelerator.current_stream(self.device.index)
         index = torch.accelerator.current_device_index()
-        torch.accelerator.set_stream(stream)  # makes its device current, too
+        torch.accelerator.set_stream(self._sides[stream])  # makes its device current, too
         try:
             yield
         finally:

@@ -1,8 +1,8 @@
-"""Running estimates of a link's bandwidth, from the transfers themselves.
+"""Running estimates of a link's bandwidth, measured on the transfers.
 
-Bytes over busy seconds: a link is busy while at least one copy runs on it, so copies side by side do not count twice
-and waiting in a queue does not count at all. Samples enter an exponential mean with weight 1 - exp(-bytes / 32 MiB):
-a tiny transfer, which measures latency, moves the estimate little; a few hundred MiB replace it.
+The bandwidth is bytes per busy second. A link is busy while at least one copy runs on it: concurrent copies count once,
+and time in a queue does not count. Samples enter an exponential mean with weight 1 - exp(-bytes / 32 MiB): a tiny
+transfer, which measures latency, changes the estimate little; a few hundred MiB replace it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 __all__ = ["LinkEstimate"]
 
 _MEMORY_BYTES = 32 << 20
-# A link that never idles is sampled this often: many parts, since the bytes of those that still run are missing.
+# A link that is never idle is sampled after this many bytes: many parts, since those that still run are missing.
 _SAMPLE_BYTES = 64 << 20
 
 
 class LinkEstimate:
-    """The bandwidth of one direction of one tier. Not thread-safe: its tier holds a lock around it."""
+    """The bandwidth of one direction of one tier. Not thread-safe: its tier holds a lock."""
 
     __slots__ = ("_busy_s", "_mark_s", "_num_running", "_sample_bytes", "bytes_per_s")
 
@@ -45,7 +45,7 @@ class LinkEstimate:
             return
         if self._sample_bytes and self._busy_s > 0.0:
             weight = -math.expm1(-self._sample_bytes / _MEMORY_BYTES)
-            # The mean is taken over seconds per byte: that is what adds up when transfers follow each other.
+            # The mean is taken over seconds per byte, because the times of consecutive transfers add up.
             s_per_byte = (1.0 - weight) / self.bytes_per_s + weight * self._busy_s / self._sample_bytes
             self.bytes_per_s = 1.0 / s_per_byte
         self._busy_s = 0.0

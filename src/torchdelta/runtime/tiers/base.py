@@ -1,22 +1,20 @@
-"""The seam between the runtime and the places a buffer can go to: a *tier* holds bytes that left the device.
+"""The interface between the runtime and the tiers: a *tier* holds the bytes of evicted buffers.
 
-A tier hands out slots, copies whole storages into and out of them in the background, and keeps count. The runtime
-decides who leaves and when; it never learns whether a slot is host memory, a piece of a file or a pinned arena.
+A tier hands out slots, copies whole storages into and out of them in the background, and counts the bytes. The runtime
+decides which buffer is evicted and when. It does not know whether a slot is host memory, part of a file or pinned.
 
-Three rules hold for every tier, and callers rely on them:
+Callers rely on three rules, which every tier keeps:
 
-- Order. Transfers of one slot happen in the order in which they were started: a read sees the write before it, also
-  when that write is still under way. Reads overtake writes of other slots, because a read is what a step waits for.
-- Memory. A tier allocates and frees no tensor memory: the caller brings every storage and drops it, on its own
-  thread. A storage belongs to its transfer until `is_done()` has said so or `wait()` has returned. On a device with
+- Order. Transfers of one slot happen in the order in which they were started. A read returns what the write before it
+  wrote, even if that write is still under way. Reads overtake writes of other slots, because a step waits for reads.
+- Memory. A tier neither allocates nor frees tensor memory: the caller allocates every storage and drops it, on its own
+  thread. A storage belongs to its transfer until `is_done()` returns True or `wait()` returns. On a device with
   streams, storages are allocated, and calls are made, on the compute stream that uses them: see pinned.py.
-- Failure. What went wrong in the background is raised by `wait()`, never swallowed. After a failed write the source
-  is untouched, so the caller can keep the buffer; reads of that slot fail as well. After a failed read the content of
-  the target is undefined.
+- Failure. `wait()` raises every error of a background copy. After a failed write the source is unchanged, so the caller
+  can keep the buffer; reads of that slot fail as well. After a failed read the content of the target is undefined.
 
-Reserving, writing, reading and releasing may happen on any thread of the process that opened the tier; `release()`
-may also be called from a finalizer. A forked child owns none of it: there releasing and closing do nothing and
-everything else raises `TierError`.
+Any thread of the process that opened the tier may reserve, write, read and release; finalizers may call `release()` as
+well. In a forked child releasing and closing do nothing, and every other call raises `TierError`.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ __all__ = ["Slot", "Tier", "Transfer"]
 
 
 class Slot:
-    """A place in one tier, good for one buffer's bytes until it is released.
+    """A place for one buffer's bytes in one tier, until it is released.
 
-    Opaque to callers but for its size; each tier extends it with where the bytes are.
+    Callers use its size only; each tier adds where the bytes are.
     """
 
     __slots__ = ("__weakref__", "size_bytes")
@@ -47,35 +45,35 @@ class Transfer(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that this transfer moves."""
+        """Bytes that this transfer copies."""
         ...
 
     def is_done(self) -> bool:
-        """Tell, without blocking, whether the copy has ended, well or badly."""
+        """Return, without blocking, whether the copy has succeeded or failed."""
         ...
 
     def wait(self) -> float:
-        """Wait for the copy: whatever the calling thread does or computes next comes after it.
+        """Wait for the copy: all that the calling thread does or computes next happens after it.
 
-        Blocks until the copy has ended, or, on a device with streams, lets its compute stream wait and returns at once.
-        May be repeated, and then returns 0.0 or raises the same error.
+        Block until the copy has ended; on a device with streams, let the compute stream wait and return at once.
+        Repeated calls return 0.0 or raise the same error.
 
         Returns:
-            Seconds that this call blocked: the stall. 0.0 when the copy had ended before.
+            The stall: seconds that this call blocked. 0.0 if the copy had ended before.
 
         Raises:
-            TierIOError: The copy failed. Keep the buffer, or take the other action.
+            TierIOError: The copy failed. The caller keeps the buffer, or recomputes it.
         """
         ...
 
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place outside the device where buffers can stay: memory, disk, pinned host memory."""
+    """A place outside the device that holds evicted buffers: memory, disk, pinned host memory."""
 
     @property
     def name(self) -> str:
-        """The name that it is registered under."""
+        """The registered name."""
         ...
 
     @property
@@ -90,12 +88,12 @@ class Tier(Protocol):
 
     @property
     def capacity_bytes(self) -> int | None:
-        """The budget of this tier, or None where only the hardware sets a limit."""
+        """The budget of this tier, or None if only the hardware limits it."""
         ...
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory that the tier itself holds for bounce buffers; constant while it is open."""
+        """Host memory that the tier holds for staging buffers; constant while it is open."""
         ...
 
     @property
@@ -109,10 +107,10 @@ class Tier(Protocol):
         ...
 
     def reserve(self, size_bytes: int) -> Slot:
-        """Take room for one buffer.
+        """Reserve a slot for one buffer.
 
         Raises:
-            TierFullError: The tier's budget or the hardware has no such room; names capacity, used and asked bytes.
+            TierFullError: The budget or the hardware has no such room; names capacity, used and requested bytes.
         """
         ...
 
@@ -128,20 +126,17 @@ class Tier(Protocol):
         ...
 
     def release(self, slot: Slot) -> None:
-        """Give the slot back; its bytes are reused once its transfers in flight have ended. Repeats are ignored."""
-        ...
+        """Free the slot; its bytes are reused once its transfers have ended. Repeated calls do nothing."""
 
     def drain(self) -> None:
-        """Wait for every transfer under way, and let go of its storage; failures are not raised here."""
-        ...
+        """Wait for every transfer under way and drop its reference to its storage; failures are not raised here."""
 
     def take_stall_s(self) -> float:
-        """Return the seconds of stall that no `wait()` has returned and that became known since the last call.
+        """Return the seconds of stall that `wait()` has not returned and that became known since the last call.
 
-        A device with streams stands still while the host runs on; how long is known only afterwards.
+        On a device with streams the compute stream waits while the host continues; the duration is known only later.
         """
         ...
 
     def close(self) -> None:
-        """Stop the transfers, join the threads and drop everything held. Repeats are ignored."""
-        ...
+        """Stop the transfers, join the threads and free everything. Repeated calls do nothing."""

@@ -1,31 +1,29 @@
-"""The disk tier of a device: its bytes pass through pinned staging buffers, part by part, on their way to the file.
+"""The disk tier of a device: bytes pass through pinned staging buffers, part by part, between the device and the file.
 
-The disk tier's own threads do it: each takes a part, has the device copy it into the thread's staging buffer, and
-writes that; and back the same way. While one thread waits for the disk, the device copies for the other. So host memory
-is two parts and no more, whatever a buffer's size, and all else (order, failure, full disks, checksums) is the disk
-tier's, see `disk` and `copier`.
+The threads of the disk tier do this. To write, each takes a part, has the device copy it into the thread's staging
+buffer, and writes that buffer to the file; to read, the reverse. While one thread waits for the disk, the device copies
+for the other. So the tier holds two parts of host memory, whatever a buffer's size. Order, failures, full disks and
+checksums are those of the disk tier, see `disk` and `copier`.
 
-The order on the device is that of [Note: stream order] in pinned.py, with one difference: threads see to it that a copy
-is over before they report it, so `wait()` blocks the host, and returns for how long.
+The order on the device is that of [Note: stream order] in pinned.py, with one difference: the threads wait for a copy
+to end before they report it, so `wait()` blocks the host and returns the seconds that it blocked.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 from typing import TYPE_CHECKING
 
-from torchdelta.errors import TierError
 from torchdelta.runtime.tiers.arena import PinnedMemory
-from torchdelta.runtime.tiers.disk import DiskMedium
+from torchdelta.runtime.tiers.disk import DiskMedium, DiskTier
 from torchdelta.runtime.tiers.engine import Stream
-from torchdelta.runtime.tiers.pooled import PooledTier
-from torchdelta.runtime.tiers.scratch import open_scratch_file, swap_directory
 
 if TYPE_CHECKING:
-    import mmap
+    import os
 
     import torch
 
+    from torchdelta.runtime.tiers.arena import Segment
     from torchdelta.runtime.tiers.copier import Part, PooledSlot
     from torchdelta.runtime.tiers.engine import Engine
     from torchdelta.runtime.tiers.scratch import ScratchFile
@@ -34,18 +32,11 @@ __all__ = ["BouncedDiskTier"]
 
 
 class _BouncedMedium(DiskMedium):
-    """A scratch file whose staging buffers the device fills and empties."""
+    """A scratch file; the device copies to and from its staging buffers."""
 
     _always_stages = True
 
-    def __init__(
-        self,
-        scratch: ScratchFile,
-        engine: Engine,
-        *,
-        host_budget_bytes: int | None,
-        checksum: bool,
-    ) -> None:
+    def __init__(self, engine: Engine, scratch: ScratchFile, *, host_budget_bytes: int | None, checksum: bool) -> None:
         self._engine = engine
         self._memory = PinnedMemory(engine)
         try:
@@ -54,8 +45,8 @@ class _BouncedMedium(DiskMedium):
             self._memory.close()
             raise
 
-    def _new_staging(self, size_bytes: int) -> mmap.mmap:
-        return self._memory.take(size_bytes).mapping
+    def _new_staging(self, size_bytes: int) -> Segment:
+        return self._memory.take(size_bytes)
 
     def _stage(self, part: Part, staging_address: int) -> None:
         self._copy(Stream.OUT, part, to_address=staging_address, from_address=part.address)
@@ -73,7 +64,7 @@ class _BouncedMedium(DiskMedium):
         self._memory.close()  # unpins, and unmaps
 
 
-class BouncedDiskTier(PooledTier):
+class BouncedDiskTier(DiskTier):
     """A nameless file as a tier for the storages of one device.
 
     Args:
@@ -91,15 +82,14 @@ class BouncedDiskTier(PooledTier):
         checksum: bool = False,
     ) -> None:
         self._engine = engine
-        scratch = open_scratch_file(swap_directory(swap_dir), capacity_bytes=capacity_bytes)
-        try:
-            medium = _BouncedMedium(scratch, engine, host_budget_bytes=host_budget_bytes, checksum=checksum)
-        except BaseException as error:
-            os.close(scratch.descriptor)
-            if isinstance(error, OSError):
-                raise TierError(f"the disk tier has no memory for staging: {error.strerror or error}") from error
-            raise
-        super().__init__(medium, capacity_bytes=capacity_bytes, device=engine.device)
+        super().__init__(
+            swap_dir=swap_dir,
+            capacity_bytes=capacity_bytes,
+            host_budget_bytes=host_budget_bytes,
+            checksum=checksum,
+            device=engine.device,
+            new_medium=functools.partial(_BouncedMedium, engine),
+        )
 
     def _cut(self, slot: PooledSlot, storage: torch.UntypedStorage) -> list[Part]:
         parts = super()._cut(slot, storage)

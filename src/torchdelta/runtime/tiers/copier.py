@@ -1,30 +1,29 @@
 """Background copies between storages and a tier's medium: a few threads, two queues, order within each slot.
 
-A job (one transfer) is cut into parts of a few MiB, and threads take part after part: the copy through memory of one
-part runs beside the disk access of another, and a read that a step waits for never stands behind a large write for
-longer than one part.
+A job (one transfer) is split into parts of a few MiB, and threads take one part at a time. So the memory copy of one
+part overlaps the disk access of another, and a read that a step waits for is delayed by a large write for one part at
+most.
 
 [Note: Threads and memory]
-The threads know addresses, never storages: a storage is held by its `CopyTransfer`, which is dropped on a caller's
-thread only (`wait`, `is_done`, or the tier's next call). So no tensor memory is allocated or freed by these threads -
-but for one case that pure Python cannot exclude: the cyclic garbage collector may happen to run on any thread that
-allocates, and frees what it finds. The threads allocate almost nothing per part to make that rare; code with
-finalizers must be ready for it, as with any other thread in the process.
+The threads have addresses, never storages: the `CopyTransfer` holds the storage and drops it on a caller's thread only
+(`wait`, `is_done`, or the tier's next call). So these threads neither allocate nor free tensor memory, with one
+exception that pure Python cannot exclude: the cyclic garbage collector may run on any thread that allocates. The
+threads allocate almost nothing per part, which makes that rare. Code with finalizers must expect it, as on any other
+thread.
 
 [Note: Finalizers]
-`release()` is called from finalizers, which the collector may run on a thread that is inside this package, with a
-lock held. What a finalizer can reach takes no lock with blocking.
+Finalizers call `release()`, and the collector may run them on a thread that is inside this package and holds a lock.
+Therefore no code that a finalizer can reach blocks on a lock.
 
 [Note: Shutdown]
-`is_closing` is read under a worker's `io_lock` before every part. Once `shutdown` has set it and has held each
-`io_lock` once, no copy runs or will run, so memory may go. That works without a join, which matters where the
-collector runs `shutdown` on a worker itself.
+A worker reads `is_closing` under its `io_lock` before every part. Once `shutdown` has set it and has taken each
+`io_lock` once, no copy runs or will run, so the memory may be freed. This needs no join, which would deadlock where the
+collector runs `shutdown` on a worker.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchdelta.errors import TierError, TierIOError
 from torchdelta.runtime.tiers.bandwidth import LinkEstimate
-from torchdelta.runtime.tiers.base import Slot
+from torchdelta.runtime.tiers.slotted import Owner, PlacedSlot, copy_error
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,7 @@ __all__ = ["Copier", "CopyTransfer", "Job", "Medium", "Part", "PooledSlot"]
 
 
 class Part:
-    """A piece of a transfer that one thread copies at one go."""
+    """A piece of a transfer that one thread copies at once."""
 
     __slots__ = ("address", "after", "index", "offset_bytes", "size_bytes", "slot", "view")
 
@@ -56,64 +55,54 @@ class Part:
         self.offset_bytes = offset_bytes  # in the pool
         self.size_bytes = size_bytes
         self.address = address  # of the storage's bytes
-        self.view = view  # the same bytes, made by the caller so that the thread need not allocate
-        self.after: Any = None  # the event that a device's copy has to follow; views of its memory are never read
+        self.view = view  # the same bytes; made by the caller so that the thread does not allocate
+        self.after: Any = None  # the event that a device's copy waits for; `view` of device memory is never read
 
 
 class Medium(Protocol):
-    """What a pooled tier stores its bytes in. Only `write_part` and `read_part` are called by the copier's threads."""
+    """The storage of a pooled tier. The copier's threads call `write_part` and `read_part` only."""
 
     name: str
     budget_option: str  # the option that limits it, for messages
-    block_bytes: int  # slots lie on, and are rounded up to, multiples of this
-    part_bytes: int  # the longest part that one thread copies at one go; a multiple of the block
-    least_piece_bytes: int  # scatter a slot over pieces of this size sooner than grow
+    block_bytes: int  # slots start at, and are rounded up to, multiples of this
+    part_bytes: int  # the longest part that one thread copies at once; a multiple of the block
+    least_piece_bytes: int  # scatter a slot over pieces of at least this size before growing
     num_threads: int
     staging_bytes: int
-    is_walled: bool  # whether each growth is a place of its own, over whose seam no extent may lie
+    is_walled: bool  # whether each growth is a separate piece of memory: then no extent may cross its start
     start_write_bytes_per_s: float
     start_read_bytes_per_s: float
 
     def grow(self, from_bytes: int, add_bytes: int) -> None:
-        """Make room behind the first `from_bytes`; raises OSError or MemoryError and then has changed nothing."""
-        ...
+        """Add room after the first `from_bytes`; if it raises OSError or MemoryError, it has changed nothing."""
 
     def write_part(self, worker: int, part: Part) -> None:
         """Copy one part into the pool."""
-        ...
 
     def read_part(self, worker: int, part: Part) -> None:
         """Copy one part out of the pool."""
-        ...
 
     def close(self) -> None:
-        """Drop everything held; called once, when no copy runs any more."""
-        ...
+        """Free everything; called once, after the last copy."""
 
     def leave_child(self) -> None:
-        """Drop what a forked child inherited, without any effect on the parent."""
-        ...
+        """Free what a forked child inherited, without any effect on the parent."""
 
 
-class PooledSlot(Slot):
-    """A slot that lies in a pool, and the jobs that concern it in the order in which they were started."""
+class PooledSlot(PlacedSlot):
+    """A slot in a pool, and its jobs in the order in which they were started."""
 
-    __slots__ = ("checksums", "extents", "failure", "is_released", "is_written", "jobs", "num_reads", "owner")
+    __slots__ = ("checksums", "jobs", "num_reads")
 
-    def __init__(self, size_bytes: int, extents: tuple[Extent, ...], owner: Copier) -> None:
-        super().__init__(size_bytes)
-        self.extents = extents
-        self.owner = owner
+    def __init__(self, size_bytes: int, extents: tuple[Extent, ...], owner: Owner) -> None:
+        super().__init__(size_bytes, extents, owner)
         self.jobs: deque[Job] = deque()
         self.num_reads = 0  # among jobs
-        self.failure: BaseException | None = None  # of the last write: reads must not return what it left
         self.checksums: dict[int, int] = {}  # part index -> checksum of what was written, where the medium keeps any
-        self.is_written = False
-        self.is_released = False
 
 
 class Job:
-    """One transfer as the threads see it."""
+    """One transfer, for the threads."""
 
     __slots__ = (
         "done",
@@ -143,7 +132,7 @@ class Job:
 
 
 class CopyTransfer:
-    """One copy in flight, as the caller sees it; keeps the storage alive until the copy has ended."""
+    """One transfer, for the caller; keeps the storage alive until the copy has ended."""
 
     __slots__ = ("_copier", "_job", "_storage", "size_bytes")
 
@@ -154,7 +143,7 @@ class CopyTransfer:
         self.size_bytes = size_bytes
 
     def is_done(self) -> bool:
-        """Tell, without blocking, whether the copy has ended, well or badly."""
+        """Return, without blocking, whether the copy has succeeded or failed."""
         if not self._job.is_finished:
             return False
         self.drop_storage()
@@ -165,42 +154,39 @@ class CopyTransfer:
         job = self._job
         stall_s = 0.0
         if not job.is_finished:
-            self._copier.check_process()
+            self._copier.owner.check_process()
             start_s = time.perf_counter()
             job.done.acquire()
-            job.done.release()  # the next one that waits may pass as well
+            job.done.release()  # for other threads that wait
             stall_s = time.perf_counter() - start_s
         self.drop_storage()
         if job.error is not None:
-            verb = "read" if job.is_read else "write"
-            raise TierIOError(
-                f"the {self._copier.medium.name} tier could not {verb} a buffer of {self.size_bytes} bytes: {job.error}"
-            ) from job.error
+            raise copy_error(self._copier.owner.name, job.error, self.size_bytes, is_read=job.is_read) from job.error
         return stall_s
 
     def drop_storage(self) -> None:
-        """Let go of the storage of a finished copy; on a caller's thread, see [Note: Threads and memory]."""
+        """Drop the storage of a finished copy; on a caller's thread, see [Note: Threads and memory]."""
         self._storage = None
         self._copier.in_flight.pop(self._job.key, None)
 
 
 class Copier:
-    """The threads of one tier, and what they are to do next."""
+    """The threads of one tier and their queues."""
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
-        self.process_id = os.getpid()
+        self.owner = Owner(medium.name)
         self.is_closing = False
         self.write_link = LinkEstimate(medium.start_write_bytes_per_s)
         self.read_link = LinkEstimate(medium.start_read_bytes_per_s)
-        # Transfers that may still be copying, so that a caller who drops one early does not free memory under a copy.
+        # Transfers that may still be copying: a caller that drops one early must not free memory during the copy.
         self.in_flight: dict[int, CopyTransfer] = {}
         self._finished_keys: deque[int] = deque()
         self._keys = itertools.count()
-        self._lock = threading.Lock()  # over the two queues, every slot's jobs and the link estimates
+        self.lock = threading.Lock()  # protects the two queues, every slot's jobs and the link estimates
         self._urgent: deque[Job] = deque()  # reads, and writes that a read waits for
         self._normal: deque[Job] = deque()
-        self._tokens: SimpleQueue[None] = SimpleQueue()  # one for each part that is ready, at least
+        self._tokens: SimpleQueue[None] = SimpleQueue()  # at least one for each part that is ready
         self._io_locks = [threading.Lock() for _ in range(medium.num_threads)]
         self._threads: list[threading.Thread] = []
         try:
@@ -214,13 +200,6 @@ class Copier:
             self.shutdown()
             raise TierError(f"the {medium.name} tier cannot start its threads: {error}") from error
 
-    def check_process(self) -> None:
-        """Refuse to work in a forked child, which has the tier's memory but neither its threads nor its file."""
-        if os.getpid() != self.process_id:
-            raise TierError(
-                f"the {self.medium.name} tier belongs to process {self.process_id}: a forked child cannot use it"
-            )
-
     def start(
         self, slot: PooledSlot, parts: list[Part], storage: torch.UntypedStorage, *, is_read: bool
     ) -> CopyTransfer:
@@ -228,7 +207,7 @@ class Copier:
         self.drop_finished()
         job = Job(next(self._keys), slot, parts, is_read=is_read)
         transfer = CopyTransfer(self, job, storage, slot.size_bytes)
-        with self._lock:
+        with self.lock:
             if self.is_closing:
                 raise TierError(f"the {self.medium.name} tier is closed")
             self.in_flight[job.key] = transfer
@@ -245,16 +224,16 @@ class Copier:
         return transfer
 
     def drop_finished(self) -> None:
-        """Let go of the storages of finished transfers that nobody waited for; see [Note: Threads and memory]."""
+        """Drop the storages of finished transfers without a `wait()`; see [Note: Threads and memory]."""
         while self._finished_keys:
             transfer = self.in_flight.get(self._finished_keys.popleft())
             if transfer is not None:
                 transfer.drop_storage()
 
     def cancel_unstarted_write(self, slot: PooledSlot) -> None:
-        """Skip the write of a released slot if nothing of it has happened yet; best effort, never blocks."""
+        """Skip the write of a released slot if it has not started; best effort, never blocks."""
         # [Note: Finalizers]
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             return
         try:
             if len(slot.jobs) == 1:
@@ -263,11 +242,11 @@ class Copier:
                     (self._urgent if job.is_urgent else self._normal).remove(job)
                     self._finish(job)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def shutdown(self) -> None:
-        """End all copying: running parts are waited for, the others fail. Repeats are ignored."""
-        if os.getpid() != self.process_id or self.is_closing:
+        """Stop copying: wait for running parts, fail the others. Repeated calls do nothing."""
+        if self.owner.is_foreign() or self.is_closing:
             return
         self.is_closing = True
         for _ in self._threads:
@@ -288,8 +267,8 @@ class Copier:
         self.medium.close()
 
     def fail_queued(self) -> None:
-        """Fail what has not begun, once `is_closing` is set; parts that run end their jobs themselves."""
-        with self._lock:
+        """Fail the jobs that have not started, once `is_closing` is set; running parts end their jobs themselves."""
+        with self.lock:
             for queue in (self._urgent, self._normal):
                 while queue:
                     job = queue.popleft()
@@ -299,8 +278,8 @@ class Copier:
                         self._finish(job)
 
     def take_part(self) -> tuple[Job, Part] | None:
-        """Claim the next part: of reads first, then of writes. None if the token was one too many."""
-        with self._lock:
+        """Return the next part, of reads first, then of writes. None if no part is ready."""
+        with self.lock:
             queue = self._urgent or self._normal
             if not queue:
                 return None
@@ -314,7 +293,7 @@ class Copier:
             return job, part
 
     def copy_part(self, worker: int, job: Job, part: Part) -> BaseException | None:
-        """Copy, unless the tier is closing; returns what went wrong."""
+        """Copy a part, unless the tier is closing. Return the error, or None."""
         with self._io_locks[worker]:
             if self.is_closing:
                 return _closed_error()
@@ -323,14 +302,14 @@ class Copier:
                     self.medium.read_part(worker, part)
                 else:
                     self.medium.write_part(worker, part)
-            except BaseException as error:  # noqa: BLE001 (a thread that dies would leave its callers waiting)
-                # Without its traceback, which would keep this thread's frames and all they refer to.
+            except BaseException as error:  # noqa: BLE001 (if the thread died, its callers would wait forever)
+                # Without its traceback, which would keep this thread's frames alive.
                 return error.with_traceback(None)
             return None
 
     def end_part(self, job: Job, part: Part, error: BaseException | None) -> None:
-        """Note that a part has ended, and with the last one the job."""
-        with self._lock:
+        """End a part, and with the last part its job."""
+        with self.lock:
             link = self.read_link if job.is_read else self.write_link
             link.end(time.perf_counter(), part.size_bytes if error is None else 0)
             job.num_running -= 1
@@ -343,7 +322,7 @@ class Copier:
                 self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        """End the head of a slot's jobs and let the next begin. Needs the lock."""
+        """End the first of a slot's jobs and start the next. Needs the lock."""
         slot = job.slot
         slot.jobs.popleft()
         if job.is_read:
@@ -356,7 +335,7 @@ class Copier:
         self._start_next(slot)
 
     def _start_next(self, slot: PooledSlot) -> None:
-        """Make the head of a slot's jobs ready to run. Needs the lock."""
+        """Queue the first of a slot's jobs. Needs the lock."""
         if not slot.jobs:
             return
         job = slot.jobs[0]
@@ -379,7 +358,7 @@ def _closed_error() -> TierIOError:
 
 def _work(copier: Copier, worker: int) -> None:
     """Run one thread: copy part after part until the copier closes."""
-    tokens = copier._tokens
+    tokens = copier._tokens  # noqa: SLF001 - the copier's own thread
     while True:
         tokens.get()
         if copier.is_closing:
@@ -391,4 +370,4 @@ def _work(copier: Copier, worker: int) -> None:
         job, part = claim
         error = copier.copy_part(worker, job, part)
         copier.end_part(job, part, error)
-        del claim, job, part, error  # a thread that idles must keep nothing alive
+        del claim, job, part, error  # an idle thread must not keep objects alive

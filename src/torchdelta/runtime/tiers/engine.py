@@ -1,8 +1,8 @@
-"""The seam between the tiers and a device that computes and copies by itself, in streams.
+"""The interface between the tiers and a device that computes and copies asynchronously, in streams.
 
-A stream is a queue that the device works off in order; an event is a mark in one that others can wait for. Nothing
-here blocks the host but `finish`. CUDA is behind it in `cuda.py`; the tests put a simulated device there, which copies
-when it likes and notices every access that nothing ordered.
+A stream is a queue that the device processes in order; an event is a mark in a stream that other streams can wait for.
+Only `finish` blocks the host. `cuda.py` implements it for CUDA. The tests implement it by a simulated device, which
+copies at random moments and detects every unordered access.
 """
 
 from __future__ import annotations
@@ -15,58 +15,53 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Event", "Stream"]
 
-# What `Engine.mark` returns: opaque to all but its engine.
+# What `Engine.mark` returns: only its engine knows the type.
 Event = Any
 
 
 class Stream(enum.Enum):
-    """The queues of a device that a tier knows."""
+    """The streams of a device that a tier uses."""
 
-    COMPUTE = "compute"  # the one that the calling thread computes on just now
+    COMPUTE = "compute"  # the current stream of the calling thread
     OUT = "out"  # copies from the device to the host
     IN = "in"  # copies from the host to the device
 
 
 class Engine(Protocol):
-    """A device, as a tier needs it. All of it may be called on any thread; failures are RuntimeErrors."""
+    """A device, for a tier. Any thread may call it; failures are RuntimeErrors."""
 
     device: torch.device
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Lock host memory into place so that the device copies from and to it without help.
+        """Pin (page-lock) host memory so that the device copies from and to it asynchronously.
 
         Raises:
-            OSError: It was refused; copies from and to this memory work all the same, slowly and with the host waiting.
+            OSError: The memory is not pinned. Copies from and to it still work, but are slow and block the host.
         """
-        ...
 
     def unpin(self, address: int) -> None:
-        """Take `pin` back. No copy from or to that memory is under way any more."""
-        ...
+        """Undo `pin`. No copy from or to that memory may be under way."""
 
     def mark(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Return an event that is reached when all that stands in the stream now is done."""
+        """Return an event that is reached when all work that is queued in the stream now is done."""
         ...
 
     def follow(self, stream: Stream, event: Event) -> None:
-        """Let whatever comes into the stream from now on start after the event."""
-        ...
+        """Make all work that is queued in the stream from now on wait for the event."""
 
     def copy(self, stream: Stream, *, to_address: int, from_address: int, size_bytes: int) -> None:
-        """Queue a copy; the addresses of `Stream.OUT` are on the host and the device, those of `Stream.IN` reversed.
+        """Queue a copy: in `Stream.OUT` to the host from the device, in `Stream.IN` to the device from the host.
 
-        Both memories stay in place until the copy is done; that is the caller's business.
+        The caller keeps both memories allocated until the copy is done.
         """
-        ...
 
     def is_reached(self, event: Event) -> bool:
-        """Tell, without blocking, whether an event has been reached."""
+        """Return, without blocking, whether an event has been reached."""
         ...
 
     def finish(self, event: Event) -> None:
         """Block the host until an event has been reached."""
-        ...
 
     def elapsed_s(self, start: Event, end: Event) -> float:
-        """Return the seconds of the device between two timed events, both reached."""
+        """Return the seconds between two timed events, both reached, as the device measured them."""
         ...

@@ -1,16 +1,16 @@
-"""The memory tier: swapped bytes stay in host memory, in anonymous mappings that torch's allocator never sees.
+"""The memory tier: evicted bytes are kept in host memory, in anonymous mappings outside torch's allocator.
 
-On a CPU this frees nothing by itself; it is for tests, for measuring, and for machines whose "device" is a part of
-host memory. Whether its bytes count against a budget is the caller's accounting (`used_bytes`).
+On a CPU this alone frees no memory. It is for tests, for measurements, and for machines whose "device" is a part of
+host memory. The caller decides whether its bytes count against a budget (`used_bytes`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from bisect import bisect_right
 from typing import TYPE_CHECKING, Final
 
+from torchdelta.runtime.tiers.arena import Arena, Segment
 from torchdelta.runtime.tiers.pooled import PooledTier
 
 if TYPE_CHECKING:
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryTier"]
 
-_BLOCK_BYTES: Final = 64  # a cache line: copies from and to whole lines
+_BLOCK_BYTES: Final = 64  # a cache line
 _PART_BYTES: Final = 16 << 20
-# A constant, not a probe: what one core copies on common machines. The first few transfers correct it.
+# A constant, not a probe: the copy bandwidth of one core on common machines. The first few transfers correct it.
 _START_BYTES_PER_S: Final = 4e9
 
 
 class _MemoryMedium:
-    """Anonymous mappings side by side in one range of offsets."""
+    """Anonymous mappings, one after the other in one range of offsets."""
 
     name = "memory"
     budget_option = "host_budget"
     block_bytes = _BLOCK_BYTES
     part_bytes = _PART_BYTES
-    least_piece_bytes = 4096  # scattering costs next to nothing here
+    least_piece_bytes = 4096  # scattering is cheap here
     num_threads = 1
     staging_bytes = 0
     is_walled = True
@@ -39,22 +39,17 @@ class _MemoryMedium:
     start_read_bytes_per_s = _START_BYTES_PER_S
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._addresses: list[int] = []
         self._mappings: list[mmap.mmap] = []
-
-    def grow(self, from_bytes: int, add_bytes: int) -> None:
-        mapping = mmap.mmap(-1, add_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # In this order: a thread that looks an older offset up at this moment finds starts and addresses that agree.
-        self._addresses.append(ctypes.addressof(ctypes.c_char.from_buffer(mapping)))
-        self._mappings.append(mapping)
-        self._starts.append(from_bytes)
+        self._arena = Arena(self._map)
+        self.grow = self._arena.grow
 
     def write_part(self, worker: int, part: Part) -> None:  # noqa: ARG002 (needs no buffer of its own)
-        ctypes.memmove(self._address(part), part.address, part.size_bytes)  # a CDLL function: the GIL is released
+        ctypes.memmove(
+            self._arena.address_of(part.offset_bytes), part.address, part.size_bytes
+        )  # a CDLL function: the GIL is released
 
     def read_part(self, worker: int, part: Part) -> None:  # noqa: ARG002
-        ctypes.memmove(part.address, self._address(part), part.size_bytes)
+        ctypes.memmove(part.address, self._arena.address_of(part.offset_bytes), part.size_bytes)
 
     def close(self) -> None:
         for mapping in self._mappings:
@@ -62,11 +57,12 @@ class _MemoryMedium:
         self._mappings.clear()
 
     def leave_child(self) -> None:
-        """Keep the pages: they are copies on write, and freeing them in the child would gain it nothing."""
+        """Keep the pages: they are copy-on-write, so freeing them in the child would free no memory."""
 
-    def _address(self, part: Part) -> int:
-        index = bisect_right(self._starts, part.offset_bytes) - 1
-        return self._addresses[index] + part.offset_bytes - self._starts[index]
+    def _map(self, size_bytes: int) -> Segment:
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mappings.append(mapping)
+        return Segment(mapping)
 
 
 class MemoryTier(PooledTier):

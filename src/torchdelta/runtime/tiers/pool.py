@@ -1,10 +1,10 @@
-"""A pool of bytes that grows within a capacity: which slot lies where, and when to ask the medium for more.
+"""A pool of bytes that grows within a capacity: where each slot lies, and when the medium has to grow.
 
-The pool grows by doubling, never past the capacity, and is kept until its tier is closed: a training step needs next
-what the last one needed.
+The pool grows by doubling, never beyond the capacity, and is kept until its tier is closed: the next training step
+needs as much as the last.
 
-The budget is kept exactly: a reservation succeeds if, and on a medium with room only if, the bytes of all slots,
-each rounded up to the block, stay within the capacity. Fragmentation never makes it fail (see `slots`).
+The budget is exact: if the medium has room, a reservation succeeds exactly if the bytes of all slots, each rounded up
+to the block, stay within the capacity. Fragmentation never makes it fail (see `slots`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _LARGEST_GROWTH_BYTES: Final = 1 << 30
 
 
 class Pool:
-    """The extents of one tier. Not thread-safe: its tier holds a lock around it.
+    """The extents of one tier. Not thread-safe: its tier holds a lock.
 
     Args:
-        name: Of the tier, for messages.
+        name: The tier's name, for messages.
         budget_option: The option that limits it, for messages.
-        grow: Makes room behind so many bytes for so many more; raises OSError or MemoryError and then has changed
-            nothing.
-        block_bytes: Slots lie on, and are rounded up to, multiples of this.
-        least_piece_bytes: Scatter a slot over pieces of this size sooner than grow.
-        is_walled: Whether each growth is a place of its own, over whose seam no extent may lie.
+        grow: Extends the medium, given its present size and the bytes to add. If it raises OSError or MemoryError, it
+            has changed nothing.
+        block_bytes: Slots start at, and are rounded up to, multiples of this.
+        least_piece_bytes: Scatter a slot over pieces of at least this size before growing.
+        is_walled: Whether each growth is a separate piece of memory: then no extent may cross its start.
         capacity_bytes: The most that slots may take, or None for no limit.
-        granule_bytes: What the medium grows by multiples of; the block unless told otherwise.
+        granule_bytes: The medium grows by multiples of this; the block by default.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Pool:
         return self._allocator.peak_used_bytes
 
     def take(self, size_bytes: int) -> tuple[tuple[Extent, ...] | None, str]:
-        """Find room, growing the pool where that is needed and allowed.
+        """Find room; grow the pool where that is needed and allowed.
 
         Returns:
-            The extents or None, and for None the reason where it is not the capacity.
+            The extents, or None and the reason; the reason is empty if the capacity is too small.
         """
         allocator = self._allocator
         need_bytes = allocator.round_up(size_bytes)
@@ -95,13 +95,13 @@ class Pool:
         self._allocator.give_back(extents)
 
     def clear(self) -> None:
-        """Forget everything but the peak: the medium has gone."""
+        """Forget everything but the peak: the medium is closed."""
         peak_used_bytes = self._allocator.peak_used_bytes
         self._allocator = SlotAllocator(self._allocator.block_bytes)
         self._allocator.peak_used_bytes = peak_used_bytes
 
     def full_error(self, size_bytes: int, reason: str) -> TierFullError:
-        """Say that there is no room for so many bytes; `reason` as `take` gave it."""
+        """Return the error for a slot without room; `reason` is what `take` returned."""
         capacity = "unlimited" if self.capacity_bytes is None else f"{self.capacity_bytes} bytes"
         blame = f" ({reason})" if reason else ""
         remedy = "free some room there" if reason else f"raise {self._budget_option}"
@@ -111,10 +111,10 @@ class Pool:
         )
 
     def _grow(self, need_bytes: int) -> str:
-        """Grow the pool for a slot of `need_bytes`: generously, else by what is missing at least, else not.
+        """Grow the pool for a slot of `need_bytes`: try to double it, then to add only the missing bytes.
 
         Returns:
-            Why the medium would not grow, or nothing.
+            Why the medium cannot grow, or an empty string.
         """
         allocator = self._allocator
         generous_bytes = max(need_bytes, min(max(allocator.size_bytes, _LEAST_GROWTH_BYTES), _LARGEST_GROWTH_BYTES))

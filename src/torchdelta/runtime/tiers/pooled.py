@@ -1,52 +1,53 @@
-"""The body that the memory and the disk tier share: slots in one growing pool, copies in the background, one budget.
+"""The code that the memory and the disk tier share: slots in a growing pool, and threads that copy in the background.
 
-The two differ in their medium alone (see `copier.Medium`). Room and budget are the pool's business (see `pool`).
+The two differ in their medium only (see `copier.Medium`). The pool keeps the budget (see `pool`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from torchdelta.errors import TierError
 from torchdelta.runtime.tiers.copier import Copier, CopyTransfer, Medium, Part, PooledSlot
 from torchdelta.runtime.tiers.pool import Pool
+from torchdelta.runtime.tiers.slotted import SlottedTier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from torchdelta.runtime.tiers.base import Slot
 
 __all__ = ["PooledTier"]
 
-# A memoryview straight over an address: slicing costs no ctypes array type per size, as (c_char * n) would.
+# Makes a memoryview over an address without a ctypes array type for each size, which (c_char * n) would need.
 _PYBUF_WRITE: Final = 0x200
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.restype = ctypes.py_object
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
-# Open tiers of this process, for the hook that runs in forked children.
+# The copiers of open tiers, for the hook that runs in forked children.
 _open_copiers: weakref.WeakSet[Copier] = weakref.WeakSet()
 
 
-class PooledTier:
-    """A `Tier` over a medium. All state that changes is here and in its copier.
+class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
+    """A `Tier` over a medium. All mutable state is here and in its copier.
 
     Args:
         medium: Where the bytes are kept.
         capacity_bytes: The most that slots may take, or None for no limit.
-        device: Whose storages it copies; None is the CPU.
+        device: The device whose storages it copies; None for the CPU.
     """
 
     def __init__(self, medium: Medium, *, capacity_bytes: int | None, device: torch.device | None = None) -> None:
-        self._medium = medium
-        self._device = device
-        self._pool = Pool(
+        self.medium = medium
+        pool = Pool(
             name=medium.name,
             budget_option=medium.budget_option,
             grow=medium.grow,
@@ -55,151 +56,61 @@ class PooledTier:
             is_walled=medium.is_walled,
             capacity_bytes=capacity_bytes,
         )
-        self._lock = threading.Lock()  # over the pool and the ghosts
-        self._released: deque[PooledSlot] = deque()  # given back, not yet looked at; see [Note: Finalizers]
-        self._ghosts: list[PooledSlot] = []  # given back while copies ran, room still taken
-        self._copier = Copier(medium)
-        _open_copiers.add(self._copier)
-        # Also ends the threads and the file of a tier that nobody closed, and runs at interpreter exit.
-        self._finalizer = weakref.finalize(self, self._copier.shutdown)
-
-    @property
-    def name(self) -> str:
-        """The name that the tier is registered under."""
-        return self._medium.name
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all reserved slots, each rounded up to the block."""
-        if self._is_foreign():
-            return 0
-        with self._lock:
-            self._collect_released()
-            return self._pool.used_bytes
-
-    @property
-    def peak_used_bytes(self) -> int:
-        """The largest `used_bytes` so far."""
-        return self._pool.peak_used_bytes
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """The budget, or None."""
-        return self._pool.capacity_bytes
+        self._pool_lock = threading.Lock()  # over the pool and the ghosts
+        self._ghosts: list[PooledSlot] = []  # released while copies ran: their room is still taken
+        self.copier = Copier(medium)
+        super().__init__(
+            owner=self.copier.owner,
+            slot_type=PooledSlot,
+            pool=pool,
+            lock=self._pool_lock,
+            device=device,
+            links=(self.copier.write_link, self.copier.read_link),
+            in_flight=self.copier.in_flight,
+            shut_down=self.copier.shutdown,
+        )
+        _open_copiers.add(self.copier)
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory held for bounce buffers."""
-        return self._medium.staging_bytes
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes that the pool has taken from the machine so far; within the capacity."""
-        return self._pool.size_bytes
-
-    @property
-    def write_bytes_per_s(self) -> float:
-        """Running estimate of the bandwidth into the tier."""
-        return self._copier.write_link.bytes_per_s
-
-    @property
-    def read_bytes_per_s(self) -> float:
-        """Running estimate of the bandwidth out of the tier."""
-        return self._copier.read_link.bytes_per_s
-
-    def reserve(self, size_bytes: int) -> PooledSlot:
-        """Take room for one buffer; waits for released slots whose copies still run before it gives up."""
-        self._check_usable()
-        if size_bytes < 0:
-            raise TierError(f"a slot cannot have {size_bytes} bytes")
-        self._copier.drop_finished()
-        while True:
-            with self._lock:
-                self._collect_released()
-                extents, reason = self._pool.take(size_bytes)
-                ghost = self._ghosts[0] if self._ghosts else None
-            if extents is not None:
-                return PooledSlot(size_bytes, extents, self._copier)
-            if ghost is None:
-                raise self._pool.full_error(size_bytes, reason)
-            self._await_jobs(ghost)
-
-    def write(self, slot: Slot, storage: torch.UntypedStorage) -> CopyTransfer:
-        """Start copying `storage` into `slot`."""
-        pooled = self._checked(slot, storage)
-        parts = self._cut(pooled, storage)
-        transfer = self._copier.start(pooled, parts, storage, is_read=False)
-        pooled.is_written = True
-        return transfer
-
-    def read(self, slot: Slot, storage: torch.UntypedStorage) -> CopyTransfer:
-        """Start filling `storage` from `slot`."""
-        pooled = self._checked(slot, storage)
-        if not pooled.is_written:
-            raise TierError(f"a slot of {slot.size_bytes} bytes in the {self.name} tier is read but was never written")
-        parts = self._cut(pooled, storage)
-        return self._copier.start(pooled, parts, storage, is_read=True)
+        """Host memory held for staging buffers."""
+        return self.medium.staging_bytes
 
     def release(self, slot: Slot) -> None:
-        """Give the slot back. Safe in finalizers: takes no lock with blocking."""
-        if not isinstance(slot, PooledSlot) or slot.owner is not self._copier:
-            raise TierError(f"a slot that is no slot of this {self.name} tier was given back to it")
-        if slot.is_released or self._is_foreign() or self._copier.is_closing:
-            return
-        slot.is_released = True
-        self._released.append(slot)
-        # Whoever holds the lock now, or takes it next, looks at what was appended; see [Note: Finalizers].
-        if self._lock.acquire(blocking=False):
+        """Give the slot back. Safe in finalizers: it never blocks on a lock."""
+        super().release(slot)
+        # Where the lock is held, the thread that holds or takes it next collects the slot; see [Note: Finalizers].
+        if self._released and not self.owner.is_foreign() and self._pool_lock.acquire(blocking=False):
             try:
                 self._collect_released()
             finally:
-                self._lock.release()
-
-    def drain(self) -> None:
-        """Wait for every transfer under way, and let go of its storage."""
-        for transfer in list(self._copier.in_flight.values()):
-            with contextlib.suppress(TierError):
-                transfer.wait()
+                self._pool_lock.release()
 
     def take_stall_s(self) -> float:
-        """Return nothing: `wait()` has told all of it."""
+        """Return 0.0: `wait()` has returned every stall."""
         return 0.0
 
     def close(self) -> None:
-        """Stop the transfers, join the threads, drop the pool."""
-        if self._is_foreign():
+        """Stop the transfers, join the threads, free the pool."""
+        if self.owner.is_foreign():
             return
         self._finalizer()
-        _open_copiers.discard(self._copier)
-        with self._lock:
+        _open_copiers.discard(self.copier)
+        with self.lock:
             self._released.clear()
             self._ghosts.clear()
             self._pool.clear()
 
-    def _is_foreign(self) -> bool:
-        return os.getpid() != self._copier.process_id
+    def start_copy(self, slot: PooledSlot, storage: torch.UntypedStorage, *, is_read: bool) -> CopyTransfer:
+        """Hand a copy to the threads."""
+        return self.copier.start(slot, self._cut(slot, storage), storage, is_read=is_read)
 
-    def _check_usable(self) -> None:
-        self._copier.check_process()
-        if self._copier.is_closing:
-            raise TierError(f"the {self.name} tier is closed")
-
-    def _checked(self, slot: Slot, storage: torch.UntypedStorage) -> PooledSlot:
-        self._check_usable()
-        if not isinstance(slot, PooledSlot) or slot.owner is not self._copier:
-            raise TierError(f"this slot of {slot.size_bytes} bytes is no slot of this {self.name} tier")
-        if slot.is_released:
-            raise TierError(f"a slot of {slot.size_bytes} bytes in the {self.name} tier is used after its release")
-        if storage.device != self._device if self._device is not None else storage.device.type != "cpu":
-            wanted = "CPU" if self._device is None else self._device
-            raise TierError(f"the {self.name} tier copies {wanted} storages only, not one on {storage.device}")
-        if storage.nbytes() != slot.size_bytes:
-            raise TierError(f"a storage of {storage.nbytes()} bytes meets a slot of {slot.size_bytes} bytes")
-        return slot
+    def _drop_finished(self) -> None:
+        self.copier.drop_finished()
 
     def _cut(self, slot: PooledSlot, storage: torch.UntypedStorage) -> list[Part]:
-        """Cut a transfer into parts, the same for every transfer of a slot."""
-        part_bytes = self._medium.part_bytes
+        """Split a transfer into parts, the same parts for every transfer of a slot."""
+        part_bytes = self.medium.part_bytes
         parts: list[Part] = []
         if slot.size_bytes == 0:
             return parts
@@ -224,26 +135,23 @@ class PooledTier:
         return parts
 
     def _collect_released(self) -> None:
-        """Take back the room of released slots whose copies have ended. Needs the lock."""
+        """Free the room of released slots whose copies have ended. Needs the lock."""
         while self._released:
             slot = self._released.popleft()
-            self._copier.cancel_unstarted_write(slot)
+            self.copier.cancel_unstarted_write(slot)
             self._ghosts.append(slot)
-        if self._ghosts:
-            # One read of each slot's state: a copy may end between two.
-            running = [bool(slot.jobs) for slot in self._ghosts]
-            for slot, is_running in zip(self._ghosts, running, strict=True):
-                if not is_running:
-                    self._pool.give_back(slot.extents)
-            self._ghosts = [slot for slot, is_running in zip(self._ghosts, running, strict=True) if is_running]
+        ended = dict.fromkeys(slot for slot in self._ghosts if not slot.jobs)  # read once: a copy may end meanwhile
+        for slot in ended:
+            self._pool.give_back(slot.extents)
+        self._ghosts = [slot for slot in self._ghosts if slot not in ended]
 
-    def _await_jobs(self, slot: PooledSlot) -> None:
-        try:
-            job = slot.jobs[-1]
-        except IndexError:  # they have just ended
-            return
-        job.done.acquire()
-        job.done.release()
+    def _room_to_come(self) -> Callable[[], None] | None:
+        return functools.partial(_await_jobs, self._ghosts[0]) if self._ghosts else None
+
+
+def _await_jobs(slot: PooledSlot) -> None:
+    with contextlib.suppress(IndexError), slot.jobs[-1].done:  # there is none if they have just ended
+        pass
 
 
 def _leave_children() -> None:

@@ -1,8 +1,8 @@
-"""The file that swapped bytes go to: it has no name, so it goes with the process, however that ends.
+"""The file for evicted bytes. It has no name, so that the system deletes it when the process ends, even if killed.
 
-`O_TMPFILE` makes it without ever giving it a name; where a file system cannot, it is made and unlinked at once.
-Direct I/O keeps swapped bytes out of the page cache, which would otherwise eat the very memory that is to be saved.
-Whether a directory's file system really has it is found by a real aligned write, since some accept the flag only.
+`O_TMPFILE` creates it without a name; on file systems without that flag it is created and unlinked at once. Direct I/O
+keeps the bytes out of the page cache, which would use the memory that eviction saves. An aligned test write finds out
+whether the file system has direct I/O, since some accept the flag but not the write.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 
 from torchdelta.errors import TierError
 
-__all__ = ["BLOCK_BYTES", "ScratchFile", "open_scratch_file", "swap_directory"]
+__all__ = ["BLOCK_BYTES", "ScratchFile", "open_nameless", "open_scratch_file", "probe", "set_direct", "swap_directory"]
 
-# The granule of direct I/O in offset, length and memory address: no disk in use has larger logical blocks.
+# The alignment of direct I/O in offset, length and memory address: no current disk has larger logical blocks.
 BLOCK_BYTES: Final = 4096
 _BLOCK: Final = b"\xa5" * BLOCK_BYTES
 _PROBE_BYTES: Final = 4 << 20
-_FALLBACK_BYTES_PER_S: Final = 500e6  # where there is no room for a probe
+_FALLBACK_BYTES_PER_S: Final = 500e6  # if there is no room for a probe
 _LEAST_BYTES_PER_S: Final = 20e6
 _LARGEST_BYTES_PER_S: Final = 20e9
 _PREFIX: Final = "torchdelta-"
@@ -35,7 +35,7 @@ _REMEDY: Final = f"name another directory with swap_dir or {_ENVIRONMENT_NAME}"
 
 
 class ScratchFile(NamedTuple):
-    """An open nameless file, and what a first write and read told about it."""
+    """An open unnamed file, and what a first write and read measured."""
 
     descriptor: int
     directory: Path
@@ -45,7 +45,7 @@ class ScratchFile(NamedTuple):
 
 
 def swap_directory(swap_dir: str | os.PathLike[str] | None) -> Path:
-    """Choose the directory: the option, else TORCHDELTA_SWAP_DIR, else the system's for temporary files."""
+    """Return the directory: the option, else TORCHDELTA_SWAP_DIR, else the system's temporary directory."""
     if swap_dir is not None:
         return Path(swap_dir)
     named = os.environ.get(_ENVIRONMENT_NAME)
@@ -58,23 +58,23 @@ def swap_directory(swap_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def open_scratch_file(directory: Path, *, capacity_bytes: int | None) -> ScratchFile:
-    """Open a nameless file, with direct I/O if the file system has it, and measure it once, for milliseconds.
+    """Open an unnamed file, with direct I/O if the file system has it, and measure it for a few milliseconds.
 
     Args:
-        directory: Where the file is to lie.
+        directory: The directory of the file.
         capacity_bytes: The most that may be written, the probe included.
 
     Raises:
         TierError: The directory is missing or cannot be written.
     """
-    descriptor = _open_nameless(directory)
+    descriptor = open_nameless(directory)
     try:
         probe_bytes = _PROBE_BYTES if capacity_bytes is None else min(_PROBE_BYTES, capacity_bytes)
         probe_bytes = probe_bytes // BLOCK_BYTES * BLOCK_BYTES
-        is_direct = probe_bytes > 0 and _set_direct(descriptor) and _accepts_direct(descriptor)
+        is_direct = probe_bytes > 0 and set_direct(descriptor) and _accepts_direct(descriptor)
         if not is_direct:
             _clear_direct(descriptor)
-        write_bytes_per_s, read_bytes_per_s = _probe(descriptor, probe_bytes)
+        write_bytes_per_s, read_bytes_per_s = probe(descriptor, probe_bytes)
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError):
@@ -85,13 +85,18 @@ def open_scratch_file(directory: Path, *, capacity_bytes: int | None) -> Scratch
     return ScratchFile(descriptor, directory, is_direct, write_bytes_per_s, read_bytes_per_s)
 
 
-def _open_nameless(directory: Path) -> int:
+def open_nameless(directory: Path) -> int:
+    """Open a file of the directory that no one else can open, and that is gone with its last descriptor.
+
+    Raises:
+        TierError: The directory does not exist, or cannot be written.
+    """
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise TierError(f"the swap directory {str(directory)!r} {what}; create it, or {_REMEDY}")
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except (OSError, AttributeError):  # not on this file system, not on this platform: the way below is for all
+    except (OSError, AttributeError):  # the file system or the platform does not have it
         pass
     _sweep(directory)
     try:
@@ -105,17 +110,18 @@ def _open_nameless(directory: Path) -> int:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the empty files of processes that were killed between making theirs and taking its name away."""
+    """Remove the empty files of processes that were killed between creating and unlinking theirs."""
     try:
         for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
             status = path.stat()
             if status.st_size == 0 and time.time() - status.st_mtime > _ABANDONED_AFTER_S:
                 path.unlink()
-    except OSError:  # somebody else's, or gone already
+    except OSError:  # it belongs to another user, or is gone already
         pass
 
 
-def _set_direct(descriptor: int) -> bool:
+def set_direct(descriptor: int) -> bool:
+    """Turn direct I/O on for a file. Return whether its file system lets it be turned on."""
     try:
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -137,13 +143,13 @@ def _accepts_direct(descriptor: int) -> bool:
         return False
 
 
-def _probe(descriptor: int, probe_bytes: int) -> tuple[float, float]:
-    """Write and read once, for the first estimates; the running ones take over from there."""
+def probe(descriptor: int, probe_bytes: int) -> tuple[float, float]:
+    """Write and read once, for the first estimates; the transfers update them."""
     estimates = (_FALLBACK_BYTES_PER_S, _FALLBACK_BYTES_PER_S)
     try:
         if probe_bytes > 0:
             with mmap.mmap(-1, probe_bytes) as buffer:
-                for _ in range(probe_bytes // BLOCK_BYTES):  # an untouched page would be measured as a page fault
+                for _ in range(probe_bytes // BLOCK_BYTES):  # touch every page: a page fault would be measured as well
                     buffer.write(_BLOCK)
                 os.ftruncate(descriptor, probe_bytes)
                 start_s = time.perf_counter()
@@ -153,7 +159,7 @@ def _probe(descriptor: int, probe_bytes: int) -> tuple[float, float]:
                 end_s = time.perf_counter()
                 estimates = (_bandwidth(num_written, middle_s - start_s), _bandwidth(num_read, end_s - middle_s))
     except OSError as error:
-        # Also where memory has run out: that may be why the tier is opened.
+        # Out of memory included: that may be why the tier is opened.
         if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM}:
             raise
     os.ftruncate(descriptor, 0)

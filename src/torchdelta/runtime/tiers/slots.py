@@ -1,13 +1,13 @@
-"""Where in a pool each slot lies: best fit over free holes, with coalescing and, at need, scattering.
+"""Where each slot lies in a pool: best fit over free holes, with coalescing and, if needed, scattering.
 
-Best fit (Knuth, TAOCP 1, 2.5) over holes sorted by length: O(log n) to find a hole, O(n) to shift the sorted list,
-with n the number of holes, tens in practice since a training step asks for the same sizes again and again. Freed
-extents merge with their free neighbours. Best fit alone has no bound on fragmentation below the total free space;
-therefore `take` may split a request over several holes, and this is the guarantee that budgets rest on:
+Best fit (Knuth, TAOCP 1, 2.5) over holes sorted by length: O(log n) to find a hole, O(n) to shift the sorted list. The
+number of holes n is tens in practice, since a training step requests the same sizes repeatedly. Freed extents merge
+with their free neighbours. Best fit alone does not bound fragmentation below the total free space. Therefore `take` may
+split a request over several holes, and budgets rely on this guarantee:
 
     a request succeeds exactly if its rounded size is at most the free bytes (`least_piece_bytes` = one block).
 
-Known suboptimality: a scattered slot costs one transfer per piece, so callers ask for large pieces first.
+Known weakness: a scattered slot costs one transfer per piece, so callers request large pieces first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Extent", "SlotAllocator"]
 
 
 class Extent(NamedTuple):
-    """A run of bytes in a pool; offset and size are multiples of the pool's block."""
+    """Contiguous bytes in a pool; offset and size are multiples of the pool's block."""
 
     offset_bytes: int
     size_bytes: int
 
 
 class SlotAllocator:
-    """Hands out extents of a pool that only grows. Not thread-safe: its tier holds a lock around it."""
+    """Hands out extents of a pool that only grows. Not thread-safe: its tier holds a lock."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -36,16 +36,16 @@ class SlotAllocator:
         self._holes: list[tuple[int, int]] = []  # (size, offset), sorted: best fit is one bisection
         self._size_at: dict[int, int] = {}  # hole offset -> size
         self._offset_ending_at: dict[int, int] = {}  # hole end -> offset
-        self._walls: set[int] = set()  # offsets over which no extent may reach
+        self._walls: set[int] = set()  # offsets that no extent may cross
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of all holes together."""
+        """Bytes of all holes."""
         return self.size_bytes - self.used_bytes
 
     @property
     def num_holes(self) -> int:
-        """The number of holes: 1 in an empty pool without walls, whatever has happened before."""
+        """The number of holes: always 1 in an empty pool without walls."""
         return len(self._holes)
 
     def round_up(self, size_bytes: int) -> int:
@@ -56,8 +56,8 @@ class SlotAllocator:
         """Add `size_bytes` (a multiple of the block) of free space at the end of the pool.
 
         Args:
-            size_bytes: What to add.
-            walled: The new space is not contiguous with the old, so no extent may lie across the seam.
+            size_bytes: The bytes to add.
+            walled: The new space is not contiguous with the old, so no extent may cross its start.
         """
         if walled:
             self._walls.add(self.size_bytes)
@@ -66,12 +66,12 @@ class SlotAllocator:
         self._add_hole(offset, size_bytes)
 
     def take(self, size_bytes: int, *, least_piece_bytes: int | None = None) -> tuple[Extent, ...] | None:
-        """Take room for `size_bytes`, in one piece if any hole has it.
+        """Take room for `size_bytes`, in one piece if a hole is large enough.
 
         Args:
             size_bytes: What the slot must hold; rounded up to the block.
-            least_piece_bytes: Scatter the slot over holes of at least this size where no single hole has the room.
-                None: one piece or nothing.
+            least_piece_bytes: If no hole is large enough, scatter the slot over holes of at least this size. None:
+                never scatter.
 
         Returns:
             The extents in the order in which the bytes fill them (none for size 0), or None if there is no room.
@@ -101,13 +101,13 @@ class SlotAllocator:
         return tuple(extents)
 
     def give_back(self, extents: tuple[Extent, ...]) -> None:
-        """Free extents that `take` returned; each joins the holes beside it."""
+        """Free extents that `take` returned; each merges with the holes beside it."""
         for extent in extents:
             self.used_bytes -= extent.size_bytes
             self._add_hole(*extent)
 
     def _gather(self, need_bytes: int, least_piece_bytes: int) -> list[tuple[int, int]]:
-        """Choose the fewest holes that hold `need_bytes`: the largest first. Empty if they do not suffice."""
+        """Choose the fewest holes that hold `need_bytes`, the largest first. Empty if there is not enough room."""
         chosen: list[tuple[int, int]] = []
         for hole in reversed(self._holes):
             if need_bytes <= 0 or hole[0] < least_piece_bytes:

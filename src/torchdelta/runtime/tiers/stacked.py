@@ -1,4 +1,4 @@
-"""Two tiers as one: what the first has no room for goes to the second."""
+"""Two tiers as one: a buffer for which the first has no room goes to the second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StackedSlot", "StackedTier"]
 
 
 class StackedSlot(Slot):
-    """A slot of one of the two."""
+    """A slot of one of the two tiers."""
 
     __slots__ = ("inner", "owner", "tier")
 
@@ -28,19 +28,19 @@ class StackedSlot(Slot):
 
 
 class StackedTier:
-    """A fast tier, and a slower one behind it; see `base.Tier`. A slot stays where it was reserved.
+    """A fast tier and a slower one; see `base.Tier`. A slot stays in the tier that it was reserved in.
 
     Args:
-        name: That it is registered under.
-        first: Asked first; closed with this one.
-        second: Asked when the first is full; closed with this one.
+        name: The registered name.
+        first: The tier that is used while it has room; closed with this one.
+        second: The tier that is used when the first is full; closed with this one.
     """
 
     def __init__(self, name: str, first: Tier, second: Tier) -> None:
         self.name = name
         self.first = first
         self.second = second
-        self._overflows = False  # whether the last reservation went to the second
+        self._overflows = False  # whether the last slot was reserved in the second
 
     @property
     def used_bytes(self) -> int:
@@ -49,32 +49,32 @@ class StackedTier:
 
     @property
     def peak_used_bytes(self) -> int:
-        """The sum of both peaks, which need not have been at the same time."""
+        """The sum of both peaks, which may have been at different times."""
         return self.first.peak_used_bytes + self.second.peak_used_bytes
 
     @property
     def capacity_bytes(self) -> int | None:
-        """The sum of both budgets; None where one has no limit."""
+        """The sum of both budgets; None if either has no limit."""
         capacities_bytes = (self.first.capacity_bytes, self.second.capacity_bytes)
         return None if None in capacities_bytes else sum(filter(None, capacities_bytes))
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory that both hold for bounce buffers."""
+        """Host memory that both hold for staging buffers."""
         return self.first.staging_bytes + self.second.staging_bytes
 
     @property
     def write_bytes_per_s(self) -> float:
-        """The estimate of the tier that the next buffer probably goes to."""
+        """The estimate of the tier that took the last slot, and probably takes the next."""
         return (self.second if self._overflows else self.first).write_bytes_per_s
 
     @property
     def read_bytes_per_s(self) -> float:
-        """The estimate of the tier that the next buffer probably goes to."""
+        """The estimate of the tier that took the last slot, and probably takes the next."""
         return (self.second if self._overflows else self.first).read_bytes_per_s
 
     def reserve(self, size_bytes: int) -> StackedSlot:
-        """Take room in the first, else in the second."""
+        """Reserve a slot in the first, else in the second."""
         try:
             slot = StackedSlot(self, self.first, self.first.reserve(size_bytes))
             self._overflows = False
@@ -116,5 +116,5 @@ class StackedTier:
 
     def _checked(self, slot: Slot) -> StackedSlot:
         if not isinstance(slot, StackedSlot) or slot.owner is not self:
-            raise TierError(f"this slot of {slot.size_bytes} bytes is no slot of this {self.name} tier")
+            raise TierError(f"this slot of {slot.size_bytes} bytes does not belong to this {self.name} tier")
         return slot

@@ -15,12 +15,19 @@ time until the next event. A write reads the old content as well, since it may c
 first. A log knows of no phases: all up to the moment of the highest load is taken for the forward, the rest for the
 backward, and what is born before and read after it for saved (AutoSwap's own view; the rule is ours). Nothing is
 recomputable. `torchdelta.` names say what the ops are: pseudo-ops.
+
+[Note: layers that look like steps]
+In a log of one or two steps the longest repetition are the layers of a step. It is refused: an iteration reaches
+`MIN_PEAK_SHARE` of the log's highest load, or else covers `MIN_COVERAGE` of its events and ends with the load it began
+with, but for `MAX_GROWTH` of what it adds in between. (In a log with evaluations in between a stretch of steps may be
+short, but it reaches the peak; layers of a forward leave behind what they save.) The rule and its numbers are ours.
 """
 
 import gzip
 import math
 import os
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, Literal
 
@@ -30,11 +37,17 @@ from torchdelta.errors import TraceFileError
 from torchdelta.trace.imports.iteration import MIN_REPEATS, Iteration, find_iteration, signatures
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Phase, SavedTensor, Trace
 from torchdelta.trace.validate import validate
+from torchdelta.units import format_bytes
 
 __all__ = ["Event", "read_event_log", "read_events", "trace_of_events"]
 
 _MAX_LINE_BYTES: Final = 2**20
 _GZIP_MAGIC: Final = b"\x1f\x8b"
+
+# See [Note: layers that look like steps].
+MIN_PEAK_SHARE: Final = 0.95
+MIN_COVERAGE: Final = 0.5
+MAX_GROWTH: Final = 0.25
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -159,7 +172,8 @@ def trace_of_events(
         num_before: The first events that only say what was there before the log.
 
     Raises:
-        TraceFileError: There is no iteration in it, or no op, or a size is negative or beyond what can be added up.
+        TraceFileError: There is no iteration in it (also where what repeats are the layers of a step), or no op, or a
+            size is negative or beyond what can be added up.
     """
     if not any(event.op != "free" for event in events):
         raise TraceFileError(f"{source}: the log has no allocation, read or write: there is no step in it")
@@ -171,8 +185,14 @@ def trace_of_events(
                 f"{source}: no iteration in {len(events)} events: none comes {MIN_REPEATS} times in a row; "
                 f"log more steps, or take the whole log as one"
             )
-        first = _first_event(events, found)
+        loads = _loads(events)
+        first = _first_event(events, found, loads)
         end = first + found.length
+        wrong = _no_step(found, loads[first : end + 1], max(loads[num_before:]), len(events) - num_before)
+        if all(event.op == "free" for event in events[first:end]):
+            wrong = f"no iteration found: what repeats, {found.length} events, is releases alone"
+        if wrong is not None:
+            raise TraceFileError(f"{source}: {wrong}; log more steps, or take the whole log as one")
     end_s = events[end].time_s if end < len(events) else events[-1].time_s
     comment = "whole log"
     if found is not None:
@@ -185,16 +205,56 @@ def trace_of_events(
     return step
 
 
-def _first_event(events: Sequence[Event], found: Iteration) -> int:
-    """Return where the step begins: an allocation with the least memory before it, in the middle of the stretch."""
-    loads = [0]
+def _no_step(found: Iteration, loads: Sequence[int], log_peak_bytes: int, num_events: int) -> str | None:
+    """Return why a repetition is no step of a log, None if it is one: see [Note: layers that look like steps].
+
+    Args:
+        found: The repetition.
+        loads: Bytes in use before each event of its iteration, and after the last one.
+        log_peak_bytes: The most in the log.
+        num_events: Of the log.
+    """
+    peak_bytes = max(loads)
+    if peak_bytes >= MIN_PEAK_SHARE * log_peak_bytes:
+        return None
+    coverage, growth_bytes = found.num_events / num_events, loads[-1] - loads[0]
+    is_level = abs(growth_bytes) <= MAX_GROWTH * (peak_bytes - min(loads))
+    if coverage >= MIN_COVERAGE and is_level:
+        return None
+    growth = "" if is_level else f", each time with {format_bytes(abs(growth_bytes))} {_than_before(growth_bytes)}"
+    return (
+        f"no iteration found: what repeats, {found.length} events {found.num_events // found.length} times, is "
+        f"{coverage:.0%} of the log and reaches {format_bytes(peak_bytes)} of its peak of "
+        f"{format_bytes(log_peak_bytes)}{growth}"
+    )
+
+
+def _than_before(growth_bytes: int) -> str:
+    return "more than before" if growth_bytes > 0 else "less than before"
+
+
+def _loads(events: Sequence[Event]) -> list[int]:
+    """Return the bytes in use before each event and after the last one, blocks from before the log included."""
+    changes = [0]
     sizes_bytes: dict[int | str, int] = {}
     for event in events:
-        if event.id not in sizes_bytes and event.op != "free":
+        change = 0
+        if event.op == "free":
+            if event.id not in sizes_bytes:
+                changes[0] += event.size_bytes
+            change = -sizes_bytes.pop(event.id, event.size_bytes)
+        elif event.id not in sizes_bytes:
             sizes_bytes[event.id] = event.size_bytes
-            loads.append(loads[-1] + (event.size_bytes if event.op == "alloc" else 0))
-        else:
-            loads.append(loads[-1] - (sizes_bytes.pop(event.id, event.size_bytes) if event.op == "free" else 0))
+            if event.op == "alloc":
+                change = event.size_bytes
+            else:
+                changes[0] += event.size_bytes
+        changes.append(change)
+    return list(accumulate(changes))
+
+
+def _first_event(events: Sequence[Event], found: Iteration, loads: Sequence[int]) -> int:
+    """Return where the step begins: an allocation with the least memory before it, in the middle of the stretch."""
     num_repeats = found.num_events // found.length
     # With three repeats or more there is a whole one after the middle one, wherever in it the step begins.
     middle = found.start + found.length * ((num_repeats - 1) // 2)

@@ -1,7 +1,9 @@
 """What an op costs, read off its arguments: FLOPs, bytes that it moves, memory that it takes inside itself.
 
 FLOPs are those of matrix products, convolutions and attention, by torch's own table (`torch.utils.flop_counter`), which
-counts a multiply-add as two, and by the same formula for the attention kernel of the CPU, which the table lacks.
+counts a multiply-add as two, and by the same formula for the attention kernel of the CPU, which the table lacks. The
+backward of a convolution is counted here: torch's formula leaves its groups out of the weight's gradient, so that a
+depthwise convolution came to as many times too many as it has channels.
 
 [Note: workspaces]
 What a kernel allocates inside itself cannot be seen on fake tensors. The rule, which is ours and an estimate:
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from torchdelta._torch.ops import schema_of
 from torchdelta.trace.scale import CONVOLUTION_WORKSPACE_BYTES
 
 if TYPE_CHECKING:
@@ -41,10 +44,12 @@ _CPU_ATTENTION: Final = "_scaled_dot_product_flash_attention_for_cpu"
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> tuple[int, str]:
     """Return the FLOPs of an op and the dtype that it multiplies: 0 and "" for all but products of matrices."""
     packet = func.overloadpacket
+    if packet is torch.ops.aten.convolution_backward:
+        return _convolution_backward_flops(*args[:3], is_transposed=args[7], output_mask=args[10]), _dtype_name(args)
     count = flop_registry.get(packet)
     if count is not None:
         return int(count(*args, **kwargs, out_val=output)), _dtype_name(args)
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     if name == "_grouped_mm":
         left, right = args[:2]
         # Of a stack of matrices against one that is cut into groups, each meets its own part only.
@@ -109,6 +114,23 @@ def _view_bytes(tensor: torch.Tensor) -> int:
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= length if stride else min(length, 1)
     return count * tensor.dtype.itemsize
+
+
+def _convolution_backward_flops(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    is_transposed: bool,
+    output_mask: Sequence[bool],
+) -> int:
+    """Count the gradients of input and weight, each as many multiply-adds as forward; that of the bias is a sum.
+
+    Each position of the output (of the input, if transposed) meets each element of the weight once a sample: the weight
+    has the channels of one group only, so that groups need no factor of their own.
+    """
+    positions = math.prod((x if is_transposed else grad_output).shape[2:])
+    return 2 * x.shape[0] * positions * weight.numel() * (int(output_mask[0]) + int(output_mask[1]))
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, num_products: int) -> int:

@@ -11,10 +11,13 @@ these are put right, by calling the op that torch calls on CUDA; its output has 
 - An LSTM is computed step by step, as GRUs and plain RNNs are anyway, and not in oneDNN's one op, which hides what it
   multiplies and saves.
 - Optimizers and gradient clipping take the `_foreach_` ops, whose temporaries are as large as all parameters.
+- Autocast casts what CUDA's does, to and fro, weights once: see [Note: CUDA's casts on CPU] in `_torch/autocast.py`.
 
 Not corrected: recurrent layers (cuDNN's are one op, here they are many; on CPU an LSTM is oneDNN's one op, which is
-priced too low), autocast for CUDA (it does not act on CPU tensors: trace a model in the dtype that it computes in), and
-memory formats that cuDNN would choose otherwise.
+priced too low), an autocast context that was made before tracing on a machine without CUDA (torch warns, and turns it
+off), a gradient scaler for CUDA on such a machine (likewise), the statistics of a CPU's layer norm of halves by a
+float32 weight (torch's fake kernel has them in halves, they are float32), and memory formats that cuDNN would choose
+otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from torchdelta._torch_symbolic import foreach_on_cpu, without_onednn
+from torchdelta._torch.autocast import cuda_autocast_on_cpu
+from torchdelta._torch.symbolic import foreach_on_cpu, without_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -52,7 +56,7 @@ def acting_as(device: str) -> Generator[None]:
     for name, function in replaced.items():
         setattr(functional, name, function)
     try:
-        with foreach_on_cpu(), without_onednn(), _OnCuda():
+        with foreach_on_cpu(), without_onednn(), cuda_autocast_on_cpu(), _OnCuda():
             yield
     finally:
         for name, function in originals.items():
@@ -101,6 +105,10 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    if torch.is_autocast_enabled("cpu"):  # before the kernel is chosen
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (_lowered(tensor, dtype) for tensor in (query, key, value))
+        attn_mask = None if attn_mask is None else _lowered(attn_mask, dtype)
     is_plain = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1]
     has_same_heads = query.dim() == 4 and query.shape[1] == key.shape[1] == value.shape[1]
     is_half = query.dtype in {torch.float16, torch.bfloat16}
@@ -120,6 +128,10 @@ def _cuda_attention(
         return aten._scaled_dot_product_efficient_attention(*arguments, scale=scale)[0]
     with sdpa_kernel(SDPBackend.MATH):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _lowered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 
-from torchdelta._torch import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    graph_task_id,
-    storage_address,
-    storage_num_holders,
-    tensor_num_holders,
-)
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.fake import FakeTensorMode
+from torchdelta._torch.modes import TorchDispatchMode
+from torchdelta._torch.storages import storage_address, storage_num_holders
+from torchdelta._torch.tensors import tensor_num_holders
 
 _ADD = torch.ops.aten.add.Tensor
 

@@ -22,16 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch import (
-    ACCUMULATE,
-    NoFunction,
-    TorchDispatchMode,
-    current_node,
-    graph_task_id,
-    storage_address,
-    storage_num_holders,
-    tensor_num_holders,
-)
+from torchdelta._torch.engine import ACCUMULATE, current_node, graph_task_id
+from torchdelta._torch.modes import NoFunction, TorchDispatchMode
+from torchdelta._torch.storages import storage_address, storage_num_holders
+from torchdelta._torch.tensors import tensor_num_holders
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.aten.order import is_fixed_here
 from torchdelta.modules import ModulePaths
@@ -263,7 +257,7 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether its elements fill their memory without overlap (`is_non_overlapping_and_dense`)."""
+    """Return whether its elements fill their memory without overlap (`is_non_overlapping_and_dense`)."""
     expected = 1
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, length in sorted(pair for pair in pairs if pair[1] != 1):

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import torchdelta._torch as torch_api
-from torchdelta._torch_symbolic import converting_fake_modules, without_truncation
+from torchdelta._torch.fake import FakeTensor, FakeTensorMode
+from torchdelta._torch.symbolic import converting_fake_modules, without_truncation
 from torchdelta.errors import TraceError
 from torchdelta.trace.draft import created_by
 from torchdelta.trace.model import Header, Trace
@@ -75,7 +75,7 @@ def trace_step(
     mode = StepMode(device)
     with (
         _same_random_numbers(),
-        torch_api.FakeTensorMode(allow_non_fake_inputs=True),
+        FakeTensorMode(allow_non_fake_inputs=True),
         KnownValues(),
         usual_methods(),
         _silent_torch(),
@@ -205,7 +205,7 @@ def _checked(built: Any, name: str) -> tuple[nn.Module, Any, Callable[[nn.Module
     if step is None and not isinstance(inputs, torch.Tensor | list | tuple) and not hasattr(inputs, "keys"):
         raise TraceError(f"{name} returned {type(inputs).__name__} as the inputs: use a tensor, a tuple or a dict")
     for where, tensor in (*model.named_parameters(), *(("the inputs", t) for t in _tensors(inputs))):
-        if not isinstance(tensor, torch_api.FakeTensor) and tensor.untyped_storage().nbytes():
+        if not isinstance(tensor, FakeTensor) and tensor.untyped_storage().nbytes():
             raise TraceError(f"{name}: {where} is a real tensor: build model and inputs inside of the function")
         if tensor.device.type != "cpu":
             raise TraceError(f"{name}: {where} is on {tensor.device}: build on CPU, the trace's device is an option")

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch import FakeTensor, TorchDispatchMode
-from torchdelta._torch_symbolic import without_fake_mode
+from torchdelta._torch.fake import FakeTensor
+from torchdelta._torch.modes import TorchDispatchMode
+from torchdelta._torch.symbolic import without_fake_mode
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.errors import TraceError
 
@@ -106,7 +107,7 @@ class KnownValues(TorchDispatchMode):
 
 
 def is_known(tensor: Any) -> bool:
-    """Say whether a tensor's value can be asked for."""
+    """Return whether a tensor's value can be asked for."""
     try:
         _known(tensor)
     except _Unknown:

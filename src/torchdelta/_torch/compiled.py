@@ -1,0 +1,96 @@
+"""Compiled code: the two doors to it, and whether it runs. See `__init__.py` for the rules."""
+
+# torch's stubs do not have all that is here.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torchdelta._torch.doors import patch_when_imported, replace
+
+_COMPILED_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
+InputsOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _inputs_of_backward(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Return the inputs of `call_func_at_runtime_with_args(function, inputs, ...)`."""
+    return args[1]
+
+
+def _inputs_of_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the inputs of `OptimizedModule.__call__(module, *args, **kwargs)`."""
+    return (args[1:], kwargs)
+
+
+def patch_compiled_call(make: Callable[[Callable[..., Any], InputsOf], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the two doors to compiled code by `make(original, inputs_of)`; returns what undoes it.
+
+    The doors are `OptimizedModule.__call__` (a module that `torch.compile` returned) and the function through which
+    AOTAutograd calls a compiled backward; `inputs_of(args, kwargs)` returns what a call hands to the compiled code, in
+    tuples, lists and dicts. Importing their modules costs a second, so where nobody has done it yet the patch waits for
+    whoever does.
+    """
+
+    def patch_backward(module: Any) -> Callable[[], None] | None:
+        if not hasattr(module, "call_func_at_runtime_with_args"):
+            return None
+        return replace(module, "call_func_at_runtime_with_args", lambda original: make(original, _inputs_of_backward))
+
+    def patch_module(module: Any) -> Callable[[], None] | None:
+        return replace(module.OptimizedModule, "__call__", lambda original: make(original, _inputs_of_module))
+
+    undo_backward = patch_when_imported(_COMPILED_RUNTIME, patch_backward)
+    undo_module = patch_when_imported("torch._dynamo.eval_frame", patch_module)
+
+    def undo() -> None:
+        undo_backward()
+        undo_module()
+
+    return undo
+
+
+_region_codes: set[Any] = set()
+
+
+def is_in_compiled_region() -> bool:
+    """Return whether the running op comes from compiled code.
+
+    A compiled function calls kernels that are dispatched among kernels that are not.
+
+    Costs a walk up the stack, but only in a process that has compiled something.
+    """
+    if not getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):
+        return False
+    if not _region_codes:
+        module = sys.modules.get(_COMPILED_RUNTIME)
+        _region_codes.update(_codes_named("runtime_wrapper", module))
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _region_codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _codes_named(name: str, module: Any) -> set[Any]:
+    """Return the code objects of all functions of this name in a module, nested ones too: closures share them."""
+    found: set[Any] = set()
+    stack = (
+        [thing.__code__ for thing in vars(module).values() if hasattr(thing, "__code__")] if module is not None else []
+    )
+    stack += [
+        method.__code__
+        for thing in (vars(module).values() if module is not None else ())
+        if isinstance(thing, type)
+        for method in vars(thing).values()
+        if hasattr(method, "__code__")
+    ]
+    while stack:
+        code = stack.pop()
+        if code.co_name == name:
+            found.add(code)
+        stack.extend(constant for constant in code.co_consts if hasattr(constant, "co_consts"))
+    return found

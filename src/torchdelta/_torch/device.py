@@ -1,0 +1,152 @@
+"""The private torch APIs that say what devices do: settings that kernels read, generators, streams, allocators.
+
+What is here works for all accelerators that torch knows alike, so that a stand-in can take the part of CUDA in tests.
+See `__init__.py` for the rules.
+"""
+
+# torch's stubs do not have all that is here.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# Read for every recorded op, so each is one C call.
+_default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
+_num_threads: Callable[[], int] = torch.get_num_threads
+_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
+# Settings that kernels on CUDA read besides. They exist in every build, and cost a tenth of a microsecond each.
+_CUDA_SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tuple(
+    (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
+    for name in (
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_accumulation",
+    )
+    if hasattr(torch._C, f"_get_{name}")
+)
+is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+reads_cuda_settings = torch.version.cuda is not None or torch.version.hip is not None
+
+
+def _cudnn_tf32() -> bool | None:
+    """Return whether cuDNN may use TF32; None where old and new settings are mixed, which torch refuses."""
+    try:
+        return torch._C._get_cudnn_allow_tf32()
+    except RuntimeError:
+        return None
+
+
+def numeric_environment() -> tuple[Any, ...]:
+    """Return the global settings that kernels read besides their arguments: a replay runs under the recorded ones."""
+    try:
+        precision = _matmul_precision()
+    except RuntimeError:  # old and new settings are mixed, which torch refuses
+        precision = None
+    common = (_default_dtype(), is_mkldnn_enabled(), _is_deterministic(), precision, _num_threads())
+    if not reads_cuda_settings:
+        return common
+    return (*common, _cudnn_tf32(), *(read() for read, _ in _CUDA_SETTINGS))
+
+
+def set_numeric_environment(environment: tuple[Any, ...]) -> None:
+    """Set what `numeric_environment` returned; the number of threads only where it differs (it is slow to set)."""
+    dtype, mkldnn, deterministic, precision, num_threads = environment[:5]
+    torch.set_default_dtype(dtype)
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=torch._C._get_deterministic_algorithms_warn_only())
+    if precision is not None:
+        torch._C._set_float32_matmul_precision(precision)
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    if len(environment) > 5:
+        if environment[5] is not None:
+            torch._C._set_cudnn_allow_tf32(environment[5])
+        for (_, write), value in zip(_CUDA_SETTINGS, environment[6:], strict=True):
+            write(*(value if isinstance(value, tuple) else (value,)))  # some are pairs: two switches set at once
+
+
+def default_generator_of(device: torch.device) -> torch.Generator | None:
+    """Return the generator that random ops on a device draw from when they are given none; None where none draws."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "meta":  # there are no numbers to draw
+        return None
+    index: Any = device.index  # which may be None, whatever the stubs say
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    return torch.get_device_module(device.type).default_generators[index]
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that kernels on an accelerator are queued in now, on this thread."""
+    return torch.accelerator.current_stream(device.index)
+
+
+def stream_id_reader(device: torch.device) -> Callable[[], int]:
+    """Return what tells one current stream from another, at the least cost: it is asked before every op."""
+    index = device.index
+    if device.type == "cuda":
+        raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        return lambda: raw_stream(index)
+    return lambda: torch.accelerator.current_stream(index).stream_id
+
+
+def capture_reader(device: torch.device) -> Callable[[], bool]:
+    """Return what says whether the current stream is being captured into a graph."""
+    if device.type == "cuda":
+        return torch._C._cuda_isCurrentStreamCapturing
+    return lambda: False
+
+
+def default_to_foreach(parameters: list[torch.Tensor]) -> bool:
+    """Return whether an optimizer that is not told steps on lists of these parameters, and not one by one."""
+    from torch.optim.optimizer import _default_to_fused_or_foreach
+
+    return _default_to_fused_or_foreach(parameters, differentiable=False, use_fused=False)[1]
+
+
+def has_graph_trees() -> bool:
+    """Return whether compiled code of this process may run as captured CUDA graphs (`mode="reduce-overhead"`)."""
+    return "torch._inductor.cudagraph_trees" in sys.modules
+
+
+def begin_pool(device: torch.device) -> Any:
+    """Serve what is allocated on the current CUDA stream, by whatever thread, from a new pool, and return it.
+
+    `torch.cuda.use_mem_pool` does the same for a thread, which autograd's threads are not.
+    """
+    with torch.cuda.device(device):
+        pool = torch.cuda.MemPool()
+    torch._C._cuda_beginAllocateCurrentStreamToPool(device.index, pool.id)
+    return pool
+
+
+def end_pool(device: torch.device, pool: Any) -> None:
+    """Serve from the pool no more. What lives in it goes on."""
+    torch._C._cuda_endAllocateToPool(device.index, pool.id)
+    torch._C._cuda_releasePool(device.index, pool.id)
+
+
+def allocator_statistics(device: torch.device) -> dict[str, Any] | None:
+    """Return an accelerator's "active_bytes" (current, peak, allocated, freed); None before its allocator has begun."""
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return None
+    return torch._C._accelerator_getDeviceStats(device.index)["active_bytes"]["all"]
+
+
+def reset_allocator_peak(device: torch.device) -> None:
+    """Begin to measure an accelerator's peaks anew; the process has only one of each."""
+    if torch._C._accelerator_isAllocatorInitialized():
+        torch._C._accelerator_resetPeakStats(device.index)

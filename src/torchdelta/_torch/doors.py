@@ -1,0 +1,155 @@
+"""The functions of torch that are replaced while a session runs. See `__init__.py` for the rules."""
+
+# torch's stubs do not have all that is here.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What `replace` made and could not take off: what it passes on to, and whether that was the owner's own.
+_left_below: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace a function of a module or a class by `make(original)`; returns what undoes it.
+
+    Where somebody else has replaced it since then, theirs stays: what was made here then only passes calls on to the
+    original. The next replacement that finds it on top takes its place, so that such layers do not pile up.
+    """
+    original, is_own = getattr(owner, name), name in vars(owner)
+    while original in _left_below:
+        original, is_own = _left_below[original]
+    made = make(original)
+    is_on = True
+
+    @functools.wraps(made)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return made(*args, **kwargs) if is_on else original(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(owner).get(name) is not replacement:
+            _left_below[replacement] = (original, is_own)
+        elif is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)  # it is inherited
+
+    return undo
+
+
+def patch_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the one Python door to the autograd engine by `make(original)`; returns what undoes it.
+
+    `Tensor.backward`, `autograd.backward`, `autograd.grad` and reentrant checkpointing all pass through
+    `_engine_run_backward`.
+    """
+    undos = [replace(module, "_engine_run_backward", make) for module in (torch.autograd.graph, torch.autograd)]
+
+    def undo() -> None:
+        for undo_one in undos:
+            undo_one()
+
+    return undo
+
+
+def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the context in which `torch.func` transforms forbid saved-tensor hooks by `make(original)`.
+
+    Returns what undoes it.
+    """
+    return replace(torch.autograd.graph, "disable_saved_tensors_hooks", make)
+
+
+def patch_storage_resize(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace `UntypedStorage.resize_`, by which FSDP frees and fills parameters, by `make(original)`.
+
+    Returns what undoes it.
+    """
+    return replace(torch.UntypedStorage, "resize_", make)
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Calls back right after a module was imported by somebody else."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name = name
+        self.then = then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:  # noqa: ARG002 - the import system's
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)  # the others find it
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self.then(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def patch_when_imported(module_name: str, patch: Callable[[Any], Callable[[], None] | None]) -> Callable[[], None]:
+    """Run `patch(module)` now if the module is there, else as soon as somebody imports it; returns what undoes it."""
+    undos: list[Callable[[], None]] = []
+
+    def run(module: Any) -> None:
+        undo_one = patch(module)
+        if undo_one is not None:
+            undos.append(undo_one)
+
+    waiting = _WhenImported(module_name, run)
+    if module_name in sys.modules:
+        run(sys.modules[module_name])
+    else:
+        sys.meta_path.insert(0, waiting)
+
+    def undo() -> None:
+        if waiting in sys.meta_path:
+            sys.meta_path.remove(waiting)
+        while undos:
+            undos.pop()()
+
+    return undo
+
+
+_FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+FSDP_STEPS_OF_BACKWARD = ("pre_backward", "post_backward", "finalize_backward")
+
+
+def patch_fsdp_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace what FSDP2 does between the nodes of a backward, to gather and to reduce, by `make(original)`.
+
+    Returns what undoes it. FSDP is not imported for it.
+    """
+
+    def patch(module: Any) -> Callable[[], None] | None:
+        kind = getattr(module, "FSDPParamGroup", None)
+        names = [name for name in FSDP_STEPS_OF_BACKWARD if kind is not None and name in vars(kind)]
+        undos = [replace(kind, name, make) for name in names]
+
+        def undo() -> None:
+            for undo_one in undos:
+                undo_one()
+
+        return undo
+
+    return patch_when_imported(_FSDP_GROUP, patch)

@@ -1,0 +1,158 @@
+"""What stands between a call and its kernel: dispatch modes, guards, autocast, saved-tensor hooks.
+
+See `__init__.py` for the rules.
+"""
+
+# torch's stubs do not have all that is here.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _python_dispatch
+
+from torchdelta._torch.engine import set_grad_enabled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+NoDispatch = torch._C._DisableTorchDispatch
+NoFunction = torch._C.DisableTorchFunction
+BelowAutograd = torch._C._AutoDispatchBelowAutograd
+ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
+AUTOCAST_KEYS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU)
+)
+_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
+
+def is_autocast_outside(device_type: str) -> bool:
+    """Return whether autocast is on where the running op was called; inside a dispatch mode it always looks off."""
+    if device_type not in _AUTOCAST_KEYS:
+        return False
+    with torch._C._RestorePythonTLSSnapshot():
+        return torch.is_autocast_enabled(device_type)
+
+
+def autocast_inside(device_type: str) -> Any:
+    """Return a context in which autocast acts also inside a dispatch mode, if it is on outside."""
+    return torch._C._SetExcludeDispatchKeyGuard(_AUTOCAST_KEYS[device_type], False)
+
+
+def resolving_views() -> Any:
+    """Return a context in which lazily conjugate and negative views are resolved also inside a dispatch mode."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The C functions below `_python_dispatch._push_mode` and `_pop_mode`, which ask about infra modes first: twice a node,
+# that shows.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+
+
+def pop_mode() -> Any:
+    """Take the top mode off this thread's stack and return it."""
+    return torch._C._pop_torch_dispatch_stack(None)
+
+
+def top_mode() -> Any:
+    """Return the top mode of this thread's stack, or None."""
+    height = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(height - 1) if height else None
+
+
+class Quietly:
+    """Run the library's own tensor work unseen.
+
+    No dispatch mode, no function mode, no autograd, no autocast, no grad mode.
+
+    `grad` is the grad mode inside, for kernels that read it (an LSTM returns no workspace without it). A fresh object
+    is wanted for each use.
+    """
+
+    __slots__ = ("_guards", "_was")
+
+    def __enter__(self) -> None:
+        self._was = torch.is_grad_enabled()
+        self._guards = (NoDispatch(), NoFunction(), BelowAutograd(), ExcludeKeys(AUTOCAST_KEYS))
+        for guard in self._guards:
+            guard.__enter__()
+        set_grad_enabled(False)
+
+    def __exit__(self, *exc: object) -> None:
+        set_grad_enabled(self._was)
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+
+
+def remove_mode(mode: object) -> None:
+    """Take one dispatch mode off this thread's stack for good: the highest place where it stands, if any."""
+    above: list[Any] = []
+    if mode in mode_stack():
+        while (top := pop_mode()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            push_mode(other)
+
+
+@contextlib.contextmanager
+def without_mode(mode: object) -> Generator[bool]:
+    """Take one dispatch mode off this thread's stack for a while; modes of others above it stay where they are.
+
+    Yields whether it was on.
+    """
+    above: list[Any] = []
+    stack = mode_stack()
+    found = mode in stack
+    if found:
+        while True:
+            top = pop_mode()
+            if top is mode:
+                break
+            above.append(top)
+        for other in reversed(above):
+            push_mode(other)
+    try:
+        yield found
+    finally:
+        if found:
+            kept = [pop_mode() for _ in above]
+            push_mode(mode)
+            for other in reversed(kept):
+                push_mode(other)
+
+
+@contextlib.contextmanager
+def without_saved_hooks() -> Generator[None]:
+    """Take all default saved-tensor hooks off this thread for a while (innermost first) and put them back in order."""
+    taken: list[tuple[Any, Any]] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def remove_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """Take one pair of default saved-tensor hooks off this thread for good, wherever it stands."""
+    above: list[tuple[Any, Any]] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if top == (pack, unpack):
+            break
+        above.append(top)
+    for other in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(*other)

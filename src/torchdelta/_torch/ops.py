@@ -1,0 +1,38 @@
+"""Ops as the dispatcher knows them. See `__init__.py` for the rules."""
+
+# torch's stubs do not have all that is here.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from torchdelta._torch.modes import autocast_inside, is_autocast_outside, resolving_views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OpOverload = torch._ops.OpOverload
+# The schema of an overload: its name, its arguments and what it returns, with what they alias and write.
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+
+
+class Guarded(Protocol):
+    """What `execute` has to know of an op: whether something that a mode turns off must act inside it."""
+
+    casts_inside: bool
+    conjugates_inside: bool
+
+
+def execute(func: Any, facts: Guarded, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op for real, from inside a dispatch mode: by the C function below `OpOverload.__call__`."""
+    if facts.casts_inside and is_autocast_outside(args[0].device.type):
+        with autocast_inside(args[0].device.type):
+            return func._op(*args, **(kwargs or {}))
+    if facts.conjugates_inside:
+        with resolving_views():
+            return func._op(*args, **(kwargs or {}))
+    return func._op(*args, **kwargs) if kwargs else func._op(*args)

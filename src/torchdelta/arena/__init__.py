@@ -1,0 +1,1 @@
+"""Planned addresses for the allocations of steps that repeat."""

@@ -1,0 +1,20 @@
+"""The batch norms that bring running statistics up to date. Needs no torch, so that whoever reads a trace can ask."""
+
+from typing import Final
+
+__all__ = ["BATCH_NORMS"]
+
+BATCH_NORMS: Final = frozenset(
+    {
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "_batch_norm_with_update_functional",
+    }
+)
+"""Ops that write their running statistics (arguments 3 and 4) if argument 5 (training) is true.
+
+Their other outputs do not depend on the statistics then. The first three have no write annotation in their schema.
+"""

@@ -1,0 +1,66 @@
+"""Processes that a script under `torchdelta run` starts: each that trains opens its own scope with the same budget.
+
+`run` puts the budget into the environment, and the folder of `sitecustomize.py` first into PYTHONPATH. Every Python
+interpreter that inherits them (multiprocessing's "spawn" and "forkserver", torchrun, subprocess) runs that file. It
+opens the scope when the first optimizer is constructed, since DataLoader workers, servers and launchers never construct
+one. A forked child starts no new interpreter, so it gets no scope.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["VARIABLE", "hand_on", "open_scope"]
+
+VARIABLE: Final = "TORCHDELTA_RUN"  # the budget and the options, as JSON; sitecustomize.py knows the name too
+
+
+def hand_on(memory_budget: int | str, options: dict[str, Any], *, as_json: bool) -> None:
+    """Give the budget to every Python process that is started from now on."""
+    os.environ[VARIABLE] = json.dumps({"memory_budget": memory_budget, "options": options, "as_json": as_json})
+    folder = str(Path(__file__).parent)
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *others])
+
+
+def open_scope() -> None:
+    """Enforce the budget on this thread until the process ends, which prints the summary on stderr."""
+    import torch.utils.data
+
+    from torchdelta import Config, MemoryBudget
+    from torchdelta.errors import TorchdeltaError
+
+    if torch.utils.data.get_worker_info() is not None or MemoryBudget.current() is not None:
+        return
+    given = json.loads(os.environ[VARIABLE])
+    try:
+        budget = MemoryBudget(given["memory_budget"], Config(**given["options"]))
+        budget.start()
+    except (TorchdeltaError, ValueError) as error:
+        print(f"{_prefix()}: this process trains without a budget: {error}", file=sys.stderr, flush=True)
+        return
+    # A process of multiprocessing runs finalizers but no atexit functions; other processes run both.
+    Finalize(None, _close, args=(budget,), kwargs={"as_json": given["as_json"]}, exitpriority=0)
+
+
+def _close(budget: Any, *, as_json: bool) -> None:
+    from torchdelta.errors import TorchdeltaError
+
+    try:
+        if type(budget).current() is budget:
+            budget.stop()
+    except TorchdeltaError as error:  # an impossible step whose error was not raised yet
+        print(f"{_prefix()}: {error}", file=sys.stderr, flush=True)
+    summary = budget.summary()
+    text = json.dumps({"pid": os.getpid(), **summary.as_dict()}) if as_json else f"{_prefix()}:\n{summary}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _prefix() -> str:
+    rank = os.environ.get("RANK")
+    return f"torchdelta[pid {os.getpid()}]" if rank is None else f"torchdelta[rank {rank}]"

@@ -1,0 +1,1 @@
+"""What differs between devices: allocator, streams, timers."""

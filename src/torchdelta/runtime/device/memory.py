@@ -1,0 +1,111 @@
+"""The device whose memory the budget limits: which one it is, and how much memory it has.
+
+[Note: one session, one device]
+A session limits the memory of one device: the GPU that is current when it starts, or the CPU if there is no GPU.
+Storages on other devices (on the CPU beside a GPU, on a second GPU) are known, because replays read them, but they are
+not counted and never evicted. A process that trains on one of several GPUs makes it current first, as torch requires.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import torch
+
+from torchdelta._torch.device import allocator_statistics, reset_allocator_peak
+from torchdelta.host import read_host_memory
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.state.usage import Usage
+
+
+# Devices with their own allocator, streams and autograd threads. Tests add a stand-in.
+ACCELERATORS: Final = {"cuda"}
+
+
+def session_device() -> torch.device:
+    """Return the device, with its index, whose memory a session that starts now limits."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in ACCELERATORS:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, _current_index(accelerator.type))
+
+
+def _current_index(device_type: str) -> int:
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        # `torchdelta run` opens the scope before a script under torchrun has made its device current. Querying the
+        # current device would create a context on device 0 in every process.
+        rank = os.environ.get("LOCAL_RANK", "")
+        return int(rank) if rank.isdecimal() and int(rank) < torch.cuda.device_count() else 0
+    return torch.accelerator.current_device_index()
+
+
+def device_memory_bytes() -> int:
+    """Return the bytes of the device: the GPU's memory, or on CPU the lesser of RAM and the limits of the cgroups."""
+    device = session_device()
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return read_host_memory().usable_bytes
+
+
+class PeakMeter:
+    """Measures by how many bytes the peak of a piece of code exceeds the level at its start.
+
+    An accelerator's allocator has statistics, and on CPU there may be a counter at the allocator. Without it, on Linux
+    the kernel's high-water mark of resident pages is reset and read. That is a lower estimate, since pages that the C
+    library has kept are resident already. On other systems the result is 0.
+
+    An accelerator's peak is one for the whole process and has other readers (`torch.cuda.max_memory_allocated`). If
+    `resets` is False it is not reset, and code that stays below an earlier peak measures as 0.
+    """
+
+    def __init__(self, device: torch.device, usage: Usage, *, resets: bool = True) -> None:
+        self._device = device
+        self._counter = usage.counter if usage.is_counting else None
+        self._resets = resets
+        self.extra_bytes = 0
+        self._start_bytes = 0
+        self._old_peak_bytes = 0
+
+    def __enter__(self) -> Self:
+        """Read the level."""
+        if self._device.type != "cpu":
+            if self._resets:
+                reset_allocator_peak(self._device)
+            statistics = allocator_statistics(self._device)
+            if statistics is not None:
+                self._start_bytes = statistics["current"]
+                self._old_peak_bytes = statistics["peak"]
+            return self
+        if self._counter is not None:
+            self._counter.mark()
+            return self
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return self
+        self._start_bytes = _resident_bytes("VmRSS")
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Read the high-water mark."""
+        if self._device.type != "cpu":
+            statistics = allocator_statistics(self._device)
+            if statistics is not None and statistics["peak"] > self._old_peak_bytes:
+                self.extra_bytes = statistics["peak"] - self._start_bytes
+        elif self._counter is not None:
+            self.extra_bytes = self._counter.growth_bytes()
+        elif self._start_bytes:
+            self.extra_bytes = max(0, _resident_bytes("VmHWM") - self._start_bytes)
+
+
+def _resident_bytes(field: str) -> int:
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

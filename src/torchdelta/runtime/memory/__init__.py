@@ -1,0 +1,1 @@
+"""Makes room, moves buffers, replays ops."""

@@ -1,0 +1,307 @@
+"""Replays recorded ops to bring back a buffer that was dropped.
+
+Complexity: linear in the number of missing ops in the chain. Each is replayed once, and every saved buffer that this
+produces is kept.
+
+[Note: no reference cycles]
+A reference cycle that contains a storage keeps it alive until the garbage collector runs. A recursive closure here once
+made the peak with recomputation higher than the plain one. Therefore this file uses no recursive closures, stores no
+exception objects, and clears locals that hold storages in `finally` (tested with gc.disable()).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta._torch.tensors import storage_of, version_of
+from torchdelta.aten.facts import Kind
+from torchdelta.errors import ReplayError, SavedTensorError
+from torchdelta.runtime.memory.costs import resident
+from torchdelta.runtime.memory.retry import may_replay_again
+from torchdelta.runtime.memory.room import digest_of
+from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
+from torchdelta.runtime.state.tape import Fresh, Scratch, replay_op, sources, written_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.memory.room import Room
+    from torchdelta.runtime.state.ledger import Ledger
+
+__all__ = ["Replayer"]
+
+
+class Replayer:
+    """Recomputes dropped buffers from the buffers that their ops read.
+
+    Args:
+        ledger: The ledger.
+        room: Makes room for what a replay allocates.
+        bring: Returns a storage with the content of a buffer that a replay reads.
+    """
+
+    def __init__(self, ledger: Ledger, room: Room, bring: Callable[[Buffer], torch.UntypedStorage]) -> None:
+        self.ledger = ledger
+        self.room = room
+        self.counters = room.counters
+        self.bring = bring
+        self._depth = 0
+
+    def recompute(self, target: Buffer) -> torch.UntypedStorage:
+        """Recompute a buffer and return its storage. Call this inside `Quietly`.
+
+        Raises:
+            SavedTensorError: The content of a source was overwritten by code that is not recorded.
+            ReplayError: A source was changed by code that is not recorded, or the replay gave a different result.
+        """
+        start_s = time.perf_counter()
+        self._depth += 1
+        locked: list[Buffer] = []
+        kept: dict[int, torch.UntypedStorage] = {}
+        try:
+            order, uses = self.plan(target, locked)
+            return self._carry_out(target, order, uses, kept)
+        finally:
+            kept.clear()
+            for buffer in locked:
+                buffer.num_locks -= 1
+            self._depth -= 1
+            if self._depth == 0 and self.room.device.times_on_host:
+                self.counters.recompute_s += time.perf_counter() - start_s
+
+    def plan(self, target: Buffer, locked: list[Buffer]) -> tuple[list[Buffer], dict[int, int]]:
+        """Return the missing buffers in the order of recomputation, and how often each buffer will be read.
+
+        Lock the available buffers that the replays will read, so that they are not evicted.
+        """
+        order: list[Buffer] = []
+        uses: dict[int, int] = {}
+        seen: dict[int, Buffer] = {}
+        stack: list[tuple[Buffer, bool]] = [(target, False)]
+        while stack:
+            buffer, is_done = stack.pop()
+            if is_done:
+                order.append(buffer)
+                continue
+            if id(buffer) in seen:
+                continue
+            seen[id(buffer)] = buffer
+            if buffer is not target and (
+                buffer.copy is not None or buffer.fetching is not None or resident(buffer) is not None
+            ):
+                buffer.num_locks += 1
+                locked.append(buffer)
+                continue
+            if buffer.op is None:
+                msg = (
+                    f"{buffer.origin or 'a tensor'} of {buffer.size_bytes} bytes is needed to recompute a saved "
+                    "tensor, but was overwritten by code that is not recorded: keep the scope open around the whole "
+                    "loop"
+                )
+                raise SavedTensorError(msg)
+            stack.append((buffer, True))
+            for source in sources(buffer.op):
+                uses[id(source)] = uses.get(id(source), 0) + 1
+                stack.append((source, False))
+        return order, uses
+
+    def _carry_out(
+        self, target: Buffer, order: list[Buffer], uses: dict[int, int], kept: dict[int, torch.UntypedStorage]
+    ) -> torch.UntypedStorage:
+        for buffer in order:
+            if id(buffer) not in kept:
+                storage = resident(buffer)
+                if storage is None:
+                    self._replay(buffer, target, uses, kept)
+                elif uses.get(id(buffer)) or buffer is target:
+                    kept[id(buffer)] = storage
+                storage = None
+            entry = buffer.op
+            assert entry is not None
+            for source in sources(entry):
+                left = uses[id(source)] = uses[id(source)] - 1
+                if left == 0 and source is not target:
+                    kept.pop(id(source), None)
+        storage = kept.get(id(target))
+        return storage if storage is not None else self.bring(target)
+
+    def _replay(
+        self, buffer: Buffer, target: Buffer, uses: dict[int, int], kept: dict[int, torch.UntypedStorage]
+    ) -> None:
+        entry = buffer.op
+        assert entry is not None
+        if self.ledger.surveys:
+            self._count_replay(entry, buffer, target, uses, kept)
+            return
+        build = _Arguments(self, entry, kept)
+        self.counters.num_recomputed_ops += 1
+        try:
+            args = [build.one(argument) for argument in entry.args]
+            kwargs = {name: build.one(argument) for name, argument in entry.kwargs.items()} if entry.kwargs else {}
+            if entry.facts.kind is Kind.COMPUTE or entry.facts.keeps_statistics:
+                size_bytes = entry.output_bytes + entry.workspace_bytes
+                self.room.make(size_bytes, f"{entry.facts.name} (replayed)")
+            elif entry.workspace_bytes:  # it writes a copy that exists already
+                self.room.make(entry.workspace_bytes, f"{entry.facts.name} (replayed)")
+            try:
+                outputs = replay_op(entry, args, kwargs)
+            except RuntimeError as error:
+                if not may_replay_again(error, entry.facts, self.room):
+                    raise
+                outputs = replay_op(entry, args, kwargs)
+            if not self.room.device.times_on_host:
+                self.counters.recompute_s += entry.time_s
+            args = kwargs = None
+            self._take(entry, outputs, build.written, buffer, target, uses, kept)
+        finally:
+            args = kwargs = outputs = None
+            build.clear()
+        self.ledger.clock += 1
+
+    def _count_replay(
+        self,
+        entry: OpEntry,
+        wanted: Buffer,
+        target: Buffer,
+        uses: dict[int, int],
+        kept: dict[int, torch.UntypedStorage],
+    ) -> None:
+        """Simulate a replay in a survey: make room and storages, but run nothing."""
+        sources_alive = [self.bring(source) for source in sources(entry) if id(source) not in kept]
+        expected = [buffer for reference in entry.outputs if (buffer := reference()) is not None]
+        self.room.make(entry.output_bytes + entry.workspace_bytes, f"{entry.facts.name} (replayed)")
+        for buffer in expected:
+            storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
+            self.ledger.know(storage)
+            if buffer is wanted or (resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))):
+                self.ledger.home(buffer, storage)
+                if buffer is target or uses.get(id(buffer)):
+                    kept[id(buffer)] = storage
+        sources_alive.clear()
+        self.ledger.clock += 1
+
+    def _take(
+        self,
+        entry: OpEntry,
+        outputs: Any,
+        written: list[torch.UntypedStorage],
+        wanted: Buffer,
+        target: Buffer,
+        uses: dict[int, int],
+        kept: dict[int, torch.UntypedStorage],
+    ) -> None:
+        writes = entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics
+        results = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        for reference in entry.outputs:
+            buffer = reference()
+            if buffer is None:
+                continue
+            storage = written[buffer.output_index] if writes else results[buffer.output_index].untyped_storage()
+            size_bytes = storage.nbytes() if storage.device in self.ledger.counted_devices else 0
+            if size_bytes != buffer.size_bytes:
+                msg = (
+                    f"recomputing {entry.facts.name} gave {size_bytes} bytes, but its first run gave "
+                    f"{buffer.size_bytes} bytes: keep it (decisions='keep')"
+                )
+                raise ReplayError(msg)
+            if buffer is wanted or (resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))):
+                if buffer.digest is not None and digest_of(storage) != buffer.digest:
+                    msg = (
+                        f"recomputing {entry.facts.name} gave other values than its first run, so the op is not "
+                        "deterministic here: keep it (decisions='keep')"
+                    )
+                    raise ReplayError(msg)
+                self.ledger.home(buffer, storage)
+                self.counters.recomputed_bytes += buffer.size_bytes
+                if buffer is target or uses.get(id(buffer)):
+                    kept[id(buffer)] = storage
+        if not writes:
+            for result in results:
+                storage = storage_of(result) if isinstance(result, torch.Tensor) else None
+                if storage is not None:
+                    self.ledger.know(storage)
+
+
+def _check_version(buffer: Buffer) -> None:
+    """Raise ReplayError if code that is not recorded has changed a source."""
+    if buffer.witness is not None and version_of(buffer.witness) != buffer.witness_version:
+        msg = (
+            f"a tensor of {buffer.size_bytes} bytes is needed to recompute a saved tensor, but was changed in place by "
+            f"code that is not recorded (version {version_of(buffer.witness)}, recorded {buffer.witness_version}): "
+            "keep the scope open around the whole loop"
+        )
+        raise ReplayError(msg)
+
+
+class _Arguments:
+    """Rebuilds an op's arguments, and holds their storages and locks until the op has been replayed."""
+
+    def __init__(self, owner: Replayer, entry: OpEntry, kept: dict[int, torch.UntypedStorage]) -> None:
+        self.owner = owner
+        self.kept = kept
+        writes = entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics
+        self.overwritten = written_sources(entry) if writes else frozenset[int]()
+        self.clones: dict[int, torch.UntypedStorage] = {}
+        self.written: list[torch.UntypedStorage] = []  # in the order of the entry's outputs
+        self.storages: list[torch.UntypedStorage] = []
+        self.locked: list[Buffer] = []
+
+    def one(self, argument: Any) -> Any:
+        if argument.__class__ is View:
+            return self._view(argument)
+        if argument.__class__ is list:
+            return [self.one(item) for item in argument]
+        if argument.__class__ is Scratch:
+            return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
+        if argument.__class__ is Fresh:
+            if argument.device in self.owner.ledger.counted_devices:
+                self.owner.room.make(argument.size_bytes, "a replay")
+            storage = torch.UntypedStorage(argument.size_bytes, device=argument.device)
+            self.owner.ledger.know(storage)
+            self.written.append(storage)
+            return torch.empty(0, dtype=argument.dtype, device=storage.device).set_(
+                storage, argument.offset, argument.shape, argument.stride
+            )
+        return argument
+
+    def _view(self, view: View) -> torch.Tensor:
+        buffer = view.buffer
+        if view.tensor is not None and buffer.strong is not None:
+            # Scalars are passed through unless overwritten. Then their old content is in the copy that was kept.
+            if view.tensor is buffer.witness or view.tensor is buffer.strong:
+                _check_version(buffer)
+                return view.tensor
+            return view.on(buffer.strong.untyped_storage())
+        _check_version(buffer)
+        storage = self.kept.get(id(buffer))
+        if storage is None:
+            storage = self.owner.bring(buffer)
+        if id(buffer) in self.overwritten:
+            # The op writes this storage: pass a copy of the WHOLE storage, the same copy for every argument on it, and
+            # never the resident storage.
+            clone = self.clones.get(id(buffer))
+            if clone is None:
+                buffer.num_locks += 1
+                self.locked.append(buffer)
+                self.owner.room.make(buffer.size_bytes, "the replay of an in-place op")
+                clone = storage.clone()
+                self.owner.ledger.know(clone)
+                self.clones[id(buffer)] = clone
+                self.written.append(clone)
+            storage = clone
+        else:
+            buffer.num_locks += 1
+            self.locked.append(buffer)
+        self.storages.append(storage)
+        return view.on(storage)
+
+    def clear(self) -> None:
+        self.storages.clear()
+        self.clones.clear()
+        self.written.clear()
+        for buffer in self.locked:
+            buffer.num_locks -= 1
+        self.locked.clear()

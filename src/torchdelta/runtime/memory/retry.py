@@ -1,0 +1,85 @@
+"""Retries an op that ran out of memory, after garbage is collected and everything that can be evicted has been.
+
+The budget is enforced before an op runs, but the device may have less memory than the budget: another process may have
+allocated some, or the budget may be set too high. An out-of-memory error from the allocator need not end the step.
+
+[Note: when an op may run twice]
+An op is retried only when it writes none of its arguments (a partly written argument cannot be told from a complete
+one), and only when the random numbers that it may have drawn can be restored. That allows ops that only make new
+tensors, except batch norm in training; and random ops whose generator's state was recorded before the op. In every
+other case, and when the second run fails too, the allocator's own error is raised. A `BudgetError` is never retried: it
+is the answer that the budget is impossible, not a failed allocation.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta.aten.facts import TRAINING_POSITION, Kind
+from torchdelta.runtime.errors import BudgetError
+
+if TYPE_CHECKING:
+    from torchdelta.aten.facts import OpFacts
+    from torchdelta.runtime.memory.room import Room
+    from torchdelta.runtime.state.buffer import OpEntry
+
+_logger = logging.getLogger("torchdelta")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is an allocator's out-of-memory error. On CPU it is a RuntimeError, known by its text."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return not isinstance(error, BudgetError)
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error) and "memory" in str(error)
+
+
+def may_retry(error: RuntimeError, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:
+    """Return whether a failed op may be retried; if so, everything that can be evicted has been.
+
+    Args:
+        error: What the op raised.
+        facts: Facts about the op.
+        args: Its arguments.
+        entry: Its entry on the tape, with the generator's state before the op; None when the op is not recorded.
+        room: Evicts buffers.
+    """
+    if not is_out_of_memory(error) or room.ledger.surveys:
+        return False
+    if facts.kind is not Kind.COMPUTE or facts.is_collective:  # the other ranks would not join a second call
+        return False
+    if facts.keeps_statistics and len(args) > TRAINING_POSITION and args[TRAINING_POSITION]:
+        return False
+    if facts.is_random:
+        if entry is None or entry.random_state is None:
+            return False
+        generator, state = entry.random_state
+        generator.set_state(state)
+    return _has_made_room(facts, room)
+
+
+def may_replay_again(error: RuntimeError, facts: OpFacts, room: Room) -> bool:
+    """Return whether an op that failed in a replay may be retried; if so, everything that can be evicted has been.
+
+    A replay restores its random state itself, and writes batch norm's statistics into scratch tensors.
+    """
+    if not is_out_of_memory(error) or facts.kind is not Kind.COMPUTE:
+        return False
+    return _has_made_room(facts, room)
+
+
+def _has_made_room(facts: OpFacts, room: Room) -> bool:
+    freed_bytes = room.collect_garbage()  # first: a storage that garbage refers to cannot be freed
+    sent_bytes = room.evict_all()
+    if freed_bytes + sent_bytes <= 0:
+        return False
+    _logger.warning(
+        "%s ran out of memory below the budget: %d bytes were evicted, %d were garbage, and it is retried%s",
+        facts.name,
+        sent_bytes,
+        freed_bytes,
+        "; a smaller budget avoids this" if sent_bytes else "",
+    )
+    return True

@@ -1,0 +1,224 @@
+"""Makes room under the budget for the next allocation, by evicting buffers.
+
+Everything calls `Room.make` before it allocates. The policy ranks which buffers leave. This file checks whether that
+would free anything: evicting a buffer that the program also keeps alive frees nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+from torchdelta._torch.modes import Quietly
+from torchdelta.runtime.memory.garbage import collect_garbage
+from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.state.kinds import byte_alias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from torchdelta.runtime.device.device import Device
+    from torchdelta.runtime.memory.costs import Costs
+    from torchdelta.runtime.memory.transfers import Transfers
+    from torchdelta.runtime.policies.base import Policy
+    from torchdelta.runtime.state.buffer import Buffer
+    from torchdelta.runtime.state.counters import Counters
+    from torchdelta.runtime.state.ledger import Ledger
+
+__all__ = ["LEAST_EVICTION_BYTES", "Room", "digest_of"]
+
+# Smaller buffers are not evicted: the overhead outweighs the bytes freed.
+LEAST_EVICTION_BYTES: Final = 4096
+# How many ops a ranking is used for: scores change slowly, and computing them takes time.
+RANKING_LIFE_OPS: Final = 24
+
+
+class Room:
+    """Keeps `usage.total_bytes` at or under the budget.
+
+    Args:
+        ledger: The ledger.
+        counters: Counts the evictions.
+        transfers: Swaps buffers.
+        costs: Passed to the policy.
+        device: Rounds requests, and runs evictions exclusively.
+        policy: Ranks the buffers that may leave.
+        budget_bytes: The budget. None if decisions are forced, without a limit.
+        on_shortage: Called with the bytes and the op for which no room can be made. Raises, or begins a survey.
+        least_eviction_bytes: Smaller buffers stay.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        counters: Counters,
+        transfers: Transfers,
+        costs: Costs,
+        device: Device,
+        policy: Policy,
+        budget_bytes: int | None,
+        on_shortage: Callable[[int, str], None],
+        least_eviction_bytes: int = LEAST_EVICTION_BYTES,
+    ) -> None:
+        self.ledger = ledger
+        self.usage = ledger.usage
+        self.counters = counters
+        self.transfers = transfers
+        self.costs = costs
+        self.device = device
+        self.policy = policy
+        self.budget_bytes = budget_bytes
+        self.least_eviction_bytes = least_eviction_bytes
+        self.digests = False  # verify="first-step": hash buffers when they are dropped
+        self.largest_request_bytes = 0
+        self.reserved_bytes = 0  # for an autograd node whose ops are not recorded, while it unpacks its saved tensors
+        self.collected_bytes = 0  # freed by garbage collections so far
+        self._on_shortage = on_shortage
+        self._ranking: list[tuple[Buffer, Action]] = []
+        self._ranked_at = -1
+
+    def make(self, size_bytes: int, why: str) -> None:
+        """Make sure that `size_bytes` more fit under the budget.
+
+        Raises:
+            BudgetError: They do not fit, whatever is evicted (raised by `on_shortage`).
+        """
+        if self.transfers.leaving:
+            self.transfers.reap()
+        budget_bytes = self.budget_bytes
+        if budget_bytes is None:
+            return
+        usage = self.usage
+        if not self.device.counts_exactly:
+            size_bytes = self.device.rounded_bytes(size_bytes)
+            self.device.ask_counter_near(usage, size_bytes, budget_bytes)
+        self.largest_request_bytes = max(self.largest_request_bytes, size_bytes)
+        size_bytes += self.reserved_bytes
+        usage.ask_counter()
+        if usage.total_bytes + size_bytes <= budget_bytes:
+            return
+        self._evict_down_to(budget_bytes - size_bytes)
+        usage.ask_counter()
+        if usage.total_bytes + size_bytes > budget_bytes and not self.ledger.surveys:
+            self.ledger.sweep()
+            self.collect_garbage()
+            self._evict_down_to(budget_bytes - size_bytes)  # buffers that garbage also kept alive
+            usage.ask_counter()
+        if usage.total_bytes + size_bytes > budget_bytes:
+            self._on_shortage(size_bytes, why)
+
+    def has(self, size_bytes: int) -> bool:
+        """Return whether `size_bytes` fit without an eviction."""
+        return self.budget_bytes is None or self.usage.total_bytes + size_bytes <= self.budget_bytes
+
+    def collect_garbage(self) -> int:
+        """Free what only reference cycles keep alive. Return the bytes."""
+        # An op may be running. This extra handle keeps the tape from being cut, because the op may read from it.
+        self.ledger.num_handles += 1
+        try:
+            freed_bytes = collect_garbage(self.usage)
+            self.collected_bytes += freed_bytes
+            return freed_bytes
+        finally:
+            self.ledger.drop_guard()
+
+    def _evict_down_to(self, total_bytes: int) -> None:
+        with self.device.exclusive():
+            self.device.timer.poll(wait=True)
+            self._evict(total_bytes)
+
+    def _evict(self, total_bytes: int) -> None:
+        usage, transfers = self.usage, self.transfers
+        # Memory outside the known storages cannot be evicted, so the known ones have to make room for it.
+        target_bytes = total_bytes - usage.unseen_bytes
+        for attempt in range(2):
+            if attempt or not self._ranking or self.ledger.clock - self._ranked_at > RANKING_LIFE_OPS:
+                self._ranking = self.policy.rank(self._candidates(), self.costs)
+                self._ranking.reverse()  # taken from the end
+                self._ranked_at = self.ledger.clock
+            projected_bytes = usage.live_bytes
+            while self._ranking and projected_bytes > target_bytes:
+                buffer, action = self._ranking.pop()
+                if not self.is_evictable(buffer):
+                    continue
+                before_bytes = usage.live_bytes
+                self.evict(buffer, action, lazily=True)
+                if buffer.strong is None:
+                    projected_bytes -= before_bytes - usage.live_bytes
+                elif buffer in transfers.leaving:
+                    projected_bytes -= buffer.size_bytes
+            if usage.live_bytes > target_bytes:
+                transfers.finish_leaving(target_bytes)
+            if usage.live_bytes <= target_bytes:
+                return
+        transfers.cancel_fetches(target_bytes)
+        if usage.live_bytes > target_bytes:
+            transfers.drain()
+
+    def _candidates(self) -> list[Buffer]:
+        return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]
+
+    def is_evictable(self, buffer: Buffer) -> bool:
+        """Return whether evicting this buffer now would free its bytes."""
+        if buffer.stays or buffer.num_locks or buffer.size_bytes < self.least_eviction_bytes:
+            return False
+        return buffer.is_held_by_us_alone()
+
+    def evict(self, buffer: Buffer, action: Action, *, lazily: bool = False) -> None:
+        """Evict a buffer. If the action is impossible, use the other one. If both are impossible, do nothing.
+
+        Args:
+            buffer: A held buffer.
+            action: How it leaves.
+            lazily: Whether to return while the copy is still in progress.
+        """
+        with self.device.exclusive():
+            if buffer.strong is None:
+                return
+            if buffer.copy is None:  # with one, it leaves by that copy whatever the action
+                can_replay = self.costs.is_replayable(buffer)
+                if (action is Action.SWAP or not can_replay) and not self.transfers.copy_out(buffer) and not can_replay:
+                    return
+            self.counters.num_evictions += 1
+            if buffer.copy is not None:
+                self.transfers.evict(buffer, lazily=lazily)
+            else:
+                self._drop(buffer)
+
+    def _drop(self, buffer: Buffer) -> None:
+        if self.digests and not self.ledger.surveys and buffer.strong is not None:
+            buffer.digest = digest_of(buffer.strong.untyped_storage())
+        self.costs.note_dropped(buffer)
+        if self.ledger.num_lost:
+            for source in self.costs.read_unrepeatable(buffer):
+                self.ledger.cannot_replay(source)
+        self.counters.dropped_bytes += buffer.size_bytes
+        self.ledger.release(buffer)
+
+    def evict_all(self) -> int:
+        """Evict all buffers that can be evicted, and wait for the transfers. Return the bytes freed."""
+        before_bytes = self.usage.live_bytes
+        for buffer, action in self.policy.rank(self._candidates(), self.costs):
+            if self.is_evictable(buffer):
+                self.evict(buffer, action, lazily=True)
+        self.transfers.finish_leaving()
+        self.transfers.cancel_fetches(0)
+        self.transfers.drain()
+        self._ranking.clear()
+        return before_bytes - self.usage.live_bytes
+
+    def forget(self) -> None:
+        """Forget all ranked, leaving, away and dropped buffers: no saved tensor is left that needs them."""
+        self._ranking.clear()
+        self.transfers.forget()
+        self.costs.forget()
+
+
+def digest_of(storage: torch.UntypedStorage) -> bytes:
+    """Return a hash of a storage's content."""
+    with Quietly():
+        content = byte_alias(storage).cpu()
+        return hashlib.blake2b(memoryview(content.numpy()), digest_size=16).digest()  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,237 @@
+"""Transfers of buffers to the tier and back: those in progress, and the copies that exist."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from torchdelta.errors import TierError, TierFullError
+from torchdelta.runtime.memory.outage import Outage
+from torchdelta.runtime.state.copies import Fetch, SurveyedCopy, TierCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from torchdelta.runtime.state.buffer import Buffer
+    from torchdelta.runtime.state.counters import Counters
+    from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.runtime.tiers.base import Tier
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """Moves buffers to a tier and back. In a survey, nothing is moved."""
+
+    def __init__(self, ledger: Ledger, counters: Counters, open_tier: Callable[[], Tier]) -> None:
+        self.ledger = ledger
+        self.counters = counters
+        self.outage = Outage()
+        self.leaving: list[Buffer] = []  # their copy to the tier is in progress
+        self.away: list[Buffer] = []  # swapped out; sorted by `save_order` when backward needs it (a stack)
+        self.away_is_sorted = True
+        self._open_tier = open_tier
+        self._tier: Tier | None = None
+
+    # -- the tier
+
+    @property
+    def tier(self) -> Tier:
+        """The tier, opened at its first use."""
+        if self._tier is None:
+            self._tier = self._open_tier()
+        return self._tier
+
+    @property
+    def opened_tier(self) -> Tier | None:
+        """The tier, or None if it was never used."""
+        return self._tier
+
+    @property
+    def can_swap(self) -> bool:
+        """Whether the tier takes copies now."""
+        return self._working_tier() is not None
+
+    def _working_tier(self) -> Tier | None:
+        """Return the tier, or None while it cannot be opened or is not used after a failure."""
+        if self.outage.is_on(self.ledger.clock):
+            return None
+        try:
+            return self.tier
+        except (TierError, MemoryError) as error:  # it may be opened because memory has run out
+            self.outage.begin(self.ledger.clock, error)
+            return None
+
+    def swap_time_s(self, buffer: Buffer) -> float:
+        """Return the seconds that swapping a buffer out and in would take on an idle link.
+
+        If it has a copy already, only the way back counts.
+        """
+        is_real = buffer.copy is not None and not self.ledger.surveys
+        tier = buffer.copy.tier if buffer.copy is not None and is_real else self._working_tier()
+        if tier is None:
+            return float("inf")
+        time_s = buffer.size_bytes / tier.read_bytes_per_s
+        if buffer.copy is None:
+            time_s += buffer.size_bytes / tier.write_bytes_per_s
+        return time_s
+
+    def drain(self) -> None:
+        """Wait for all transfers: even those that are not needed any more keep their storages alive."""
+        if self._tier is not None:
+            self._tier.drain()
+
+    def note_stall(self) -> None:
+        """Count how long a device with streams was stalled. See `Tier.take_stall_s`."""
+        if self._tier is not None:
+            self.counters.stall_s += self._tier.take_stall_s()
+
+    # -- out
+
+    def copy_out(self, buffer: Buffer) -> bool:
+        """Start copying a held buffer to the tier. Return whether that was possible."""
+        strong = buffer.strong
+        if strong is None or strong.untyped_storage().nbytes() < buffer.size_bytes:
+            return False
+        if self.ledger.surveys and self.outage.is_on(self.ledger.clock):
+            return False
+        return self.copy_storage(buffer, strong.untyped_storage())
+
+    def copy_storage(self, buffer: Buffer, storage: torch.UntypedStorage) -> bool:
+        """Start copying a storage with a buffer's content to the tier. Return whether that was possible."""
+        copy = SurveyedCopy() if self.ledger.surveys else self._start_copy(storage)
+        if copy is None:
+            return False
+        self.ledger.copied(buffer, copy)
+        return True
+
+    def _start_copy(self, storage: torch.UntypedStorage) -> TierCopy | None:
+        """Start copying a storage to the tier. Return None if the tier is full or does not work."""
+        tier = self._working_tier()
+        if tier is None:
+            return None
+        try:
+            copy = TierCopy(tier, tier.reserve(storage.nbytes()), None, storage)  # releases the slot if `write` raises
+            copy.transfer = tier.write(copy.slot, storage)
+        except TierError as error:
+            self.note_failed_start(error)
+            return None
+        self.counters.swapped_out_bytes += storage.nbytes()
+        return copy
+
+    def note_failed_start(self, error: TierError) -> None:
+        """Begin an outage, unless the tier is only full: a smaller copy may still fit."""
+        if not isinstance(error, TierFullError):
+            self.outage.begin(self.ledger.clock, error)
+
+    def settle(self, buffer: Buffer) -> bool:
+        """Wait for the copy of a buffer to arrive on the tier. Forget the copy if it failed.
+
+        Returns:
+            Whether the buffer has a copy now.
+        """
+        if buffer.copy is None:
+            return False
+        try:
+            self.counters.stall_s += buffer.copy.arrive()
+        except TierError as error:
+            self.ledger.uncopied(buffer)  # the source is untouched
+            self.outage.begin(self.ledger.clock, error)
+            return False
+        self.outage.end()
+        return True
+
+    def evict(self, buffer: Buffer, *, lazily: bool) -> None:
+        """Release a buffer that has a copy.
+
+        Args:
+            buffer: Held, with a copy.
+            lazily: Return while the copy is in progress. `reap` and `finish_leaving` release the buffer later.
+        """
+        assert buffer.copy is not None
+        self.away.append(buffer)
+        self.away_is_sorted = False
+        if lazily and not buffer.copy.is_there():
+            self.ledger.leave(buffer)
+            self.leaving.append(buffer)
+        else:
+            self._release(buffer)
+
+    def reap(self) -> None:
+        """Release the buffers whose copies have arrived on the tier, without waiting."""
+        while self.leaving and (self.leaving[0].copy is None or self.leaving[0].copy.is_there()):
+            self._release(self.leaving.pop(0))
+
+    def finish_leaving(self, target_bytes: int | None = None) -> None:
+        """Wait until all leaving buffers are released, or until no more than `target_bytes` live."""
+        while self.leaving and (target_bytes is None or self.ledger.usage.live_bytes > target_bytes):
+            self._release(self.leaving.pop(0))
+
+    def stop_leaving(self, buffer: Buffer) -> None:
+        """Keep a buffer that was leaving."""
+        if buffer in self.leaving:
+            self.leaving.remove(buffer)
+            self.ledger.unleave(buffer)
+
+    def _release(self, buffer: Buffer) -> None:
+        # If the copy failed, the buffer stays. It may be dropped later if it can be recomputed.
+        if buffer.copy is not None and buffer.strong is not None and self.settle(buffer):
+            self.ledger.release(buffer)
+
+    # -- back
+
+    def read(self, copy: TierCopy, storage: torch.UntypedStorage) -> None:
+        """Fill a storage from a copy, and wait for the transfer.
+
+        Raises:
+            TierError: The copy cannot be read.
+        """
+        if self.ledger.surveys:
+            return
+        self.counters.stall_s += copy.arrive()
+        self.counters.stall_s += copy.tier.read(copy.slot, storage).wait()
+        self.counters.swapped_in_bytes += storage.nbytes()
+
+    def start_fetch(self, buffer: Buffer, copy: TierCopy, storage: torch.UntypedStorage) -> None:
+        """Start bringing a buffer back into a new storage, ahead of its use."""
+        self.ledger.know(storage)
+        self.ledger.fetch(buffer, Fetch(copy, storage))
+        self.counters.swapped_in_bytes += buffer.size_bytes
+
+    def take_fetched(self, buffer: Buffer) -> torch.UntypedStorage | None:
+        """Wait for a buffer's fetch and return its storage. Return None if there is no fetch, or if it failed."""
+        fetch = self.ledger.unfetch(buffer)
+        if fetch is None:
+            return None
+        try:
+            self.counters.stall_s += fetch.transfer.wait()
+        except TierError:
+            return None  # the caller reads the copy once more
+        return fetch.storage
+
+    def cancel_fetches(self, target_bytes: int) -> None:
+        """Give up fetches until no more than `target_bytes` live."""
+        for buffer in list(self.away):
+            if self.ledger.usage.live_bytes <= target_bytes:
+                return
+            if buffer.fetching is not None and buffer.num_locks == 0:
+                fetch = self.ledger.unfetch(buffer)
+                if fetch is not None:
+                    with contextlib.suppress(TierError):
+                        self.counters.stall_s += fetch.transfer.wait()
+                del fetch  # frees its storage
+
+    # -- end
+
+    def forget(self) -> None:
+        """Forget the leaving and away buffers: no saved tensor is left that needs them."""
+        self.leaving.clear()
+        self.away.clear()
+
+    def close(self) -> None:
+        """Close the tier."""
+        self.note_stall()
+        if self._tier is not None:
+            self._tier.close()

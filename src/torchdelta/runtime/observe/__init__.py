@@ -1,0 +1,1 @@
+"""Listens to the runtime and writes the trace of a step."""

@@ -1,0 +1,171 @@
+"""The base of the trace builder: how it maps tensors to versions, and how it ends or gives up."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
+
+import torch
+
+from torchdelta._torch.storages import storage_address
+from torchdelta._torch.tensors import is_trained_leaf_or_view
+from torchdelta.modules import ModulePaths
+from torchdelta.runtime.observe.draft import Draft
+from torchdelta.runtime.state.observer import Observer
+from torchdelta.trace.model import BEFORE_STEP, Op
+from torchdelta.trace.validate import validate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torchdelta.runtime.device.op_timer import OpTimer
+    from torchdelta.runtime.observe.draft import PlainVersion
+    from torchdelta.runtime.state import buffer as live
+    from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.runtime.state.steps import StepTracker
+    from torchdelta.trace.model import Phase, Trace
+
+__all__ = ["StepDraft", "guarded"]
+
+# More ops than this are not one training step, but for example an evaluation before the first backward.
+MAX_OPS: Final = 1_000_000
+MAX_OPS_WITHOUT_SAVING: Final = 20_000
+
+_Arguments = ParamSpec("_Arguments")
+_Self = TypeVar("_Self", bound="StepDraft")
+
+
+def guarded(
+    method: Callable[Concatenate[_Self, _Arguments], None],
+) -> Callable[Concatenate[_Self, _Arguments], None]:
+    """Drop the trace if a method raises, so that the training continues."""
+
+    @functools.wraps(method)
+    def call(self: _Self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - see above
+            # Pass text, because an exception object would keep its frames and their tensors alive.
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    return call
+
+
+class StepDraft(Observer):
+    """Records what is known of storages, from the start of a scope to the end of the first step."""
+
+    wants_every_op = True
+
+    def __init__(self, ledger: Ledger, steps: StepTracker, timer: OpTimer) -> None:
+        self.ledger = ledger
+        self._steps = steps
+        self._timer = timer
+        self._paths = ModulePaths(self._on_root)
+        self._draft = Draft(ledger.device.type)
+        # By version: buffers of the forward without an op, which the runtime may be the only one to keep alive.
+        self._held: dict[int, weakref.ref[live.Buffer]] = {}
+        self._opaque_reads: dict[int, None] | None = None  # what the running opaque code reads; None: none is running
+        self._opaque_start_s = 0.0
+        self._opaque_workspace_bytes = 0
+        self._is_over = False
+
+    # -- end
+
+    def give_up(self, why: str) -> None:
+        """Stop tracing without a trace. The reason is logged once."""
+        self._retire()
+        if not self._is_over:
+            self._is_over = True
+            logging.getLogger("torchdelta").warning("the trace of the first step was dropped: %s", why)
+
+    def _retire(self) -> None:
+        if self.ledger.observing.observer is self:
+            self.ledger.observing.observer = Observer()
+
+    def finish(self) -> Trace | None:
+        """Stop tracing. Return the trace, or None if there is no valid one."""
+        if self._is_over:
+            return None
+        try:
+            self._draft.correct_times(self._timer)
+            trace = self._draft.trace()
+            validate(trace)
+        except Exception as error:  # noqa: BLE001 - the training continues without a trace
+            self.give_up(f"{type(error).__name__}: {error}")
+            return None
+        self._is_over = True
+        self._retire()
+        return trace
+
+    def module_of(self, record: live.StorageRecord) -> str:
+        """Return the path of the module whose op made a storage, or an empty string if it is not known."""
+        version = self._draft.by_record.get(record.id)
+        if version is None or not 0 <= version.birth_op < len(self._draft.ops):
+            return ""
+        return self._draft.ops[version.birth_op].module
+
+    @guarded
+    def on_nothing_saved(self) -> None:
+        """Give up if too many ops run without a saved tensor: a training step does not begin like that."""
+        if len(self._draft.ops) > MAX_OPS_WITHOUT_SAVING and not self._draft.saved:
+            self.give_up(f"{len(self._draft.ops)} ops ran before a tensor was saved for backward")
+
+    # -- drafts
+
+    def _on_root(self, module: torch.nn.Module) -> None:
+        for buffer in module.buffers():
+            version = self._known(buffer)
+            if version is not None and version.storage.kind is None:
+                version.storage.kind = "constant"
+
+    def _record(self, tensor: torch.Tensor) -> live.StorageRecord | None:
+        try:
+            return self.ledger.records.get(storage_address(tensor))
+        except RuntimeError:  # sparse and other opaque tensors have no storage
+            return None
+
+    def _known(self, tensor: torch.Tensor) -> PlainVersion | None:
+        record = self._record(tensor)
+        return self._draft.by_record.get(record.id) if record is not None else None
+
+    def _version_of(self, tensor: torch.Tensor) -> PlainVersion | None:
+        """Return what a tensor's storage holds, even if its origin is unknown. None if the ledger has no record."""
+        record = self._record(tensor)
+        if record is None:
+            return None
+        version = self._draft.by_record.get(record.id)
+        if version is not None:
+            return version
+        if is_trained_leaf_or_view(tensor):
+            version = self._born(record, BEFORE_STEP, None)  # the scan did not find it
+            version.storage.kind = "parameter"
+            return version
+        return self._appear(record)
+
+    def _born(self, record: live.StorageRecord, birth_op: int, phase: Phase | None) -> PlainVersion:
+        by_optimizer = phase is not None and self._steps.is_in_optimizer
+        return self._draft.born(record, birth_op, phase, by_optimizer=by_optimizer)
+
+    def _add(self, op: Op) -> None:
+        self._draft.ops.append(op)
+        if len(self._draft.ops) > MAX_OPS:
+            self.give_up(f"no training step ended within {MAX_OPS} ops")
+
+    def _read_all(self, arguments: Iterable[Any], reads: dict[int, None]) -> None:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                version = self._version_of(argument)
+                if version is not None:
+                    reads[version.id] = None
+
+    def _appear(self, record: live.StorageRecord) -> PlainVersion:
+        """Add the pseudo-op of a storage of unknown origin."""
+        index, phase = len(self._draft.ops), self._steps.phase
+        version = self._born(record, index, phase)
+        version.storage.is_external = True
+        if phase == "forward" and record.current is not None:
+            self._held[version.id] = weakref.ref(record.current)
+        self._add(Op(index=index, name="torchdelta.external", phase=phase, writes=(version.id,)))
+        return version

@@ -1,0 +1,42 @@
+"""Recompute only, and swap only: one action for every buffer where it is possible."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchdelta.runtime.policies.base import Action, Costs
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.state.buffer import Buffer
+
+
+class RecomputeOnly:
+    """Recompute the cheapest buffers first; those that cannot be recomputed come last and are swapped."""
+
+    name = "recompute-only"
+
+    def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
+        """Return the candidates by rising recompute time per byte and staleness."""
+        clock = costs.clock
+        able = [buffer for buffer in candidates if buffer.op is not None]
+        unable = [buffer for buffer in candidates if buffer.op is None]
+        able.sort(
+            key=lambda buffer: (
+                costs.missing_time_s(buffer) / (buffer.size_bytes * (clock - buffer.last_used + 1)),
+                buffer.id,
+            )
+        )
+        return [(buffer, Action.RECOMPUTE) for buffer in able] + [(buffer, Action.SWAP) for buffer in unable]
+
+
+class SwapOnly:
+    """Swap the buffers that were saved first: backward needs them last."""
+
+    name = "swap-only"
+
+    def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
+        """Return the candidates in the order in which they were saved."""
+        del costs
+        return [
+            (buffer, Action.SWAP) for buffer in sorted(candidates, key=lambda buffer: (buffer.save_order, buffer.id))
+        ]

@@ -1,0 +1,1 @@
+"""Records what torch does: ops, saved tensors, backward, compiled regions, transforms."""

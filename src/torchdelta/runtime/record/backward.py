@@ -1,0 +1,285 @@
+"""Backward: the recorder is off between autograd nodes and on inside them.
+
+A dispatch mode that is on in backward makes the engine accumulate gradients out of place (a larger peak), and changes
+the bits of some derivative formulas. So the recorder is popped when `backward()` is called; each node's prehook pushes
+it and its posthook pops it. Nodes whose formulas depend on the mode (mode_sensitive.py) run without it, and room for
+them is made from the sizes of the gradients that they return.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes
+from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, top_mode, without_mode
+from torchdelta._torch.storages import storage_address
+from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of, storage_of
+from torchdelta.runtime.interrupts import call_outside, shielded
+from torchdelta.runtime.record.gaps import Gaps
+from torchdelta.runtime.record.headroom import Graph, Headroom
+from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
+from torchdelta.runtime.state.kinds import runs_own_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.record.recorder import Recorder
+    from torchdelta.runtime.state.steps import StepTracker
+
+# Temporaries of the nodes that run without the mode, in multiples of the largest gradient that they return. Others: 1.
+_TEMPORARY_SHARE: Final = {
+    "ProdBackward": 2.0,
+    "CumprodBackward": 4.0,
+    "MaskedFillBackward": 0.0,
+    "MaskedScatterBackward": 1.0,
+}
+
+
+class OnEnd(Protocol):
+    """Callback for the end of each backward pass, nested ones included."""
+
+    def __call__(
+        self, *, keeps_graph: bool, is_outermost: bool, leaves: list[Any], error: BaseException | None
+    ) -> None:
+        """Handle the end of a pass that accumulated into `leaves` or ended with `error`. May raise."""
+
+
+class Backward:
+    """Runs the autograd engine with the recorder on inside the nodes.
+
+    Args:
+        recorder: The dispatch mode; knows the ledger and the room.
+        steps: The position in the training step.
+        on_end: Called at the end of every watched backward, and of every outermost one.
+    """
+
+    def __init__(self, recorder: Recorder, steps: StepTracker, on_end: OnEnd) -> None:
+        self.recorder = recorder
+        self.ledger = recorder.ledger
+        self.usage = recorder.ledger.usage
+        self.room = recorder.room
+        self.observing = recorder.observing
+        self.steps = steps
+        self._on_end = on_end
+        self._pending: list[Any] = []  # leaves whose .grad may have changed since the last node
+        self._depth = 0
+        self.headroom = Headroom()
+        self._gaps = Gaps(recorder.room)
+        self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
+
+    @shielded
+    def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
+        self.observing.observer.on_backward_start(args[0] if args else kwargs.get("grad_tensors"))
+        num_before = num_modes()
+        keeps_graph = bool(
+            (len(args) > 1 and args[1])
+            or (len(args) > 2 and args[2])
+            or kwargs.get("retain_graph")
+            or kwargs.get("create_graph")
+        )
+        usage, budget_bytes = self.usage, self.room.budget_bytes
+        usage.ask_counter(fresh=True)
+        start_bytes, earlier_peak_bytes, num_handles = usage.total_bytes, usage.peak_bytes, self.ledger.num_handles
+        graph = Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and self._may_fit() else None
+        if graph is not None:
+            expected_bytes = self.headroom.expected_peak_bytes(
+                graph,
+                live_bytes=start_bytes,
+                num_handles=num_handles,
+                num_needs=self.recorder.needs.num_made,
+                budget_bytes=budget_bytes or 0,
+            )
+            if expected_bytes is not None:
+                return self._run_unwatched(original, graph, expected_bytes, outputs, *args, **kwargs)
+        collected_bytes = self.room.collected_bytes
+        usage.peak_bytes = start_bytes
+        if budget_bytes is None:
+            self.room.transfers.finish_leaving()  # forced decisions take effect without memory pressure too
+        handles: list[Any] = []
+        error: BaseException | None = None
+        num_outer_leaves = len(self._leaves)
+        self._depth += 1
+        try:
+            with without_mode(self.recorder):
+                self._install(outputs, handles)
+                if self._depth == 1:
+                    self._gaps.restart(len(handles))
+                try:
+                    result = call_outside(original, outputs, *args, **kwargs)
+                except BaseException as raised:
+                    error = raised
+                    raise
+                finally:
+                    for handle in handles:
+                        handle.remove()
+                    handles.clear()
+            return result
+        finally:
+            while num_modes() > num_before and self.recorder in mode_stack():
+                pop_mode()
+            self._depth -= 1
+            self._gaps.end()
+            self._gaps.end_unseen(failed=True)
+            self._settle()
+            # A garbage collection in between would make the growth look too small for a start without garbage.
+            if graph is not None and error is None and collected_bytes == self.room.collected_bytes:
+                self.headroom.measured(
+                    graph,
+                    start_bytes=start_bytes,
+                    peak_bytes=usage.peak_bytes,
+                    num_handles=num_handles,
+                    num_needs=self.recorder.needs.num_made,
+                )
+            graph = None
+            usage.peak_bytes = max(usage.peak_bytes, earlier_peak_bytes)
+            leaves = self._leaves[num_outer_leaves:]
+            # Of an inner backward only parameters stay: a checkpoint's detached input dies here with its gradient.
+            del self._leaves[num_outer_leaves:]
+            if self._depth:
+                self._leaves.extend(leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
+            try:
+                self._on_end(keeps_graph=keeps_graph, is_outermost=self._depth == 0, leaves=leaves, error=error)
+            finally:
+                error = None  # an exception that its own frame holds would keep everything in it alive
+                leaves.clear()
+
+    def _may_fit(self) -> bool:
+        """Return whether a backward that fitted before may run unwatched."""
+        return (
+            self.room.budget_bytes is not None
+            and not self.ledger.surveys
+            and not self.observing.observer.wants_every_op
+            and not self.room.costs.misses_saved()  # bringing buffers back would exceed the measured growth
+        )
+
+    def running_leaves(self) -> list[Any]:
+        """Return the leaves that the running backward reaches; empty outside of one."""
+        return self._leaves
+
+    def _run_unwatched(
+        self, original: Callable[..., Any], graph: Graph, expected_bytes: int, outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a backward that is known to fit. See [Note: never act without need] in headroom.py."""
+        usage = self.usage
+        try:
+            with without_mode(self.recorder):
+                return call_outside(original, outputs, *args, **kwargs)
+        finally:
+            self._pending.extend(graph.leaves)
+            self._settle()
+            if not usage.has_exact_peak:
+                usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
+            self._on_end(keeps_graph=False, is_outermost=True, leaves=[], error=None)
+
+    def _install(self, outputs: Any, handles: list[Any]) -> None:
+        stack = _roots(outputs)
+        seen: set[Any] = set()
+        add = seen.add
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            add(node)
+            name = node.name()
+            if name == ACCUMULATE:
+                # An ordinary accumulation needs no watching; a hook that steps the optimizer there does.
+                if post_accumulate_hooks_of(node.variable):
+                    handles.append(node.register_prehook(self._before))
+                    handles.append(node.register_hook(functools.partial(self._after, ())))
+                continue
+            following = [child for child, _ in node.next_functions]
+            leaves = [child.variable for child in following if child is not None and child.name() == ACCUMULATE]
+            self._leaves.extend(leaves)
+            if is_mode_sensitive(name):
+                handles.append(node.register_prehook(functools.partial(self._before_blind, name, following)))
+                handles.append(node.register_hook(functools.partial(self._after_blind, name, leaves)))
+            else:
+                handles.append(node.register_prehook(functools.partial(self._before, name=name)))
+                handles.append(node.register_hook(functools.partial(self._after, leaves)))
+            stack.extend(following)
+
+    @shielded
+    def _before(self, gradients: Any, *, name: str = "") -> None:
+        self._meet(gradients)
+        self.observing.observer.on_gradients(gradients)
+        self.steps.node_name = name
+        push_mode(self.recorder)
+
+    @shielded
+    def _after(self, leaves: Any, _inputs: Any, _outputs: Any) -> None:
+        # Pop only our own mode: another library's mode that the node left on the stack is for that library to pop.
+        if top_mode() is self.recorder:
+            pop_mode()
+        node_name, self.steps.node_name = self.steps.node_name, ""
+        self._pending.extend(leaves)
+        self._gaps.begin(node_name, leaves)
+
+    @shielded
+    def _before_blind(self, name: str, following: list[Any], gradients: Any) -> None:
+        self._meet(gradients)
+        sizes = [input_sizes_bytes(child) for child in following if child is not None]
+        temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
+        self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
+        self.observing.observer.on_gradients(gradients)
+        self.observing.observer.on_opaque_start(gradients, temporary_bytes)
+
+    @shielded
+    def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
+        self._gaps.end_unseen()
+        self._meet(inputs)
+        self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
+        self._pending.extend(leaves)
+        self._gaps.begin(name, leaves)
+
+    def _meet(self, gradients: Any) -> None:
+        """Count gradients that were made between nodes, by the engine's accumulation or by the user's tensor hooks."""
+        self._gaps.end()
+        ledger = self.ledger
+        ledger.settle_unwatched()
+        if self._pending:
+            self._settle()
+        records = ledger.records
+        before_bytes = self.usage.live_bytes
+        for gradient in gradients:
+            if gradient is None:
+                continue
+            if runs_own_ops(gradient.__class__) and not ledger.surveys:
+                ledger.know_inner(gradient)
+                continue
+            if gradient.layout is not torch.strided:
+                continue
+            try:
+                if storage_address(gradient) not in records:
+                    ledger.know_by_tensor(gradient)
+            except NotImplementedError:  # torch.func's wrappers have no storage
+                continue
+        if self.usage.live_bytes > before_bytes:
+            self.room.make(0, "gradient accumulation")
+
+    def _settle(self) -> None:
+        """Count the `.grad` of leaves whose gradient was just accumulated."""
+        pending, self._pending = self._pending, []
+        self.ledger.settle_unwatched()
+        for leaf in pending:
+            gradient = leaf.grad
+            if gradient is None:
+                continue
+            if gradient.__class__ is not torch.Tensor:
+                self.ledger.know_inner(gradient)
+            elif gradient.layout is torch.strided:
+                storage = storage_of(gradient)
+                if storage is None:  # torch.func's wrappers have none
+                    continue
+                self.ledger.know(storage)
+                self.observing.observer.on_leaf_gradient(leaf, gradient)
+
+
+def _roots(outputs: Any) -> list[Any]:
+    """Return the nodes where a backward starts; `outputs` are tensors or gradient edges."""
+    return [
+        grad_fn_of(output) if isinstance(output, torch.Tensor) else getattr(output, "node", None) for output in outputs
+    ]

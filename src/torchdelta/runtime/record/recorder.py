@@ -1,0 +1,352 @@
+"""The recorder: a dispatch mode that makes room for every op, runs it, and records it.
+
+In forward it records ops for replay. In backward it only counts bytes (nothing there is replayed), and it is on only
+inside nodes: see backward.py. Read `Recorder._run` from top to bottom for what happens to an op.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from torchdelta._torch.compiled import is_in_compiled_region
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.modes import TorchDispatchMode, num_modes
+from torchdelta._torch.ops import execute
+from torchdelta._torch.storages import storage_address
+from torchdelta._torch.tensors import version_of
+from torchdelta.aten.collectives import may_be_under_way
+from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
+from torchdelta.runtime.interrupts import enter, leave
+from torchdelta.runtime.memory.retry import may_retry
+from torchdelta.runtime.record.capture import Capturer, statistics_of
+from torchdelta.runtime.record.needs import Predictor
+from torchdelta.runtime.record.subclasses import Way
+from torchdelta.runtime.state.buffer import Stays
+from torchdelta.runtime.state.kinds import runs_own_ops
+from torchdelta.runtime.state.tape import generator_of
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.memory.restore import Restorer
+    from torchdelta.runtime.record.other_streams import OtherStreams
+    from torchdelta.runtime.record.saved import SavedTensors
+    from torchdelta.runtime.record.subclasses import Subclasses
+    from torchdelta.runtime.state.buffer import Buffer, OpEntry
+    from torchdelta.runtime.state.need import Need
+
+__all__ = ["Recorder", "execute"]
+
+VIEW = Kind.VIEW  # enum attributes are slow to look up, and most ops are views
+_Parted = list[tuple[torch.Tensor, "Buffer | None"]]
+# After so many ops without a saved tensor the tape is cut: it would grow without end in a loop that never trains.
+IDLE_OPS: Final = 1024
+
+
+class Recorder(TorchDispatchMode):
+    """Sees the ops of one thread, and on an accelerator those of the engine's threads in backward.
+
+    Args:
+        restorer: Brings buffers back; knows the room, the ledger and the device.
+        saved: The saved tensors, whose handles follow in-place writes.
+        subclasses: Decides what happens to ops on tensor subclasses.
+        other_streams: Runs ops on other streams; None where the device has one queue.
+    """
+
+    # Without these two methods Dynamo stops running compiled code, permanently, and every op pays a Dynamo check.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell Dynamo that this mode accepts compiled code."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(
+        self,
+        restorer: Restorer,
+        saved: SavedTensors,
+        subclasses: Subclasses,
+        other_streams: OtherStreams | None = None,
+    ) -> None:
+        super().__init__()
+        self.restorer = restorer
+        self.room = restorer.room
+        self.ledger = restorer.ledger
+        self.device = restorer.device
+        self.counters = restorer.room.counters
+        self.timer = self.device.timer
+        self.observing = self.ledger.observing
+        self.saved = saved
+        self.subclasses = subclasses
+        self.other_streams = other_streams
+        self.needs = Predictor(tells_devices_apart=self.device.tells_devices_apart)
+        self._capturer = Capturer(self.ledger, self.device)
+        self.execute = execute  # a survey replaces it
+        self.only_counts = False  # inside transforms, see transforms.py
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one op. The signature is torch's."""
+        if self.other_streams is None:
+            outer = enter()
+            try:
+                return self._see(func, types, args, kwargs)
+            finally:
+                leave(outer)
+        if self.device.is_off():
+            return func(*args, **(kwargs or {}))
+        outer = enter()
+        try:
+            if graph_task_id() == -1:
+                return self.other_streams.run(self._see, func, types, args, kwargs)
+            with self.device.locked():
+                return self.other_streams.run(self._see, func, types, args, kwargs)
+        finally:
+            leave(outer)
+
+    def is_off(self) -> bool:
+        """Return whether ops currently pass through unrecorded."""
+        return self.device.is_off()
+
+    def _see(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Pass through ops that neither allocate nor write and ops that belong to a subclass; `_run` the others."""
+        facts: OpFacts
+        try:
+            facts = func._torchdelta_facts
+        except AttributeError:
+            facts = facts_of(func)
+        if types or num_modes():
+            way = self.subclasses.way_of(func, types)
+            if way is Way.DECLINE:
+                return NotImplemented
+            if way is Way.RUN:
+                return func(*args, **(kwargs or {}))
+            if way is Way.INSIDE:
+                return self._run_subclass(func, facts, args, kwargs)
+        kind = facts.kind
+        if kind is VIEW:
+            out = self.execute(func, facts, args, kwargs)
+            if self.only_counts or (graph_task_id() != -1 and not _records_gradients()):
+                self._know(out)
+            return out
+        if kind is Kind.NO_OUTPUT:
+            return self.execute(func, facts, args, kwargs)
+        return self._run(func, facts, args, kwargs)
+
+    def _run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Make room for an op, run it, and record what it made and wrote."""
+        ledger = self.ledger
+        if ledger.unwatched:
+            ledger.settle_unwatched()
+        self.counters.num_ops += 1
+        ledger.clock += 1
+        # Record ops that autograd differentiates, and others while saved tensors exist whose replay may read them.
+        # Only count in a backward without create_graph.
+        grad_enabled = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        counts_only = self.only_counts or (not grad_enabled and graph_task_id() != -1)
+        records = (
+            not counts_only
+            and (grad_enabled or (ledger.num_handles > 0 and not torch.is_inference_mode_enabled()))
+            and not is_in_compiled_region()
+        )
+        if records and ledger.num_handles == 0 and ledger.clock - ledger.cut_at > IDLE_OPS:
+            self._cut_idle()
+        writes = facts.kind is not Kind.COMPUTE and not facts.keeps_statistics
+
+        # 1. Make room for its outputs and its workspace.
+        need = self.needs.need(facts, func, args, kwargs)
+        if need.output_bytes or need.workspace_bytes or not writes:
+            self.room.make(need.output_bytes + need.workspace_bytes, facts.name)
+
+        # 2. Capture it for the tape, and end the contents that it overwrites.
+        if writes:
+            targets = written_tensors(facts, args, kwargs)
+        else:
+            targets = statistics_of(facts, args) if facts.keeps_statistics and not counts_only else []
+        entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
+        parted = self._part(targets, need, facts) if targets else []
+
+        # 3. Run it, with time and memory measured.
+        before_bytes = ledger.usage.live_bytes
+        self.device.mark(need, ledger.usage)
+        if entry is not None and facts.is_random:
+            generator = generator_of(facts, args, kwargs)
+            entry.random_state = (generator, generator.get_state()) if generator is not None else None
+        versions = _versions(targets) if facts.bumps_inside and not ledger.surveys else []
+        mark = self.timer.start(need)
+        try:
+            out = self.execute(func, facts, args, kwargs)
+        except RuntimeError as error:
+            if not may_retry(error, facts, args, entry, self.room):
+                raise
+            self.device.mark(need, ledger.usage)  # evictions since the first mark are not part of the op
+            out = self.execute(func, facts, args, kwargs)
+        time_s = self.timer.stop(mark, entry)
+        if versions and not self.subclasses.is_inside:
+            _bump_missing(versions)
+
+        # 4. Note what it wrote and made, and learn its need.
+        if counts_only and not writes:
+            self._know(out)
+            need.learn_growth(ledger.usage.live_bytes - before_bytes)
+        elif writes:
+            need.learn_growth(
+                self._note_written(parted, out, func, facts, args, kwargs, entry, counts_only=counts_only)
+            )
+        else:
+            name = facts.name
+            is_one = isinstance(out, torch.Tensor)
+            need.output_bytes = ledger.made(out, entry, name, 0) if is_one else self._note_made(out, entry, name)
+            for tensor, old in parted:
+                self._write(tensor, old, None, facts, 0)
+        is_growth = counts_only or writes
+        size_bytes = max(0, ledger.usage.live_bytes - before_bytes) if is_growth else need.output_bytes
+        workspace_bytes = self.device.measure(need, size_bytes, ledger.usage)
+        if entry is not None:
+            entry.output_bytes = 0 if writes else size_bytes
+            entry.workspace_bytes = workspace_bytes
+        observer = self.observing.observer
+        if observer.wants_every_op:
+            observer.on_op(
+                facts,
+                args,
+                kwargs,
+                out,
+                time_s,
+                written=targets,
+                entry=entry,
+                workspace_bytes=0 if writes else workspace_bytes,
+                timing=need.timing,
+            )
+        return out
+
+    def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""
+        targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
+        plain = [tensor for tensor in targets if not runs_own_ops(tensor.__class__)]
+        before = [(tensor, self._overwritten(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
+        out = self.subclasses.call(self, func, args, kwargs)
+        for tensor, old in before:
+            self._write(tensor, old, None, facts, 0)
+        return out
+
+    def _cut_idle(self) -> None:
+        self.ledger.cut()
+        self.room.forget()
+        self.observing.observer.on_nothing_saved()
+
+    # -- contents that end
+
+    def _part(self, targets: list[torch.Tensor], need: Need, facts: OpFacts) -> _Parted:
+        """End the contents of the storages that an op will write. Return (tensor, old content) for each storage."""
+        num_copies = self.counters.num_copies_before_write
+        parted: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
+        for tensor in targets:
+            try:
+                address = storage_address(tensor)
+            except RuntimeError:
+                continue
+            if address not in parted:
+                parted[address] = (tensor, self._overwritten(tensor))
+        if self.counters.num_copies_before_write > num_copies and need.total_bytes:
+            self.room.make(need.total_bytes, facts.name)  # copies of old contents may have used the room
+        return list(parted.values())
+
+    def _overwritten(self, tensor: torch.Tensor) -> Buffer | None:
+        record = self.ledger.find(tensor)
+        if record is None or record.current is None:
+            return None
+        return self.restorer.part(record, tensor.untyped_storage())
+
+    # -- contents that begin
+
+    def _know(self, out: Any) -> None:
+        """Count the outputs of an op in backward."""
+        if isinstance(out, torch.Tensor):
+            self.ledger.know_by_tensor(out)
+        elif isinstance(out, tuple | list):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self.ledger.know_by_tensor(item)
+
+    def _note_made(self, out: Any, entry: OpEntry | None, name: str) -> int:
+        """Make the buffers of an op's outputs. Return the bytes of their storages."""
+        size_bytes = 0
+        for index, item in enumerate(out if isinstance(out, tuple | list) else (out,)):
+            if isinstance(item, torch.Tensor):
+                size_bytes += self.ledger.made(item, entry, name, index)
+        return size_bytes
+
+    def _note_written(
+        self,
+        parted: _Parted,
+        out: Any,
+        func: Any,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        entry: OpEntry | None,
+        *,
+        counts_only: bool,
+    ) -> int:
+        """Make the new buffers of storages that an op wrote. Return the bytes that it newly allocated."""
+        ledger = self.ledger
+        new_bytes = 0
+        for index, (tensor, old) in enumerate(parted):
+            record = ledger.find(tensor)
+            if record is not None and record.reference is None and old is None:
+                continue  # a gradient that only the engine holds so far: it has no buffer
+            if record is None and counts_only:
+                ledger.know_by_tensor(tensor)
+                continue
+            size_bytes = record.size_bytes if record is not None else 0
+            buffer = self._write(tensor, old, entry, facts, index)
+            if record is not None:
+                new_bytes += max(0, record.size_bytes - size_bytes)  # an `out` that grew
+            if facts.is_collective:
+                self._keep_collective(buffer, func, args, kwargs)
+        noted_bytes = ledger.usage.live_bytes
+        if counts_only:
+            self._know(out)
+        else:
+            self._note_made(out, None, facts.name)
+        return new_bytes + ledger.usage.live_bytes - noted_bytes
+
+    def _write(
+        self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, facts: OpFacts, index: int
+    ) -> Buffer:
+        buffer = self.ledger.written(tensor, old, entry, facts.name, index)
+        if buffer.num_saved and not facts.is_collective:  # a collective may still be writing its output
+            self.saved.on_resaved(buffer)
+        return buffer
+
+    def _keep_collective(self, buffer: Buffer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Make buffers stay that a collective may still be writing, or whose storage FSDP will free."""
+        if func.namespace == "fsdp":
+            if buffer.record is not None:
+                self.ledger.stay_resizable(buffer.record)
+        elif may_be_under_way(func, args, kwargs):
+            self.ledger.stay(buffer, Stays.IN_FLIGHT)
+
+
+def _records_gradients() -> bool:
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+# [Note: ops on lists of tensors]
+# The in-place `_foreach` ops do not bump versions themselves. On CPU the ops that they run for each tensor do, but
+# below a dispatch mode these no longer reach the kernel that bumps. Without a bump autograd would not notice that a
+# saved parameter was stepped.
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
+
+
+def _bump_missing(versions: list[tuple[torch.Tensor, int]]) -> None:
+    """Bump the version of tensors that an op wrote without bumping it."""
+    for tensor in [tensor for tensor, before in versions if version_of(tensor) == before]:
+        torch.autograd.graph.increment_version(tensor)

@@ -1,0 +1,80 @@
+"""Copies of a buffer's content on a tier, and the transfers that bring one back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchdelta.errors import TierError
+from torchdelta.runtime.interrupts import destructor
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
+
+__all__ = ["Fetch", "SurveyedCopy", "TierCopy"]
+
+
+class TierCopy:
+    """A buffer's content on a tier. The slot is released when this object dies."""
+
+    __slots__ = ("slot", "source", "tier", "transfer")
+
+    def __init__(self, tier: Tier, slot: Slot, transfer: Transfer | None, source: torch.UntypedStorage) -> None:
+        self.tier = tier
+        self.slot = slot
+        self.transfer = transfer  # the copy in progress; None once it has arrived
+        self.source: torch.UntypedStorage | None = source  # what is copied; kept alive until the copy has arrived
+
+    def is_there(self) -> bool:
+        """Return whether the content has arrived, without waiting."""
+        return self.transfer is None or self.transfer.is_done()
+
+    def arrive(self) -> float:
+        """Wait until the content has arrived.
+
+        Returns:
+            The seconds waited.
+
+        Raises:
+            TierIOError: The copy failed.
+        """
+        if self.transfer is None:
+            return 0.0
+        try:
+            stall_s = self.transfer.wait()
+        except TierError:
+            self.transfer = self.source = None
+            raise
+        # Not in a `finally`: after a KeyboardInterrupt in the wait, the copy is still in progress.
+        self.transfer = self.source = None
+        return stall_s
+
+    @destructor
+    def __del__(self) -> None:
+        # Never wait here: the garbage collector may call this while the tier's own lock is held. The tier keeps the
+        # storage alive until its copy has ended.
+        self.tier.release(self.slot)
+
+
+class SurveyedCopy(TierCopy):
+    """The copy that a survey pretends to make. It has no content."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.transfer = self.source = None
+
+    def __del__(self) -> None:
+        return
+
+
+class Fetch:
+    """A transfer that brings a buffer back. The tier keeps the target storage alive until it has ended."""
+
+    __slots__ = ("copy", "storage", "transfer")
+
+    def __init__(self, copy: TierCopy, storage: torch.UntypedStorage) -> None:
+        self.copy = copy
+        self.storage = storage
+        self.transfer: Transfer = copy.tier.read(copy.slot, storage)

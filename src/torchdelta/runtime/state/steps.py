@@ -1,0 +1,134 @@
+"""Finds the training steps in an unmarked loop.
+
+A step is one forward, one backward and, if there is one, an optimizer step. It ends after `optimizer.step()`. In a loop
+without `torch.optim`, or between the micro-batches of gradient accumulation, it ends when the next forward saves its
+first tensor after a backward that freed its graph. Evaluation saves nothing and is not a step.
+"""
+
+from __future__ import annotations
+
+import array
+import time
+from typing import TYPE_CHECKING, Final
+
+from torchdelta._torch.engine import graph_task_id
+from torchdelta.summary import StepSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.state.counters import Counters
+    from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.trace.model import Phase
+
+# How many of the latest steps keep their own summary.
+MAX_KEPT_STEPS: Final = 10_000
+_ROW: Final = 8
+
+
+class StepTracker:
+    """Counts steps and measures them."""
+
+    def __init__(self, ledger: Ledger, counters: Counters) -> None:
+        self.ledger = ledger
+        self.counters = counters
+        self._rows = array.array("d")
+        self.num_steps = 0
+        self.peak_bytes = 0
+        self.is_in_optimizer = False
+        self.node_name = ""  # of the running autograd node, if its ops are recorded
+        self.on_step_end: Callable[[], None] | None = None
+        self._had_backward = False
+        self._saved_index = 0
+        self._start_s = time.perf_counter()
+        self._before = counters.copy()
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase: forward, backward or optimizer.
+
+        Ops between the backward and the end of the step (such as gradient clipping) belong to the optimizer phase.
+        """
+        if self.is_in_optimizer:
+            return "optimizer"
+        if graph_task_id() != -1:
+            return "backward"
+        return "optimizer" if self.is_after_backward else "forward"
+
+    @property
+    def is_after_backward(self) -> bool:
+        """Whether this step has had its backward."""
+        return self._had_backward
+
+    @property
+    def summaries(self) -> tuple[StepSummary, ...]:
+        """The latest steps, oldest first."""
+        rows = (self._rows[start : start + _ROW] for start in range(0, len(self._rows), _ROW))
+        return tuple(
+            StepSummary(
+                index=int(row[0]),
+                time_s=row[1],
+                peak_bytes=int(row[2]),
+                kept_bytes=int(row[3]),
+                swapped_out_bytes=int(row[4]),
+                recomputed_bytes=int(row[5]),
+                stall_s=row[6],
+                recompute_s=row[7],
+            )
+            for row in rows
+        )
+
+    def on_save(self) -> None:
+        """Autograd saves a tensor. This begins a new step if the current one has had its backward."""
+        self.is_in_optimizer = False  # it is still true if the optimizer's step raised
+        if self._had_backward and graph_task_id() == -1:
+            self.end()
+
+    def next_saved_index(self) -> int:
+        """Return the position of the next saved buffer in this step."""
+        self._saved_index += 1
+        return self._saved_index - 1
+
+    def on_backward_end(self, *, keeps_graph: bool) -> None:
+        """A backward has ended. If it keeps its graph (double backward, several losses), the step continues."""
+        if not keeps_graph:
+            self._had_backward = True
+
+    def on_optimizer_start(self) -> None:
+        """An optimizer begins its step."""
+        self.is_in_optimizer = True
+
+    def on_optimizer_end(self) -> None:
+        """An optimizer has stepped."""
+        self.is_in_optimizer = False
+        if self._had_backward:
+            self.end()
+
+    def end(self) -> None:
+        """Close the step."""
+        now_s = time.perf_counter()
+        done = self.counters.minus(self._before)
+        gone_bytes = done.swapped_out_bytes + done.dropped_bytes
+        # All steps are rows of one array: one object per step would make every garbage collection of a long run slower.
+        self._rows.extend(
+            (
+                self.num_steps,
+                now_s - self._start_s,
+                self.ledger.usage.peak_bytes,
+                max(0, done.kept_bytes - gone_bytes),
+                done.swapped_out_bytes,
+                done.recomputed_bytes,
+                done.stall_s,
+                done.recompute_s,
+            )
+        )
+        del self._rows[: -MAX_KEPT_STEPS * _ROW]
+        self.num_steps += 1
+        self.peak_bytes = max(self.peak_bytes, self.ledger.usage.peak_bytes)
+        self.ledger.usage.restart_peak()
+        self._before = self.counters.copy()
+        self._start_s = now_s
+        self._had_backward = False
+        self._saved_index = 0
+        if self.on_step_end is not None:
+            self.on_step_end()

@@ -1,0 +1,154 @@
+"""The tape: how an op's arguments are captured, which buffers it reads, and how it is replayed.
+
+The rest of the runtime uses recorded ops only through `capture`, `sources` and `replay_op`. An entry stores its
+arguments by value, with every tensor replaced by a `View` of a buffer, so the tape keeps no storage alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta._torch.device import default_generator_of, numeric_environment, set_numeric_environment
+from torchdelta._torch.engine import set_grad_enabled
+from torchdelta._torch.modes import resolving_views
+from torchdelta.runtime.state.buffer import OpEntry, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from torchdelta.aten.facts import OpFacts
+    from torchdelta.runtime.state.buffer import Buffer
+
+__all__ = [
+    "Fresh",
+    "Scratch",
+    "capture",
+    "generator_of",
+    "replay_op",
+    "sources",
+    "with_random_state",
+    "written_sources",
+]
+
+
+class Scratch:
+    """Replaces batch-norm statistics by a tensor of this shape with any content: in training, no output reads them."""
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+
+
+class Fresh:
+    """Replaces an argument that the op overwrites completely by a new storage of this size, seen through this view."""
+
+    __slots__ = ("device", "dtype", "offset", "shape", "size_bytes", "stride")
+
+    def __init__(self, tensor: torch.Tensor, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+
+
+def sources(entry: OpEntry) -> Iterator[Buffer]:
+    """Yield the buffers that an op reads, with repetitions."""
+    for argument in entry.args:
+        if argument.__class__ is View:
+            yield argument.buffer
+        elif argument.__class__ is list:
+            yield from (item.buffer for item in argument if item.__class__ is View)
+    if entry.kwargs:
+        yield from (argument.buffer for argument in entry.kwargs.values() if argument.__class__ is View)
+
+
+def written_sources(entry: OpEntry) -> set[int]:
+    """Return the ids of the buffers whose storages an op overwrites."""
+    written: set[int] = set()
+    for position in entry.facts.written_positions:
+        argument = entry.args[position] if position < len(entry.args) else None
+        if argument.__class__ is View:
+            written.add(id(argument.buffer))  # pyright: ignore[reportOptionalMemberAccess]
+        elif argument.__class__ is list:
+            written.update(id(item.buffer) for item in argument if item.__class__ is View)  # pyright: ignore[reportOptionalIterable]
+    for keyword in entry.facts.written_keywords:
+        argument = entry.kwargs.get(keyword) if entry.kwargs else None
+        if argument.__class__ is View:
+            written.add(id(argument.buffer))  # pyright: ignore[reportOptionalMemberAccess]
+    return written
+
+
+def capture(value: Any, view_of: Callable[[torch.Tensor], View]) -> Any:
+    """Return an op argument with every tensor in it replaced by a view of its buffer.
+
+    Raises NotImplementedError for tensors without a storage.
+    """
+    if isinstance(value, torch.Tensor):
+        return view_of(value)
+    if value.__class__ is list or value.__class__ is tuple:
+        return (
+            [capture(item, view_of) for item in value]
+            if any(isinstance(item, torch.Tensor) for item in value)
+            else value
+        )
+    return value
+
+
+def generator_of(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Generator | None:
+    """Return the generator that a random op will draw from, or None if the op is not random."""
+    if not facts.is_random:
+        return None
+    if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+        return kwargs["generator"]
+    for argument in args:
+        if isinstance(argument, torch.Generator):
+            return argument
+    # Numbers are drawn on the device of the output: a `device` argument takes precedence over the tensors' devices.
+    if kwargs and kwargs.get("device") is not None:
+        return default_generator_of(torch.device(kwargs["device"]))
+    for argument in args:
+        if isinstance(argument, torch.Tensor) and argument.device.type != "cpu":
+            return default_generator_of(argument.device)
+    return torch.default_generator
+
+
+@contextlib.contextmanager
+def with_random_state(generator: torch.Generator, state: torch.Tensor) -> Generator[None]:
+    """Let a generator draw from an earlier state, and put the present one back at the end."""
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)
+
+
+def replay_op(entry: OpEntry, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Replay an op on rebuilt arguments, with the grad mode, numeric settings and random state of its first run.
+
+    Call this inside `Quietly`.
+    """
+    current = numeric_environment()
+    if current != entry.environment:
+        set_numeric_environment(entry.environment)
+    set_grad_enabled(entry.grad_enabled)
+    try:
+        if entry.random_state is not None:
+            with with_random_state(*entry.random_state):
+                return entry.func(*args, **kwargs)
+        if entry.facts.conjugates_inside:  # a replay may run inside another op's mode
+            with resolving_views():
+                return entry.func(*args, **kwargs)
+        return entry.func(*args, **kwargs)
+    finally:
+        set_grad_enabled(False)
+        if current != entry.environment:
+            set_numeric_environment(current)

@@ -1,0 +1,103 @@
+"""What counts against the budget: the bytes of the known storages, and what the allocator counts beyond them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchdelta.native.counting import Counter
+
+__all__ = ["Usage"]
+
+
+class Usage:
+    """Bytes in use on the device. `total_bytes` is what the budget limits. Mutable."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0  # of the known storages
+        self.unseen_bytes = 0  # what the counter had beyond them when it was last asked
+        self.counter: Counter | None = None  # at the allocator, if it exists (native/counting.py)
+        self.is_counting = False  # false in a survey, whose storages take no memory
+        self._sees_peaks = True  # whether the counter measures peaks; otherwise they are computed from known sizes
+        self._is_cheap = True  # whether asking the counter is
+        self._peak_bytes = 0
+
+    def count_with(self, counter: Counter) -> None:
+        """Count at the allocator from now on. Memory allocated before is added as it becomes known."""
+        assert not self.live_bytes
+        self.counter = counter
+        self.is_counting = True
+        self._sees_peaks = getattr(counter, "is_exact", True)  # an accelerator's (device/counter.py) is neither
+        self._is_cheap = getattr(counter, "is_cheap", True)
+        counter.start()
+
+    def stop(self) -> None:
+        """Stop counting, and reset the byte counts."""
+        self.live_bytes = self.unseen_bytes = 0
+        self.is_counting = False
+        self.counter = None
+
+    @property
+    def has_exact_peak(self) -> bool:
+        """Whether `peak_bytes` is measured at the allocator."""
+        return self.is_counting and self._sees_peaks
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes that count against the budget."""
+        return self.live_bytes + self.unseen_bytes
+
+    def ask_counter(self, *, fresh: bool = False) -> None:
+        """Update the bytes that live in no known storage. Negative: the known storages have more than the counter.
+
+        Args:
+            fresh: Ask even if that is expensive. Otherwise the last answer of an expensive counter remains in use.
+        """
+        if self.is_counting and self.counter is not None and (fresh or self._is_cheap):
+            self.unseen_bytes = self.counter.live_bytes() - self.live_bytes
+            self._raise_peak(self.live_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest `total_bytes` since this was last set. Exact if `has_exact_peak`."""
+        if self.has_exact_peak and self.counter is not None:
+            self._peak_bytes = max(self._peak_bytes, self.counter.take_peak_bytes())
+        return self._peak_bytes
+
+    @peak_bytes.setter
+    def peak_bytes(self, size_bytes: int) -> None:
+        if self.has_exact_peak and self.counter is not None:
+            self.counter.take_peak_bytes()
+        self._peak_bytes = size_bytes
+
+    def restart_peak(self) -> None:
+        """Start a new peak at the current usage."""
+        self.ask_counter(fresh=True)
+        self.peak_bytes = self.total_bytes
+
+    def add(self, size_bytes: int) -> None:
+        """Add the bytes by which the known storages have grown. Negative: they have shrunk."""
+        self.live_bytes += size_bytes
+        if size_bytes > 0 and not (self.is_counting and self._sees_peaks):
+            self._raise_peak(self.live_bytes)
+
+    def note_workspace(self, size_bytes: int) -> None:
+        """Count the estimated workspace of the last op in the peak."""
+        self._raise_peak(self.live_bytes + size_bytes)
+
+    def _raise_peak(self, size_bytes: int) -> None:
+        if not self.has_exact_peak and size_bytes + self.unseen_bytes > self._peak_bytes:
+            self._peak_bytes = size_bytes + self.unseen_bytes
+
+    # -- growth, if there is a counter
+
+    def mark(self) -> bool:
+        """Begin to measure growth. Return whether there is a counter to measure with."""
+        if self.is_counting and self.counter is not None:
+            self.counter.mark()
+            return True
+        return False
+
+    def growth_bytes(self) -> int | None:
+        """Return the highest growth since the last mark, or None without a counter."""
+        return self.counter.growth_bytes() if self.is_counting and self.counter is not None else None

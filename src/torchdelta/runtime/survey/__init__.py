@@ -1,0 +1,1 @@
+"""Finds the least budget for a step that does not fit."""

@@ -1,0 +1,163 @@
+"""What an optimizer will allocate in its first step, which creates its states.
+
+Knowing this in advance lets `BudgetError` be raised before the first parameter is updated, not halfway through.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchdelta._torch.device import default_to_foreach
+from torchdelta._torch.modes import TorchDispatchMode
+from torchdelta._torch.ops import schema_of
+from torchdelta._torch.storages import address_of, storage_address
+from torchdelta.notices import warn_once
+from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class FirstStep(NamedTuple):
+    """What an optimizer's first step allocates."""
+
+    state_bytes: int  # never freed
+    temporary_bytes: int  # freed by the end of the step
+    is_estimate: bool = False
+
+
+def foresee_first_step(optimizer: torch.optim.Optimizer) -> FirstStep:
+    """Return what the first step of an optimizer will allocate.
+
+    A copy of the optimizer steps on meta parameters with meta gradients: shapes without memory. If that fails (its step
+    reads a value, or writes a real tensor), the result is an estimate: two states as large as each parameter, as in
+    Adam, and temporaries twice as large as the largest parameter. SGD, RMSprop and Adagrad need less. An estimate is
+    logged once.
+    """
+    try:
+        # Most first steps create a state for every parameter or for none. Trying one parameter tells which, in a
+        # hundredth of the time.
+        if _try_step(optimizer, only_first=True) == (0, 0):
+            return FirstStep(0, 0)
+        state_bytes, temporary_bytes = _try_step(optimizer, only_first=False)
+        is_fused = all(group.get("fused") for group in optimizer.param_groups)  # no temporaries
+        return FirstStep(state_bytes, 0 if is_fused else temporary_bytes)
+    except Exception:
+        logging.getLogger("torchdelta").debug(
+            "the first step of %s could not be tried on meta tensors", type(optimizer).__name__, exc_info=True
+        )
+    sizes_bytes = [
+        p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
+    warn_once(
+        f"the memory for the first step of {type(optimizer).__name__} is an estimate, because the step does not run on "
+        "meta tensors: two states as large as each parameter, as in Adam"
+    )
+    return FirstStep(2 * sum(sizes_bytes), 2 * max(sizes_bytes, default=0), is_estimate=True)
+
+
+def is_trial(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is the copy on which a first step is tried.
+
+    The step hooks also run for the copy, if a subclass's `step` calls its base class's. They must ignore it: trying
+    that step too would recurse without end.
+    """
+    return getattr(optimizer, "_torchdelta_trial", False)
+
+
+class _Temporaries(TorchDispatchMode):
+    """Counts the bytes that ops on meta tensors would allocate and free."""
+
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known = {storage_address(tensor) for tensor in existing}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        _refuse_real(func, args)
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(item, torch.Tensor) and storage_address(item) not in self._known:
+                storage = item.untyped_storage()
+                self._known.add(address_of(storage))
+                self.live_bytes += storage.nbytes()
+                weakref.finalize(storage, self._died, address_of(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return out
+
+    def _died(self, address: int, size_bytes: int) -> None:
+        self._known.discard(address)
+        self.live_bytes -= size_bytes
+
+
+def _refuse_real(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise where a trial is about to write a tensor of the real optimizer: one that has memory and is no number."""
+    if not schema_of(func).is_mutable:
+        return
+    for argument in args:
+        for tensor in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and tensor.dim():
+                msg = f"{func} would write a real tensor in a trial step"
+                raise RuntimeError(msg)
+
+
+def _steps_by_lists(group: dict[str, Any]) -> bool:
+    """Return whether an optimizer steps on lists of tensors, by its `foreach` option or by torch's default."""
+    if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
+        return bool(group.get("foreach"))
+    return default_to_foreach(group["params"])
+
+
+def _try_step(optimizer: torch.optim.Optimizer, *, only_first: bool) -> tuple[int, int]:
+    """Step a copy of an optimizer once on meta tensors. Return the bytes of its states, and of its temporaries."""
+    trial = OptimizerCopy(optimizer, _options_of, only_first=only_first)
+    trial.make_gradients()
+    step = type(optimizer).step
+    existing = trial.tensors()
+
+    def closure() -> torch.Tensor:
+        trial.make_gradients()
+        return torch.zeros(())
+
+    needs_closure = _needs_closure(step)
+    with torch.no_grad(), _Temporaries(existing) as temporaries:
+        step_of_class: Any = getattr(step, "__wrapped__", step)
+        step_of_class(trial.optimizer, *((closure,) if needs_closure else ()))
+    state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
+    # State that a subclass keeps outside `state` counts as well. The gradients that a closure made do not.
+    new_gradients = [p.grad for p in trial.parameters if p.grad is not None and all(p.grad is not t for t in existing)]
+    state_bytes = max(state_bytes, temporaries.live_bytes - (_tensor_bytes(new_gradients) if needs_closure else 0))
+    return state_bytes, max(0, temporaries.peak_bytes - state_bytes)
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that a trial replaces.
+
+    The fused step has no meta kernel; the other implementations create the same states.
+    """
+    options = {name: False for name in ("fused", "capturable") if group.get(name)}
+    if _steps_by_lists(group):
+        options["foreach"] = True
+    elif group.get("fused"):
+        options["foreach"] = False
+    return options
+
+
+def _needs_closure(step: Any) -> bool:
+    """Return whether a step requires a closure, as that of L-BFGS does."""
+    try:
+        parameter = inspect.signature(step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _tensor_bytes(values: Iterable[Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,110 @@
+"""Copies an optimizer onto meta parameters, together with all its attributes that refer to parameters.
+
+A trial step on the copy must not change the real optimizer. Subclasses have further tensors and dicts keyed by
+parameter in addition to `state`, and wrappers contain another optimizer, so everything that a step may write is copied.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class OptimizerCopy:
+    """A copy of an optimizer, without states, on meta parameters that have meta gradients."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options_of: Callable[[dict[str, Any]], dict[str, Any]],
+        *,
+        only_first: bool,
+    ) -> None:
+        """Copy an optimizer.
+
+        Args:
+            optimizer: The original.
+            options_of: Returns the options that replace those of a group.
+            only_first: Whether to copy only the first trainable parameter of each group.
+        """
+        self.parameters: list[torch.nn.Parameter] = []
+        self._options_of = options_of
+        self._only_first = only_first
+        self._copies: dict[int, Any] = {}
+        self._originals: list[Any] = []  # kept alive, so that their ids are not reused
+        self.optimizer = self._copy(optimizer)
+
+    def make_gradients(self) -> None:
+        """Give each parameter a gradient."""
+        for parameter in self.parameters:
+            parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors that exist before the step: parameters, gradients, and attributes of the optimizer."""
+        copies = [value for value in self._copies.values() if isinstance(value, torch.Tensor)]
+        return copies + [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def _copy(self, value: Any) -> Any:
+        known = self._copies.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, torch.optim.Optimizer):
+            return self._copy_optimizer(value)
+        if isinstance(value, torch.Tensor):
+            return self._note(value, _without_memory(value))
+        if isinstance(value, dict):
+            made = self._note(value, copy.copy(value))
+            made.clear()
+            made.update({self._copy(key): self._copy(item) for key, item in value.items()})
+            return made
+        if value.__class__ in (list, set, collections.deque):
+            made = self._note(value, copy.copy(value))
+            made.clear()
+            (made.update if isinstance(made, set) else made.extend)([self._copy(item) for item in value])
+            return made
+        if value.__class__ is tuple:
+            return tuple(self._copy(item) for item in value)
+        return value
+
+    def _note(self, value: Any, made: Any) -> Any:
+        self._copies[id(value)] = made
+        self._originals.append(value)
+        return made
+
+    def _copy_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        copied = self._note(optimizer, copy.copy(optimizer))
+        copied.__dict__ = dict(vars(optimizer))
+        copied.__dict__.pop("step", None)  # set by learning-rate schedulers: it would step the real optimizer
+        copied._torchdelta_trial = True
+        groups = optimizer.param_groups
+        if id(groups) not in self._copies:
+            self._note(groups, [self._copy_group(group) for group in groups])
+        self._note(optimizer.state, collections.defaultdict(dict))
+        for name, value in vars(copied).items():
+            copied.__dict__[name] = self._copy(value)
+        return copied
+
+    def _copy_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if id(group) in self._copies:
+            return self._copies[id(group)]
+        trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
+        fakes: list[torch.nn.Parameter] = []
+        for parameter in trainable[:1] if self._only_first else trainable:
+            fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+            self.parameters.append(self._note(parameter, fake))
+            fakes.append(fake)
+        return self._note(group, {**group, "params": fakes} | self._options_of(group))
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor of the same shape. A CPU scalar keeps its value, because steps may read it."""
+    with torch.no_grad():
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            return tensor.detach().clone()
+        return torch.empty_like(tensor, device="meta")

@@ -1,0 +1,205 @@
+"""The survey: if a step does not fit, it runs the rest of the step on fake tensors to find the least budget.
+
+[Note: an impossible budget]
+If the error were raised at the first op that does not fit, it could name only the need of that op. The next attempt
+with that budget would fail a little later, and so on until the backward of the loss. Continuing with real tensors would
+exceed the budget. So from that op on nothing is computed: every op returns `FakeTensor`s (shapes without memory), while
+the ledger, the policy and the saved-tensor hooks work as before, with the budget raised to the need at each moment. The
+user's own code runs the rest of the forward and the backward in a fraction of a step's time. Parameters, statistics and
+optimizer states are not changed. When the backward ends, `BudgetError` names the largest need. If the code reads the
+value of a fake tensor (`loss.item()` before the backward), the backward of that value is surveyed immediately. If that
+is not possible, the error says "at least".
+
+Evictions in a survey change byte counts only: the ledger's journal keeps the real storages alive and restores them at
+the end, so that graphs of earlier losses work as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta._torch.fake import FakeTensor, fake_mode_for_once, fake_view
+from torchdelta._torch.modes import pop_mode, push_mode, top_mode
+from torchdelta._torch.ops import execute
+from torchdelta._torch.tensors import grad_fn_of, is_leaf
+from torchdelta.aten.facts import Kind, written_tensors
+from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.memory.costs import resident
+from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, Inventory, add_up
+from torchdelta.runtime.survey.real_memory import RealMemory, with_unsaid_workspace
+from torchdelta.runtime.survey.whole_run import RunNeed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.aten.facts import OpFacts
+    from torchdelta.runtime.memory.room import Room
+    from torchdelta.runtime.record.recorder import Recorder
+
+
+class Survey:
+    """Runs the rest of a step without its memory."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        budget_bytes: int,
+        *,
+        running_leaves: Callable[[], list[Any]],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._running_leaves = running_leaves
+        self._on_end = on_end
+        self._recorder = recorder
+        self._room = recorder.room
+        self._saved = recorder.saved
+        self._ledger = recorder.ledger
+        self._budget_bytes = budget_bytes
+        self.mode = fake_mode_for_once()
+        self.needed_bytes = 0
+        self.op = ""
+        self.module = ""
+        self.groups: dict[str, int] = {}
+        self.largest: list[tuple[str, int]] = []
+        self.away_bytes = (0, 0)  # swapped out, and dropped, at the moment of the largest need
+        self.leaves: list[Any] = []  # leaves whose .grad may have become fake
+        self._peak_bytes = 0  # of the real tensors
+        self._plain_types = self._saved.plain_types
+        self._inventory = Inventory(self._ledger, self._saved.modules, recorder.observing.observer)
+        steps = self._saved.steps
+        is_first_pass = steps.num_steps == 0 and not steps.is_after_backward
+        self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass)
+        self._real_memory = RealMemory(self._ledger)
+
+    def begin(self) -> None:
+        """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
+        self._peak_bytes = self._ledger.usage.peak_bytes
+        self._room.transfers.finish_leaving()
+        self._ledger.begin_survey()
+        self._saved.plain_types = self._plain_types | {FakeTensor}
+        self._saved.fake_view = self._fake_view
+        self._recorder.execute = self.run  # pyright: ignore[reportAttributeAccessIssue]
+
+    def end(self) -> None:
+        """Switch back to the real tensors, as they were when the survey began."""
+        drop_fake_gradients(self.leaves)
+        self._recorder.execute = execute
+        self._saved.plain_types = self._plain_types
+        self._saved.fake_view = None
+        self._room.budget_bytes = self._budget_bytes
+        self._ledger.end_survey()
+        self._ledger.usage.peak_bytes = self._peak_bytes
+        self._on_end()
+
+    def need(self, size_bytes: int, why: str) -> None:
+        """Record that `size_bytes` more are needed at this moment, and raise the budget accordingly."""
+        self._real_memory.ask()
+        needed_bytes = self._ledger.usage.total_bytes + size_bytes
+        self._run_need.add_backward_leaves(self._running_leaves())
+        if self._run_need.note(needed_bytes):
+            self.op = why
+            self.module = self._inventory.module()
+            self.groups, self.largest = self._inventory.take(self._run_need.leaves, size_bytes)
+            self.away_bytes = _away_bytes(self._room)
+        self.needed_bytes = max(self.needed_bytes, needed_bytes)
+        self._room.budget_bytes = max(self._room.budget_bytes or 0, needed_bytes)
+
+    def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op on fake tensors. An in-place op returns the argument that it would have written.
+
+        Raises:
+            BudgetError: The op reads a value of a fake tensor, or cannot run in a survey.
+        """
+        # The other processes of a collective do not survey; torch aborts the process on fake nested tensors.
+        if facts.is_collective or facts.base_name.startswith("_nested_tensor_from"):
+            raise self.error(is_lower_bound=True)
+        if facts.kind is Kind.VIEW and not any(isinstance(a, FakeTensor) for a in args):
+            return execute(func, facts, args, kwargs)  # a view of a real tensor allocates nothing
+        writes = facts.kind in (Kind.WRITE, Kind.REPLACE) and not facts.keeps_statistics
+        targets = written_tensors(facts, args, kwargs) if writes else []
+        if targets and not any(isinstance(target, FakeTensor) for target in targets):
+            if torch.Tag.inplace_view in func.tags:
+                return execute(func, facts, args, kwargs)
+            return targets[0]  # real tensors are not changed: parameters, statistics, optimizer states
+        try:
+            with self._quietly(), self.mode:
+                out = func(*args, **(kwargs or {}))
+        except Exception as error:
+            if facts.kind is Kind.NO_OUTPUT:
+                self._survey_backward_of(args)
+            raise self.error(is_lower_bound=True) from error
+        out = with_unsaid_workspace(self.mode, facts, args, out)
+        self._inventory.note_outputs(out)
+        return targets[0] if targets and isinstance(out, torch.Tensor) else out
+
+    def _quietly(self) -> contextlib.AbstractContextManager[None]:
+        """Suppress torch's warnings about fake tensors if a warning filter would turn them into errors."""
+        if not any(action == "error" for action, *_ in warnings.filters):
+            return contextlib.nullcontext()
+        return warnings.catch_warnings(action="ignore")
+
+    def _survey_backward_of(self, args: tuple[Any, ...]) -> None:
+        """Survey the backward of a value now, because the program reads it before its backward."""
+        for argument in args:
+            if isinstance(argument, torch.Tensor) and grad_fn_of(argument) is not None and argument.numel() == 1:
+                push_mode(self._recorder)  # off inside its own ops, and then the backward would not be watched
+                try:
+                    torch.autograd.backward(argument)  # ends in BudgetError
+                finally:
+                    if top_mode() is self._recorder:
+                        pop_mode()
+
+    def _fake_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor on the device in place of a meta tensor."""
+        return fake_view(self.mode, tensor, self._ledger.device)
+
+    def error(self, *, is_lower_bound: bool) -> BudgetError:
+        """End the survey and return its result."""
+        self._run_need.add_backward_leaves(self.leaves)
+        needed = self._run_need.finish(is_lower_bound=is_lower_bound)
+        groups, largest = self.groups, self.largest
+        if needed.optimizer:
+            groups, largest = self._at_optimizer(is_lower_bound=is_lower_bound)
+        groups = add_up({**groups, GRADIENTS: needed.gradient_bytes}, needed.more.items())
+        error = BudgetError(
+            budget_bytes=self._budget_bytes,
+            least_budget_bytes=needed.size_bytes,
+            op=f"the step of {needed.optimizer}" if needed.optimizer else self.op,
+            module="" if needed.optimizer else self.module,
+            groups=groups,
+            largest=largest,
+            swapped_out_bytes=self.away_bytes[0],
+            dropped_bytes=self.away_bytes[1],
+            least_freeing_gradients_bytes=needed.freeing_bytes,
+            is_lower_bound=is_lower_bound,
+        )
+        self.end()
+        return error
+
+    def _at_optimizer(self, *, is_lower_bound: bool) -> tuple[dict[str, int], list[tuple[str, int]]]:
+        """Return the inventory at the optimizer's step: what is left after the backward."""
+        groups, largest = self._inventory.take(self._run_need.leaves, 0)
+        if is_lower_bound:  # the pass is not over: only the parameters are certain to exist at the step
+            return {PARAMETERS: self._run_need.parameter_bytes()}, largest
+        return groups, largest
+
+
+def drop_fake_gradients(leaves: list[Any]) -> None:
+    """Remove the gradients that a surveyed backward has left on leaves."""
+    for leaf in leaves:
+        if is_leaf(leaf) and isinstance(leaf.grad, FakeTensor):
+            leaf.grad = None
+
+
+def _away_bytes(room: Room) -> tuple[int, int]:
+    """Return the bytes of the saved buffers that are swapped out, and of those that are dropped."""
+    swapped = {id(buffer): buffer for buffer in room.transfers.away if buffer.copy is not None and buffer.num_saved}
+    dropped = [buffer for buffer in room.costs.dropped() if id(buffer) not in swapped and buffer.num_saved]
+    return (
+        sum(buffer.size_bytes for buffer in swapped.values() if resident(buffer) is None),
+        sum(buffer.size_bytes for buffer in dropped),
+    )

@@ -1,0 +1,175 @@
+"""Computes what a whole run needs from what one surveyed pass needed.
+
+[Note: the budget of a run]
+The surveyed pass is often the first: optimizer states do not exist yet, and neither do gradients at its start. During
+later passes both exist. So the need at each moment of the pass is recorded without the gradients that exist then, and
+the run needs the largest of these values plus all gradients plus all states. Gradients exist from the start of a
+forward in the second micro-batch of an accumulation, and after `zero_grad(set_to_none=False)`. If they are set to None
+before each forward, a smaller budget is enough, which is reported as well. The optimizer's step needs parameters,
+gradients, states and its own temporaries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.modes import without_mode
+from torchdelta._torch.tensors import is_leaf
+from torchdelta.runtime.state.instances import instances_of
+from torchdelta.runtime.survey.first_step import FirstStep, foresee_first_step
+from torchdelta.runtime.survey.inventory import HELD, SMALL, STATES, TEMPORARIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torchdelta.runtime.state.ledger import Ledger
+
+# Small tensors that loops create between the passes: the norm of each gradient for clipping, the losses of earlier
+# steps, counters.
+_SMALL_BYTES_PER_LEAF: Final = 64
+_SMALL_BYTES: Final = 1024
+# Evictions are ranked by measured times, and an op on real tensors may keep slightly more than one on fake tensors.
+_MARGIN: Final = 1 / 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needed:
+    """What a run needs, and what that consists of."""
+
+    size_bytes: int
+    freeing_bytes: int  # if gradients are set to None before each forward
+    optimizer: str  # the class of the optimizer whose step needs the most; empty if an op of the pass does
+    gradient_bytes: int
+    more: dict[str, int]  # bytes by group, in addition to those of the pass and the gradients
+
+
+class RunNeed:
+    """Collects the need of a run while one of its passes is surveyed."""
+
+    def __init__(self, ledger: Ledger, mode: Any, *, is_first_pass: bool) -> None:
+        self._ledger = ledger
+        self._mode = mode
+        self._is_first_pass = is_first_pass
+        self._without_gradients_bytes = 0  # the largest need in the pass, without the gradients that existed then
+        self._forward_bytes = 0  # the largest need before the backward
+        self._backward_bytes = 0
+        self.optimizers = _outer_optimizers()
+        self.leaves: dict[int, torch.Tensor] = {}  # leaves whose gradients stay until the optimizer's step
+        for optimizer in self.optimizers:
+            self._add_leaves(_parameters_of(optimizer))
+        self._reached: set[int] = set()  # ids of the leaves that a backward reaches
+
+    def add_backward_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Add leaves that a backward reaches. Only parameters: the inputs of a checkpointed block are leaves too."""
+        parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+        self._reached.update(map(id, parameters))
+        self._add_leaves(parameters)
+
+    def _add_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
+        for leaf in leaves:
+            if leaf.requires_grad and leaf.device == self._ledger.device:
+                self.leaves[id(leaf)] = leaf
+
+    def note(self, needed_bytes: int) -> bool:
+        """Record the need at this moment of the pass. Return whether it is a new maximum for the run."""
+        alone_bytes = needed_bytes - self._gradient_bytes()
+        is_most = alone_bytes > self._without_gradients_bytes
+        self._without_gradients_bytes = max(self._without_gradients_bytes, alone_bytes)
+        if graph_task_id() == -1:
+            self._forward_bytes = max(self._forward_bytes, needed_bytes)
+        else:
+            self._backward_bytes = max(self._backward_bytes, needed_bytes)
+        return is_most
+
+    def _gradient_bytes(self) -> int:
+        return sum(_gradient_bytes_of(leaf) for leaf in self.leaves.values())
+
+    def finish(self, *, is_lower_bound: bool) -> Needed:
+        """Return what the run needs. `is_lower_bound`: the pass was not surveyed to its end."""
+        trained = {key: leaf for key, leaf in self.leaves.items() if key in self._reached or self._was_used(leaf)}
+        idle_gradients_bytes = sum(_gradient_bytes_of(leaf) for key, leaf in self.leaves.items() if key not in trained)
+        steps = [
+            (optimizer, self._first_step(optimizer))
+            for optimizer in self.optimizers
+            if any(id(parameter) in trained for parameter in _parameters_of(optimizer))
+        ]
+        all_gradients_bytes = idle_gradients_bytes + sum(leaf.nbytes for leaf in trained.values())
+        small_bytes = _SMALL_BYTES + _SMALL_BYTES_PER_LEAF * len(trained)
+        small_bytes += int(_MARGIN * self._without_gradients_bytes)
+        outputs_bytes = 0 if is_lower_bound or not self._is_first_pass else self._held_outputs_bytes()
+        state_bytes = sum(step.state_bytes for _, step in steps)
+        later_bytes = state_bytes + small_bytes
+        freeing_bytes = max(self._forward_bytes + outputs_bytes, self._backward_bytes) + later_bytes
+        if self._forward_bytes < self._backward_bytes:
+            outputs_bytes = 0
+        pass_bytes = self._without_gradients_bytes + all_gradients_bytes + later_bytes + outputs_bytes
+        resident_bytes = self._resident_bytes(is_lower_bound=is_lower_bound)
+        temporary_bytes, name = max(((step.temporary_bytes, type(o).__name__) for o, step in steps), default=(0, ""))
+        optimizer_bytes = resident_bytes + all_gradients_bytes + later_bytes + temporary_bytes
+        is_optimizer_most = bool(name) and optimizer_bytes > pass_bytes
+        more = {STATES: state_bytes, SMALL: small_bytes}
+        return Needed(
+            size_bytes=max(pass_bytes, optimizer_bytes),
+            freeing_bytes=max(freeing_bytes, optimizer_bytes),
+            optimizer=name if is_optimizer_most else "",
+            gradient_bytes=all_gradients_bytes,
+            more=more | ({TEMPORARIES: temporary_bytes} if is_optimizer_most else {HELD: outputs_bytes}),
+        )
+
+    def _first_step(self, optimizer: torch.optim.Optimizer) -> FirstStep:
+        """Return what an optimizer's step will allocate in addition to the states it has already."""
+        with without_mode(self._mode):
+            step = foresee_first_step(optimizer)
+        return FirstStep(0, step.temporary_bytes, step.is_estimate) if optimizer.state else step
+
+    def _resident_bytes(self, *, is_lower_bound: bool) -> int:
+        """Return the bytes at an optimizer's step, without gradients and new states."""
+        if not is_lower_bound:
+            return self._ledger.usage.total_bytes - self._gradient_bytes()
+        # The pass is not over, so more is alive now than at the step. The parameters are a lower bound.
+        return self.parameter_bytes()
+
+    def parameter_bytes(self) -> int:
+        """Return the bytes of the parameters that ops have read."""
+        return sum(leaf.nbytes for leaf in self.leaves.values() if self._was_used(leaf))
+
+    def _was_used(self, leaf: torch.Tensor) -> bool:
+        """Return whether an op has read a leaf since the scope opened."""
+        try:
+            record = self._ledger.find(leaf)
+        except (RuntimeError, NotImplementedError):
+            return False
+        return record is not None and record.current is not None
+
+    def _held_outputs_bytes(self) -> int:
+        """Return the bytes of outputs that the program still holds after its backward, such as the loss and logits.
+
+        They stay alive during the next forward, until its outputs replace them.
+        """
+        found: dict[int, int] = {}
+        for tensor in instances_of(torch.Tensor):
+            if tensor.layout is torch.strided and not is_leaf(tensor):
+                record = self._ledger.find(tensor)
+                if record is not None:
+                    found[record.id] = record.size_bytes
+        return sum(found.values())
+
+
+def _outer_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process, without those inside another one (a wrapper)."""
+    found = [optimizer for optimizer in instances_of(torch.optim.Optimizer) if hasattr(optimizer, "param_groups")]
+    inner = {id(value) for optimizer in found for value in vars(optimizer).values() if value is not optimizer}
+    return [optimizer for optimizer in found if id(optimizer) not in inner]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _gradient_bytes_of(leaf: torch.Tensor) -> int:
+    """Return the bytes of a leaf's gradient; sparse ones have no storage that counts."""
+    return leaf.grad.nbytes if leaf.grad is not None and leaf.grad.layout is torch.strided else 0

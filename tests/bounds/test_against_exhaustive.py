@@ -1,0 +1,82 @@
+"""No plan beats the bound: on random steps of every kind, against every combination of decisions."""
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.bounds.exhaustive import best_of_all
+from tests.bounds.small_steps import crowded, small_steps
+from tests.planners.chains import MACHINE, blocks, chain
+from tests.planners.tangles import tangles
+from tests.trace.strategies import traces
+from torchdelta.bounds.lp_bound import bound, least_peak_bound
+from torchdelta.trace.model import peak
+from torchdelta.trace.validate import validate
+
+RELATIVE = 1e-6  # what a solver leaves open, and sums in another order
+RATES = st.sampled_from([1e7, 3e8, 1e9, 4e9, 1e11])
+STEPS = {
+    "any": traces(),
+    "crowded": crowded(traces(max_ops=16)),
+    "small": small_steps(),
+    "tangled": tangles(),
+    "chain": st.builds(chain, blocks().filter(lambda drawn: len(drawn) <= 3), skips=st.booleans(), stats=st.booleans()),
+}
+
+
+def machines():
+    """Draw links of any rates, with or without a disk."""
+    disk = st.sampled_from([0.0, 0.0, 1e8, 2e9])
+    return st.builds(
+        lambda out, in_, write, read, latency_s: msgspec.structs.replace(
+            MACHINE,
+            host_out_bytes_per_s=out,
+            host_in_bytes_per_s=in_,
+            link_latency_s=latency_s,
+            disk_write_bytes_per_s=write,
+            disk_read_bytes_per_s=read if write else 0.0,
+        ),
+        RATES,
+        RATES,
+        disk,
+        st.sampled_from([1e8, 4e9]),
+        st.sampled_from([0.0, 1e-4]),
+    )
+
+
+def check(trace, machine, percent):
+    """Compare every kind of bound with the best of all decisions; return whether there was anything to compare."""
+    validate(trace)
+    least_bytes, most_bytes = least_peak_bound(trace), peak(trace, with_workspace=True).size_bytes
+    budget_bytes = least_bytes + (most_bytes - least_bytes) * percent // 100
+    found = best_of_all(trace, machine, budget_bytes, disk=machine.disk_write_bytes_per_s > 0, at_most=3**7)
+    if found is None:
+        return False
+    best_s, simulation = found
+    every = len(trace.ops)
+    for kind in (
+        {},
+        {"num_moments": every, "min_candidate_bytes": 1},
+        {"num_moments": every, "min_candidate_bytes": 1, "integral": True},
+    ):
+        proved = bound(trace, machine, budget_bytes, **kind)
+        assert proved.time_s <= best_s * (1 + RELATIVE), (kind, proved, simulation and simulation.plan)
+    return True
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_combination_of_decisions_beats_the_bound(steps, data):
+    """Neither the linear program nor that with whole tensors, at few moments or at all."""
+    check(data.draw(STEPS[steps]), data.draw(machines()), data.draw(st.integers(0, 99)))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("steps", STEPS)
+@settings(max_examples=2200, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_combination_of_decisions_beats_the_bound_on_ten_thousand_steps(steps, data):
+    """The same on so many more: 2,200 of each of five kinds."""
+    check(data.draw(STEPS[steps]), data.draw(machines()), data.draw(st.integers(0, 99)))

@@ -1,0 +1,63 @@
+"""The inner parts of a running scope, and what torch keeps to itself and the runtime changes.
+
+Tests of behaviour ask here, so that this is the one file to change when the parts move.
+"""
+
+# torch's stubs do not have all that is here.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.library import _scoped_library as scoped_library
+from torch.nn.modules.module import _global_forward_pre_hooks as module_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
+
+from torchdelta.runtime.current import current_session
+from torchdelta.runtime.session import Session
+from torchdelta.runtime.tiers.disk import DiskMedium
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.tiers.disk import DiskTier
+
+__all__ = [
+    "descriptor_of",
+    "engine_doors",
+    "module_hooks",
+    "num_saved_hooks",
+    "optimizer_hooks",
+    "running_session",
+    "scoped_library",
+    "set_engine_doors",
+]
+
+
+def running_session() -> Session:
+    """Return the session of the scope that is open on this thread."""
+    session = current_session()
+    assert isinstance(session, Session)
+    return session
+
+
+def descriptor_of(tier: DiskTier) -> int:
+    """Return the file descriptor of a disk tier's scratch file, which has no name."""
+    assert isinstance(tier.medium, DiskMedium)
+    return tier.medium.descriptor
+
+
+def engine_doors() -> tuple[Any, Any]:
+    """Return what is called where Python enters the autograd engine: in `torch.autograd.graph` and `torch.autograd`."""
+    return torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward
+
+
+def set_engine_doors(in_graph: Any, in_module: Any) -> None:
+    """Replace both."""
+    torch.autograd.graph._engine_run_backward = in_graph
+    torch.autograd._engine_run_backward = in_module
+
+
+def num_saved_hooks() -> int:
+    """Return 1 if saved tensors of this thread are given to hooks, else 0."""
+    return int(torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)

@@ -1,0 +1,63 @@
+"""What is learned of compiled regions, and for how long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.runtime.programs import running
+
+if TYPE_CHECKING:
+    import pytest
+
+    from torchdelta.runtime.session import Session
+
+
+def region() -> Any:
+    """Return a function that stands for compiled code."""
+    return lambda x: x * 2
+
+
+def room_made_for(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the bytes of room that is made from now on."""
+    noted: list[int] = []
+    make = session.room.make
+
+    def noting(size_bytes: int, why: str) -> None:
+        noted.append(size_bytes)
+        make(size_bytes, why)
+
+    monkeypatch.setattr(session.room, "make", noting)
+    return noted
+
+
+def call(session: Session, function: Any, x: torch.Tensor) -> None:
+    """Call a region as the patched door does."""
+    session.compiled.call(lambda function, x: function(x), (x,), (function, x), {})
+
+
+def test_room_is_made_for_what_a_region_took_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call of a function with the same shapes finds at least the room of its outputs."""
+    x = torch.ones(1 << 16)
+    with running() as (_, session):
+        noted, function = room_made_for(session, monkeypatch), region()
+        call(session, function, x)
+        call(session, function, x)
+    assert noted[0] == 0
+    assert noted[2] >= x.nbytes
+
+
+def test_a_region_at_the_address_of_a_dead_one_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of a function ends with it, although another one may get its id."""
+    x = torch.ones(1 << 16)
+    with running() as (_, session):
+        noted, ids, num_calls = room_made_for(session, monkeypatch), set[int](), 0
+        while len(ids) == num_calls:
+            function = region()
+            ids.add(id(function))
+            call(session, function, x)
+            num_calls += 1
+            del function
+            assert num_calls < 1000
+    assert noted == [0] * len(noted)

@@ -1,0 +1,74 @@
+"""Loops that save nothing: how the ops were made is forgotten in time."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
+from torchdelta.runtime.observe import step_draft
+from torchdelta.runtime.state.buffer import OpEntry
+from torchdelta.runtime.state.observer import Observer
+
+if TYPE_CHECKING:
+    import pytest
+
+NUM_OPS = 6_000
+MOST_ENTRIES = 5_000
+
+
+def num_entries() -> int:
+    """Count the recorded ops that live."""
+    return sum(type(thing) is OpEntry for thing in gc.get_objects())
+
+
+def idle(num_ops: int) -> torch.Tensor:
+    """Run tiny ops with grad mode on, each made from the one before, and save nothing."""
+    state = torch.zeros(16)
+    for _ in range(num_ops // 2):
+        state = state * 0.9 + 1.0
+    return state
+
+
+def trained(num_idle_ops: int, *, first: bool) -> list[torch.Tensor]:
+    """Train before or after an idle loop, and return all that training gives."""
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(8, 64)
+    observed = [] if first else train(model, x)
+    observed.append(idle(num_idle_ops))
+    return observed + train(model, x)
+
+
+def test_recorded_ops_stay_bounded_when_nothing_is_saved() -> None:
+    """A long loop with grad mode on keeps no more recorded ops than fit between two cuts, with and without a trace."""
+    before = num_entries()
+    with running(UNLIMITED):
+        state = idle(NUM_OPS)
+        assert num_entries() - before < MOST_ENTRIES
+        train(mlp(), torch.randn(8, 64))
+        later = idle(NUM_OPS)
+        assert num_entries() - before < MOST_ENTRIES
+    assert torch.equal(state, later)
+
+
+def test_training_after_an_idle_loop_has_the_same_bits() -> None:
+    """What was forgotten is not missed, also where ops are replayed."""
+    for first in (True, False):
+        plain = trained(NUM_OPS, first=first)
+        with running(UNLIMITED, decisions="recompute") as (budget, _):
+            ours = trained(NUM_OPS, first=first)
+        assert same_bits(plain, ours)
+        assert budget.summary().recomputed_bytes > 0
+
+
+def test_a_trace_does_not_grow_for_ever_without_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace of a first step in which nothing is saved for very long is given up, and training goes on."""
+    monkeypatch.setattr(step_draft, "MAX_OPS_WITHOUT_SAVING", 2_000)
+    with running(UNLIMITED) as (budget, session):
+        assert type(session.ledger.observing.observer) is not Observer
+        idle(NUM_OPS)
+        assert type(session.ledger.observing.observer) is Observer
+        train(mlp(), torch.randn(8, 64))
+    assert len(budget.summary().steps) == 2

@@ -1,0 +1,198 @@
+"""The predictor's answer before an op against what the op then allocates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runtime.parts import scoped_library
+from tests.runtime.programs import UNLIMITED, running
+from torchdelta.aten.facts import Kind, facts_of
+from torchdelta.native.counting import counting_status
+from torchdelta.runtime.record.needs import Need, Predictor, new_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Compare(TorchDispatchMode):
+    """Asks a fresh predictor before each op and takes the truth after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[tuple[str, int, int]] = []
+        self.predictor = Predictor()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Predict, run, compare."""
+        del types
+        facts = facts_of(func)
+        predicted_bytes = self.predictor.need(facts, func, args, kwargs).output_bytes
+        out = func(*args, **(kwargs or {}))
+        if facts.kind is Kind.COMPUTE:
+            self.answers.append((facts.name, predicted_bytes, new_bytes(out, args)))
+        return out
+
+
+PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "elementwise": lambda x: (x * 2).sin() + x,
+    "broadcast": lambda x: x[:, None] + x[None, :],
+    "product": lambda x: x @ x.t(),
+    "promotion": lambda x: (x > 0) * 1.5 + torch.arange(8) + x.double(),
+    "normalization": lambda x: torch.nn.functional.layer_norm(x, (8,)),
+    "sort": lambda x: (x.sort(), x.topk(2), x.max(0)),
+    "reduction": lambda x: (x.sum(0), x.mean(), x.var(1), x.argmax(1)),
+    "concatenation": lambda x: torch.cat([x, x]) + torch.stack([x, x]).sum(0).repeat(2, 1),
+    "factories": lambda _: (
+        torch.zeros(3, 4),
+        torch.ones(5, dtype=torch.int8),
+        torch.full((2, 2), 7.0),
+        torch.arange(9),
+    ),
+    "random": lambda x: (torch.rand(4, 5), torch.randn_like(x), torch.nn.functional.dropout(x, 0.5), torch.randperm(6)),
+    "convolution": lambda x: torch.nn.functional.conv2d(x[None, None], torch.ones(3, 1, 3, 3), padding=1),
+    "pooling": lambda x: torch.nn.functional.max_pool2d(x[None, None], 2, return_indices=True),
+    "batch-norm": lambda x: torch.nn.functional.batch_norm(x, torch.zeros(8), torch.ones(8), training=True),
+    "indexing": lambda x: (x[torch.tensor([0, 2, 2])], x.gather(1, torch.zeros(8, 2, dtype=torch.int64))),
+    "strided": lambda x: (x.t() * 2, x[:, ::2].exp(), x.expand(3, 8, 8) + 1, x.t().clone()),
+    "casts": lambda x: (x.to(torch.bfloat16), x.long(), x.bool(), x.to(torch.complex64)),
+    "split": lambda x: torch.functional.split(x.clone(), 3),
+    "empty": lambda x: (x[:0] * 2, x.new_zeros(0)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_first_prediction_is_exact(name: str) -> None:
+    """A meta run tells the bytes before the first run of an op."""
+    x = torch.randn(8, 8)
+    with Compare() as compare:
+        PROGRAMS[name](x)
+    assert compare.answers
+    wrong = [answer for answer in compare.answers if answer[1] != answer[2]]
+    assert wrong == []
+
+
+def test_truth_replaces_a_guess() -> None:
+    """The output of a data-dependent op is guessed by its inputs, and learned when it is known."""
+    predictor, x = Predictor(), torch.tensor([1.0, 0.0, 2.0])
+    func, args = torch.ops.aten.nonzero.default, (torch.tensor([1.0, 0.0, 2.0]),)
+    assert predictor.need(facts_of(func), func, args, None).output_bytes == x.nbytes
+    predictor.need(facts_of(func), func, args, None).output_bytes = 16
+    assert predictor.need(facts_of(func), func, args, None).output_bytes == 16
+
+
+def test_in_place_ops_make_nothing() -> None:
+    """They are not even asked."""
+    predictor, args = Predictor(), (torch.zeros(4), 1)
+    func = torch.ops.aten.add_.Tensor
+    assert predictor.need(facts_of(func), func, args, None).output_bytes == 0
+
+
+def test_key_tells_shapes_dtypes_and_numbers_apart() -> None:
+    """Whatever changes the size changes the key."""
+    predictor, func = Predictor(), torch.ops.aten.sum.dim_IntList
+    keys = {
+        predictor.key(facts_of(func), (torch.zeros(shape, dtype=dtype), [dim]), {"keepdim": keepdim})
+        for shape in [(2, 3), (3, 2)]
+        for dtype in [torch.float32, torch.float64]
+        for dim in [0, 1]
+        for keepdim in [False, True]
+    }
+    assert len(keys) == 16
+
+
+@pytest.mark.parametrize(
+    "numbers", [(2, 2.0), (1, True), (2.0, 2 + 0j)], ids=["int-float", "int-bool", "float-complex"]
+)
+def test_equal_numbers_of_different_types_have_different_keys(numbers: tuple[Any, Any]) -> None:
+    """`uint8 * 2` makes one byte an element, `uint8 * 2.0` four."""
+    predictor, func, x = Predictor(), torch.ops.aten.mul.Tensor, torch.ones(10, dtype=torch.uint8)
+    for number in numbers:
+        args = (x, number)
+        predicted_bytes = predictor.need(facts_of(func), func, args, None).output_bytes
+        assert predicted_bytes == func(*args).nbytes
+
+
+def test_foreign_ops_are_never_run_to_predict() -> None:
+    """A custom op may do on a meta tensor what it must do only once: it is guessed at."""
+    calls: list[str] = []
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.device.type)
+        return x * 2
+
+    with scoped_library("torchdelta_predict", "DEF") as library:
+        library.define("counted(Tensor x) -> Tensor")
+        library.impl("counted", count, "CompositeExplicitAutograd")
+        func, args = torch.ops.torchdelta_predict.counted.default, (torch.zeros(4),)
+        predictor = Predictor()
+        assert predictor.need(facts_of(func), func, args, None).output_bytes == 16
+    assert calls == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_arguments_without_a_shape_are_asked_each_time() -> None:
+    """Of a nested tensor there is no key, and no error."""
+    predictor, args = Predictor(), (torch.nested.nested_tensor([torch.zeros(4), torch.zeros(2)]), 1)
+    func = torch.ops.aten.add.Tensor
+    need = predictor.need(facts_of(func), func, args, None)
+    need.output_bytes = 99
+    assert predictor.need(facts_of(func), func, args, None) is not need
+    assert predictor.learned == {}
+
+
+def test_memory_of_the_predictor_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that never repeat do not make it grow for ever."""
+    monkeypatch.setattr("torchdelta.runtime.record.needs.MAX_KEYS", 10)
+    predictor, func = Predictor(), torch.ops.aten.neg.default
+    for size in range(100):
+        predictor.need(facts_of(func), func, (torch.empty(size),), None)
+    assert 0 < len(predictor.learned) <= 11
+
+
+def test_what_an_op_takes_inside_is_the_most_it_ever_took() -> None:
+    """The first measurement replaces the estimate, later ones only raise it."""
+    func, args = torch.ops.aten.convolution.default, (torch.zeros(2, 3, 8, 8), torch.zeros(4, 3, 3, 3))
+    need = Predictor().need(facts_of(func), func, (*args, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1), None)
+    assert need.output_bytes == 2 * 4 * 6 * 6 * 4
+    assert need.workspace_bytes > 0
+    assert need.learn_workspace(8) == 8
+    assert need.learn_workspace(24) == 24
+    assert need.learn_workspace(16) == 24
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (4, 8, 40), (4, 8, 16, 16), (2, 8, 8, 8, 8)])
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_the_estimate_of_batch_norms_backward_holds_at_the_allocator(shape: tuple[int, ...], is_expanded: bool) -> None:
+    """A first step has nothing but it: too little passes the budget, too much says that a step does not fit."""
+    if not counting_status().is_on:
+        pytest.skip("nothing counts at the allocator here")
+    found: list[tuple[int, int]] = []
+    original = Need.learn_workspace
+
+    def learn(self: Need, size_bytes: int) -> int:
+        found.append((self.workspace_bytes, size_bytes))
+        return original(self, size_bytes)
+
+    x = torch.randn(shape, requires_grad=True)
+    with running(UNLIMITED):
+        y = torch.nn.functional.batch_norm(x, None, None, training=True)
+        loss = y.sum() if is_expanded else y.square().sum()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Need, "learn_workspace", learn)
+            loss.backward()
+    largest_bytes = max(size_bytes for _, size_bytes in found)
+    estimates = [estimate for estimate, size_bytes in found if size_bytes == largest_bytes]
+    assert largest_bytes == pytest.approx(0 if is_expanded else x.nbytes, abs=256)
+    assert max(estimates) == pytest.approx(largest_bytes, abs=256)
+
+
+def test_new_bytes_counts_each_storage_once() -> None:
+    """Outputs that share a storage, or give an argument back, cost nothing twice."""
+    x, y = torch.zeros(4), torch.zeros(8)
+    assert new_bytes((y, y[2:], x), (x,)) == 32
+    assert new_bytes([y, torch.zeros(2)], ()) == 40
+    assert new_bytes(None, ()) == 0

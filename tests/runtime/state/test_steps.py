@@ -1,0 +1,298 @@
+"""Steps are found in loops that nobody marked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.programs import UNLIMITED, mlp, running
+from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.state.counters import Counters
+from torchdelta.runtime.state.ledger import Ledger
+from torchdelta.runtime.state.steps import MAX_KEPT_STEPS, StepTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
+    """Build what every loop here trains."""
+    return mlp(16, 2), torch.randn(4, 16)
+
+
+def optimizer_loop() -> None:
+    """Forward, backward, step, three times."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zero_before_backward() -> None:
+    """The same with the gradients zeroed first, in place."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+
+
+def manual_sgd() -> None:
+    """No optimizer at all."""
+    model, x = model_and_batch()
+    for _ in range(4):
+        model(x).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+
+def functional_gradients() -> None:
+    """`autograd.grad` in place of `backward`."""
+    model, x = model_and_batch()
+    for _ in range(3):
+        gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.1)
+
+
+def gradient_accumulation() -> None:
+    """Two optimizer steps of three micro-batches each."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(3):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def closure() -> None:
+    """LBFGS calls forward and backward inside its step."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(evaluate)  # pyright: ignore[reportArgumentType]
+
+
+def gan() -> None:
+    """Discriminator and generator, each with its own optimizer."""
+    generator, x = model_and_batch()
+    discriminator = mlp(16, 2)
+    for_generator = torch.optim.Adam(generator.parameters())
+    for_discriminator = torch.optim.Adam(discriminator.parameters())
+    for _ in range(2):
+        made = generator(x)
+        (discriminator(x).mean() - discriminator(made.detach()).mean()).backward()
+        for_discriminator.step()
+        for_discriminator.zero_grad()
+        discriminator(made).mean().backward()
+        for_generator.step()
+        for_generator.zero_grad()
+
+
+def one_loss_two_optimizers() -> None:
+    """One backward, then each half of the model has its own optimizer."""
+    first, x = model_and_batch()
+    second = mlp(16, 1)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, second)]
+    for _ in range(3):
+        second(first(x)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def evaluation_between() -> None:
+    """Forwards without backward make no step, with gradients on or off."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(x).sum().item()
+        model(x).sum().item()
+        model.train()
+
+
+def evaluation_only() -> None:
+    """Nothing is trained."""
+    model, x = model_and_batch()
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+    for _ in range(3):
+        model(x)
+
+
+def retained_graph() -> None:
+    """Two backwards of one graph are one step."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def double_backward() -> None:
+    """A gradient penalty is part of its step."""
+    model, x = model_and_batch()
+    x.requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(x).tanh().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def checkpointed() -> None:
+    """The forward that a checkpoint runs in backward is no new one."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for use_reentrant in (False, True, False):
+        hidden = torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)
+        hidden.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS: list[tuple[Callable[[], Any], int]] = [
+    (optimizer_loop, 3),
+    (zero_before_backward, 3),
+    (gradient_accumulation, 6),
+    (gan, 4),
+    (evaluation_between, 3),
+    (evaluation_only, 0),
+    (retained_graph, 2),
+    (double_backward, 2),
+    (checkpointed, 3),
+    (closure, 3),
+]
+
+
+@pytest.mark.parametrize(("loop", "num_steps"), LOOPS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_number_of_steps(loop: Callable[[], Any], num_steps: int) -> None:
+    """As the words are defined: a forward and backward each make one, evaluation none, double backward no second."""
+    with MemoryBudget(UNLIMITED) as budget:
+        loop()
+    steps = budget.summary().steps
+    assert [step.index for step in steps] == list(range(num_steps))
+
+
+@pytest.mark.parametrize(("loop", "num_backwards"), [(manual_sgd, 4), (functional_gradients, 3)])
+def test_loops_without_an_optimizer(loop: Callable[[], Any], num_backwards: int) -> None:
+    """A step ends where the next forward begins; the last one may still be open at the end of the scope."""
+    with MemoryBudget(UNLIMITED) as budget:
+        loop()
+    assert len(budget.summary().steps) in {num_backwards - 1, num_backwards}
+
+
+def test_two_optimizers_after_one_backward() -> None:
+    """The first optimizer's step ends the step; the second adds none, since no backward is between."""
+    with MemoryBudget(UNLIMITED) as budget:
+        one_loss_two_optimizers()
+    assert len(budget.summary().steps) == 3
+
+
+def test_step_summaries_add_up() -> None:
+    """What the steps did is what the scope did."""
+    with running(decisions="swap") as (budget, _):
+        optimizer_loop()
+    summary = budget.summary()
+    assert summary.swapped_out_bytes == sum(step.swapped_out_bytes for step in summary.steps) > 0
+    assert summary.peak_bytes == max(step.peak_bytes for step in summary.steps)
+    assert summary.stall_s == pytest.approx(sum(step.stall_s for step in summary.steps))
+    with running(decisions="recompute") as (budget, _):
+        optimizer_loop()
+    summary = budget.summary()
+    assert summary.recomputed_bytes == sum(step.recomputed_bytes for step in summary.steps) > 0
+    assert summary.recompute_s == pytest.approx(sum(step.recompute_s for step in summary.steps))
+
+
+def test_indices_of_saved_buffers_start_anew_with_each_step() -> None:
+    """A decision is looked up by its position in the step."""
+    indices: list[int] = []
+
+    def decide(buffer: Any) -> str:
+        indices.append(buffer.index)
+        return "keep"
+
+    with MemoryBudget(UNLIMITED, Config(decisions=decide)):
+        optimizer_loop()
+        with torch.no_grad():
+            mlp(16, 1)(torch.zeros(1, 16))
+        manual_sgd()
+    starts = [position for position, index in enumerate(indices) if index == 0]
+    assert len(starts) == 3 + 4
+    for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
+        assert indices[start:end] == list(range(end - start))
+
+
+def test_peak_of_a_step_is_its_own() -> None:
+    """A large step does not colour the small one after it."""
+    model = mlp(16, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MemoryBudget(UNLIMITED) as budget:
+        for batch in (256, 4):
+            model(torch.zeros(batch, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = budget.summary().steps
+    assert second.peak_bytes < first.peak_bytes
+
+
+def test_phases() -> None:
+    """Forward, backward and optimizer are told apart from inside."""
+    with running() as (_, session):
+        seen: list[str] = []
+        x = torch.zeros(4, requires_grad=True)
+        seen.append(session.steps.phase)
+        y = x * 2
+        y.register_hook(lambda _: seen.append(session.steps.phase))
+        y.sum().backward()
+        optimizer = torch.optim.SGD([x], lr=0.1)
+        original = optimizer.zero_grad
+        handle = optimizer.register_step_pre_hook(lambda *_: seen.append(session.steps.phase))
+        optimizer.step()
+        handle.remove()
+        original()
+        seen.append(session.steps.phase)
+    assert seen[:2] == ["forward", "backward"]
+    assert seen[-1] == "forward"
+
+
+def test_summaries_of_long_runs_are_bounded() -> None:
+    """Beyond a thousand steps only the last one is kept, with its true index."""
+    tracker = StepTracker(Ledger("cpu"), Counters())
+    for _ in range(MAX_KEPT_STEPS + 5):
+        tracker.on_backward_end(keeps_graph=False)
+        tracker.on_optimizer_start()
+        tracker.on_optimizer_end()
+    assert tracker.num_steps == MAX_KEPT_STEPS + 5
+    assert len(tracker.summaries) == MAX_KEPT_STEPS
+    assert tracker.summaries[-1].index == MAX_KEPT_STEPS + 4

@@ -1,0 +1,277 @@
+"""The least budget that BudgetError names holds for the whole run, and the error says what takes it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.advice import Run, convolutional, follow, language_model, perceptron, recurrent
+from tests.runtime.programs import mlp, running, same_bits
+from torchdelta import BudgetError, notices
+from torchdelta.runtime.survey.first_step import foresee_first_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Model = tuple[nn.Module, Callable[[], torch.Tensor]]
+
+TOO_SMALL_BYTES = 64 << 10
+# Gradients that are freed between steps, the error cannot know of beforehand: at most so much larger is the named one.
+LARGEST_EXCESS = 1.35
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters)
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _lists(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def _one_by_one(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, foreach=False, weight_decay=0.1)
+
+
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def _adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters)
+
+
+def _reentrant() -> Model:
+    return language_model("reentrant")
+
+
+def _not_reentrant() -> Model:
+    return language_model("not reentrant")
+
+
+def _check(make_model: Callable[[], Model], run: Run) -> None:
+    """Check that the first named budget is enough, that it is not much too large, and that the bits are torch's."""
+    torch.manual_seed(0)
+    expected = run.train(*make_model())
+    gc.collect()
+    followed = follow(make_model, run, TOO_SMALL_BYTES)
+    assert len(followed.named_bytes) == 1
+    assert same_bits(expected, followed.result)
+    assert followed.named_bytes[0] <= LARGEST_EXCESS * followed.peak_bytes
+
+
+@pytest.mark.parametrize("make_optimizer", [_adam, _momentum, _lists, _one_by_one, _fused, _adagrad])
+def test_first_named_budget_holds_for_the_run_with_any_optimizer(make_optimizer: Any) -> None:
+    """States that the first step makes are named before it."""
+    _check(perceptron, Run(make_optimizer=make_optimizer))
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_first_named_budget_holds_with_gradients_that_stay(num_micro_batches: int, sets_to_none: bool) -> None:
+    """Gradients of an earlier micro-batch, or zeroed ones, stay beside the next forward and backward."""
+    run = Run(make_optimizer=_adam, num_micro_batches=num_micro_batches, sets_to_none=sets_to_none, clips=True)
+    _check(perceptron, run)
+
+
+@pytest.mark.parametrize("make_model", [recurrent, convolutional, language_model, _reentrant, _not_reentrant])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_first_named_budget_holds_for_any_model(make_model: Callable[[], Model], num_micro_batches: int) -> None:
+    """Workspaces, batch statistics, the states of dropouts and nested backwards are within it."""
+    run = Run(make_optimizer=_adam, num_steps=2, num_micro_batches=num_micro_batches, sets_to_none=False)
+    _check(make_model, run)
+
+
+def _train_adversaries() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    maker, judge, noise = mlp(64, 3), mlp(64, 3), torch.randn(48, 64)
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (judge, maker)]
+    for _ in range(2):
+        (judge(noise).square().mean() - judge(maker(noise).detach()).mean()).backward()
+        optimizers[0].step()
+        judge.zero_grad()
+        judge(maker(noise)).mean().backward()
+        optimizers[1].step()
+        maker.zero_grad()
+    return [parameter.detach() for model in (maker, judge) for parameter in model.parameters()]
+
+
+def test_first_named_budget_holds_with_two_optimizers() -> None:
+    """The second optimizer's states are named by the first one's step."""
+    expected = _train_adversaries()
+    gc.collect()
+    with pytest.raises(BudgetError) as caught, running(300 << 10):
+        _train_adversaries()
+    named_bytes = caught.value.least_budget_bytes
+    del caught
+    gc.collect()
+    with running(named_bytes):
+        assert same_bits(expected, _train_adversaries())
+
+
+def test_shortage_in_a_later_micro_batch_names_the_states_too() -> None:
+    """The gradients of the first micro-batch are there, and the optimizer has not stepped yet."""
+    torch.manual_seed(0)
+    model, loss_of = perceptron()
+    optimizer = _adam(model.parameters())
+    with running() as (budget, _):
+        loss_of().backward()
+    gc.collect()
+    states_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    with pytest.raises(BudgetError) as caught, running(budget.summary().peak_bytes // 2):
+        loss_of().backward()
+    assert caught.value.groups["optimizer states"] >= states_bytes
+    assert optimizer.state == {}
+
+
+# -- what it says
+
+
+def test_error_tells_groups_and_names() -> None:
+    """The groups add up to the named budget, and the largest tensors have the names that a user knows."""
+    model, loss_of = language_model()
+    optimizer = _adam(model.parameters())
+    with pytest.raises(BudgetError) as caught, running(700 << 10):
+        loss_of().backward()
+    error = caught.value
+    assert sum(error.groups.values()) == error.least_budget_bytes
+    assert error.groups["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert error.groups["gradients"] == error.groups["parameters"]
+    assert error.groups["optimizer states"] > 2 * error.groups["parameters"] - 1
+    assert len(error.args) == 1
+    first, *others = str(error).splitlines()
+    assert " out of memory." in first
+    assert str(error.least_budget_bytes) in first
+    assert [line.split(":")[0] for line in others[:3]] == [
+        "needed there",
+        "largest there",
+        "every buffer that can be evicted was evicted",
+    ]
+    assert error.least_freeing_gradients_bytes < error.least_budget_bytes
+    del optimizer
+
+
+def test_error_names_modules_and_parameters() -> None:
+    """An activation is named by the module and the op that made it, a parameter by its path."""
+    _model, loss_of = recurrent()
+    with pytest.raises(BudgetError) as caught, running(TOO_SMALL_BYTES):
+        loss_of().backward()
+    names = {name for name, _ in caught.value.largest}
+    assert "lstm: aten.mkldnn_rnn_layer.default" in names
+    assert "lstm.weight_hh_l0 (parameter)" in names
+
+
+def test_shortage_without_gradients_is_a_lower_bound() -> None:
+    """What comes after an evaluation is not known."""
+    with pytest.raises(BudgetError, match="is at least") as caught, running(100_000), torch.no_grad():
+        torch.ones(100_000).mul(2)
+    assert caught.value.is_lower_bound
+
+
+# -- optimizers with attributes of their own
+
+
+class Averaged(torch.optim.SGD):
+    """Keeps an average of each parameter outside of `state`."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.average = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+        self.velocity: dict[Any, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step, and average."""
+        loss = super().step(closure)
+        for parameter, average in self.average.items():
+            average.lerp_(parameter, 0.1)
+            self.velocity[parameter] = parameter - average
+        return loss
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, and keeps a copy of each parameter, as Lookahead does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__([torch.zeros(1)], {})
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the other one, and copy."""
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.clone()
+        return loss
+
+
+class Asking(torch.optim.SGD):
+    """Asks for the value of a gradient, which a trial on shapes alone cannot answer."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step where the gradient is positive."""
+        if self.param_groups[0]["params"][0].grad.sum().item() > 0:
+            return super().step(closure)
+        return None
+
+
+@pytest.fixture(name="_notices_are_new")
+def _make_notices_new() -> Iterator[None]:
+    notices.warn_once.cache_clear()
+    yield
+    notices.warn_once.cache_clear()
+
+
+def test_states_beside_state_are_counted_and_left_alone() -> None:
+    """A trial step neither misses nor touches what a subclass keeps in attributes of its own."""
+    model = mlp(32, 2)
+    optimizer = Averaged(model.parameters())
+    before = {parameter: average.clone() for parameter, average in optimizer.average.items()}
+    foreseen = foresee_first_step(optimizer)
+    assert not foreseen.is_estimate
+    assert foreseen.state_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert optimizer.velocity == {}
+    assert all(torch.equal(average, before[parameter]) for parameter, average in optimizer.average.items())
+
+
+def test_states_of_wrapped_optimizer_are_counted() -> None:
+    """The inner optimizer's states count, and the inner optimizer does not step."""
+    model = mlp(32, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(inner, 1)  # replaces `inner.step`
+    foreseen = foresee_first_step(Wrapper(inner))
+    assert not foreseen.is_estimate
+    assert foreseen.state_bytes == 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert not inner.state
+
+
+@pytest.mark.usefixtures("_notices_are_new")
+def test_untried_optimizer_is_estimated_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where no trial is possible, two states a parameter are named, and nothing that fits is refused."""
+    model = mlp(32, 2)
+    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = Asking(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="torchdelta"):
+        foreseen = [foresee_first_step(optimizer) for _ in range(2)]
+    assert foreseen[0].is_estimate
+    assert foreseen[0].state_bytes == 2 * size_bytes
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([message for message in messages if message.startswith("the memory for the first step of Asking")]) == 1
+    x = torch.randn(8, 32)
+    with running() as (budget, _):
+        model(x).sum().backward()
+    model.zero_grad()
+    with running(budget.summary().peak_bytes + 4096):
+        model(x).sum().backward()
+        optimizer.step()

@@ -1,0 +1,103 @@
+"""The contract with torch: private attributes of tensors, storages, modules and ops.
+
+A torch release that changes one fails here, by name.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchdelta._torch.modes import TorchDispatchMode
+from torchdelta._torch.modules import MODULE_CALL_CODE, children_of, is_built
+from torchdelta._torch.ops import execute, schema_of
+from torchdelta._torch.storages import address_of, storage_address
+from torchdelta._torch.tensors import (
+    base_of,
+    counted_version_of,
+    is_zerotensor,
+    post_accumulate_hooks_of,
+    version_of,
+)
+
+
+def test_address_of_a_storage_object() -> None:
+    """A storage object tells the address by which its tensors know the storage."""
+    x = torch.zeros(4)
+    assert address_of(x.untyped_storage()) == storage_address(x) == storage_address(x[2:])
+
+
+def test_is_zerotensor() -> None:
+    """Zeros that have no memory are told from zeros that have some."""
+    assert is_zerotensor(torch._efficientzerotensor(3))
+    assert not is_zerotensor(torch.zeros(3))
+
+
+def test_base_of() -> None:
+    """The base of a view of a view is no view; a tensor that is no view has none."""
+    x = torch.zeros(4, 4)
+    assert base_of(x[1:][1:]) is x
+    assert base_of(x) is None
+
+
+def test_counted_version_of() -> None:
+    """A write in place counts one; an inference tensor does not count, and raises."""
+    x = torch.zeros(2)
+    before = counted_version_of(x)
+    x.add_(1)
+    assert counted_version_of(x) == version_of(x) == before + 1
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        counted_version_of(torch.zeros(2))
+
+
+def test_post_accumulate_hooks_of() -> None:
+    """A leaf has nothing until a hook is set on it."""
+    x = torch.zeros(2, requires_grad=True)
+    assert not post_accumulate_hooks_of(x)
+    handle = x.register_post_accumulate_grad_hook(lambda _: None)
+    hooks = post_accumulate_hooks_of(x)
+    assert hooks is not None
+    assert len(hooks) == 1
+    handle.remove()
+    assert not post_accumulate_hooks_of(x)
+
+
+def test_children_of_modules() -> None:
+    """A module tells whether it is built and which modules are right under it, empty places included."""
+    inner = torch.nn.Linear(1, 1)
+    outer = torch.nn.Sequential(inner)
+    outer.register_module("nothing", None)
+    assert list(children_of(outer)) == [inner, None]
+    assert is_built(outer)
+    assert not is_built(torch.nn.Linear.__new__(torch.nn.Linear))
+    assert MODULE_CALL_CODE.co_varnames[0] == "self"
+
+
+def test_schema_of() -> None:
+    """A schema tells an op's name and what it writes."""
+    schema = schema_of(torch.ops.aten.add_.Tensor)
+    assert schema.name == "aten::add_"
+    assert schema.is_mutable
+    assert schema.arguments[0].alias_info.is_write
+
+
+@pytest.mark.parametrize("inside", ["", "casts_inside", "conjugates_inside"])
+def test_execute(inside: str) -> None:
+    """From inside a mode an op runs for real, with its keywords, whatever has to act inside it."""
+    facts: Any = SimpleNamespace(casts_inside=inside == "casts_inside", conjugates_inside=inside == "conjugates_inside")
+    seen: list[str] = []
+
+    class Runs(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            seen.append(str(func))
+            return execute(func, facts, args, kwargs)
+
+    x = torch.ones(2)
+    with Runs():
+        assert torch.add(x, x, alpha=2).tolist() == [3, 3]
+        assert x.neg().tolist() == [-1, -1]
+    assert seen.count("aten.add.Tensor") == seen.count("aten.neg.default") == 1
