@@ -284,7 +284,7 @@ class Session:
             if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
                 with without_mode(self.recorder):
-                    foreseen = foresee_first_step(optimizer)
+                    foreseen = foresee_first_step(optimizer, lambda parameter: parameter.grad is not None)
                 if foreseen.state_bytes and not foreseen.is_estimate:  # an estimate must not refuse a step that fits
                     self.room.make(
                         foreseen.state_bytes + foreseen.temporary_bytes, f"the first step of {type(optimizer).__name__}"

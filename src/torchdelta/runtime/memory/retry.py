@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error) and "memory" in str(error)
 
 
-def may_retry(error: RuntimeError, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:
+def may_retry(error: BaseException, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:
     """Return whether a failed op may be retried; if so, everything that can be evicted has been.
 
     Args:

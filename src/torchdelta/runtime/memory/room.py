@@ -193,8 +193,7 @@ class Room:
             buffer.digest = digest_of(buffer.strong.untyped_storage())
         self.costs.note_dropped(buffer)
         if self.ledger.num_lost:
-            for source in self.costs.read_unrepeatable(buffer):
-                self.ledger.cannot_replay(source)
+            self.costs.hold_sources(buffer)
         self.counters.dropped_bytes += buffer.size_bytes
         self.ledger.release(buffer)
 

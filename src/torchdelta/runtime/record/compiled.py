@@ -64,7 +64,7 @@ class CompiledRegions:
         num_calls = self._num_calls[key] = self._num_calls.get(key, 0) + 1
         resets = num_calls <= _NUM_MEASURED_CALLS
         with without_mode(self._recorder), PeakMeter(ledger.device, ledger.usage, resets=resets) as meter:
-            unseen = UnseenWrites(ledger, room.transfers, tensors)
+            unseen = UnseenWrites(ledger, room, tensors)
             out = call_outside(original, *args, **kwargs)
             unseen.end()
         before_bytes = ledger.usage.live_bytes

@@ -179,8 +179,9 @@ class Recorder(TorchDispatchMode):
         mark = self.timer.start(need)
         try:
             out = self.execute(func, facts, args, kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
             if not may_retry(error, facts, args, entry, self.room):
+                self._reinstate(parted)
                 raise
             self.device.mark(need, ledger.usage)  # evictions since the first mark are not part of the op
             out = self.execute(func, facts, args, kwargs)
@@ -250,10 +251,21 @@ class Recorder(TorchDispatchMode):
             except RuntimeError:
                 continue
             if address not in parted:
-                parted[address] = (tensor, self._overwritten(tensor))
+                try:
+                    parted[address] = (tensor, self._overwritten(tensor))
+                except BaseException:
+                    self._reinstate(list(parted.values()))
+                    raise
         if self.counters.num_copies_before_write > num_copies and need.total_bytes:
             self.room.make(need.total_bytes, facts.name)  # copies of old contents may have used the room
         return list(parted.values())
+
+    def _reinstate(self, parted: _Parted) -> None:
+        """Give storages their contents back: the op that was to overwrite them raised, and eager would read them."""
+        for tensor, old in parted:
+            record = self.ledger.find(tensor)
+            if record is not None and old is not None:
+                self.ledger.reinstate(record, old, tensor)
 
     def _overwritten(self, tensor: torch.Tensor) -> Buffer | None:
         record = self.ledger.find(tensor)

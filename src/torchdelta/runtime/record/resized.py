@@ -76,7 +76,7 @@ class Resizes:
         self.restorer.part(record, storage)
 
     def undo(self, record: StorageRecord, old: Buffer | None, storage: torch.UntypedStorage) -> None:
-        """Undo `prepare`, because the resize failed."""
+        """Undo `prepare`, because it or the resize failed."""
         if old is not None:
             self.ledger.reinstate(record, old, byte_alias(storage, 0))
 
@@ -91,12 +91,12 @@ def _make_resize(original: Callable[..., Any]) -> Callable[..., Any]:
         if storage.nbytes() == size_bytes:
             return original(storage, size_bytes)
         known: list[tuple[Resizes, StorageRecord, Buffer | None]] = []
-        for resizes in tuple(_watching):
-            record = resizes.record_of(storage)
-            if record is not None:
-                known.append((resizes, record, record.current))
-                resizes.prepare(record, storage, size_bytes)
         try:
+            for resizes in tuple(_watching):
+                record = resizes.record_of(storage)
+                if record is not None:
+                    known.append((resizes, record, record.current))
+                    resizes.prepare(record, storage, size_bytes)
             out = original(storage, size_bytes)
         except BaseException:
             for resizes, record, old in known:

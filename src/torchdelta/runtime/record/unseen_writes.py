@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.tensors import version_of
+from torchdelta.runtime.state.buffer import Residence
 from torchdelta.runtime.state.kinds import runs_own_ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchdelta.runtime.memory.transfers import Transfers
+    from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.state.ledger import Ledger
 
 __all__ = ["UnseenWrites"]
@@ -23,12 +24,13 @@ class UnseenWrites:
 
     Args:
         ledger: Knows the tensors' contents.
-        transfers: Finishes copies that still read the tensors.
+        room: Finishes copies that still read the tensors; knows what replays read.
         arguments: What the code may write; only plain tensors are watched.
     """
 
-    def __init__(self, ledger: Ledger, transfers: Transfers, arguments: Iterable[Any]) -> None:
+    def __init__(self, ledger: Ledger, room: Room, arguments: Iterable[Any]) -> None:
         self._ledger = ledger
+        self._costs = room.costs
         self._before: list[tuple[torch.Tensor, int]] = []
         for argument in arguments:
             if (
@@ -40,7 +42,7 @@ class UnseenWrites:
                 continue
             record = ledger.find(argument)
             if record is not None and record.current is not None:
-                transfers.settle(record.current)
+                room.transfers.settle(record.current)
                 self._before.append((argument, version_of(argument)))
 
     def end(self) -> None:
@@ -50,5 +52,8 @@ class UnseenWrites:
         """
         for tensor, version in self._before:
             record = self._ledger.find(tensor)
-            if version_of(tensor) != version and record is not None:
-                self._ledger.parted(record)
+            if version_of(tensor) == version or record is None:
+                continue
+            old = self._ledger.parted(record)
+            if old is not None and old.residence is Residence.GONE:
+                self._costs.note_lost(old)

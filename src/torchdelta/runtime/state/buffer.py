@@ -58,7 +58,7 @@ TRANSITIONS: Final = {
     _R.AWAY: {_R.RETURNING, _R.RESIDENT, _R.DROPPED, _R.GONE},
     _R.DROPPED: {_R.RESIDENT, _R.GONE},
     _R.RETURNING: {_R.RESIDENT, _R.AWAY, _R.DROPPED, _R.GONE},
-    _R.GONE: {_R.RESIDENT},  # its content was copied just before it was overwritten
+    _R.GONE: {_R.RESIDENT, _R.AWAY},  # its content is copied just before it is overwritten
 }
 
 

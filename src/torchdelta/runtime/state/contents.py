@@ -154,13 +154,15 @@ class Contents(Storages):
         self.hold(buffer, tensor)
 
     def reinstate(self, record: StorageRecord, buffer: Buffer, tensor: torch.Tensor) -> None:
-        """Undo `parted`: the storage was not written after all."""
+        """Undo `parted`, unless that was done already: the storage was not written after all."""
+        if record.current is not None:
+            return
         if buffer.record is not None:  # the copy that was made in between
             self.release(buffer)
             self._vacate(buffer.record)
         record.current, buffer.record = buffer, record
         buffer.move(Residence.RESIDENT)
-        if buffer.num_saved:
+        if buffer.num_saved or (buffer.op is None and buffer.num_views):
             self.hold(buffer, tensor)
 
     def _settle(self, record: StorageRecord, entry: OpEntry | None, origin: str, index: int) -> Buffer:
@@ -234,6 +236,8 @@ class Contents(Storages):
         """Record that a buffer has a copy on a tier, which may still be in progress."""
         self._note(buffer)
         buffer.copy = copy
+        if buffer.residence is _GONE:  # about to be overwritten
+            buffer.move(Residence.AWAY)
 
     def uncopied(self, buffer: Buffer) -> None:
         """Forget a buffer's copy: it failed, or it is not needed any more."""

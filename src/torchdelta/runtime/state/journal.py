@@ -40,6 +40,10 @@ class Journal:
         self._contents = [(record, record.current) for record in records.values()]
         self.suspended: list[StorageRecord] = []  # counted as freed by the survey, but still alive
 
+    def knows(self, record: StorageRecord) -> bool:
+        """Return whether a storage was known when the survey began."""
+        return any(record is known for known, _ in self._contents)
+
     def note(self, buffer: Buffer) -> None:
         """Save a buffer's state before its first change."""
         if id(buffer) not in self._buffers:

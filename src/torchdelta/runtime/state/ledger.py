@@ -155,6 +155,10 @@ class Ledger(Contents):
                 self._vacate(record)
         # One that the program alone still held may have died meanwhile, and its address may be another storage's now.
         self.records.update((record.address, record) for record in journal.suspended if record.storage() is not None)
+        for record in self.records.values():
+            storage = record.storage()
+            if storage is not None and storage.device == self.device and not journal.knows(record):
+                self._enter_counter(record, storage.data_ptr())  # not done while the usage was not counting
         for buffer in journal.restore():
             if buffer.strong is not None and buffer.num_saved == 0 and (buffer.op is not None or not buffer.num_views):
                 self.release(buffer)  # its last handle died during the survey

@@ -23,6 +23,7 @@ class OptimizerCopy:
         self,
         optimizer: torch.optim.Optimizer,
         options_of: Callable[[dict[str, Any]], dict[str, Any]],
+        is_stepped: Callable[[torch.Tensor], bool],
         *,
         only_first: bool,
     ) -> None:
@@ -31,10 +32,12 @@ class OptimizerCopy:
         Args:
             optimizer: The original.
             options_of: Returns the options that replace those of a group.
-            only_first: Whether to copy only the first trainable parameter of each group.
+            is_stepped: Returns whether a parameter will have a gradient. The others are left out.
+            only_first: Whether to copy only the first such parameter of each group.
         """
         self.parameters: list[torch.nn.Parameter] = []
         self._options_of = options_of
+        self._is_stepped = is_stepped
         self._only_first = only_first
         self._copies: dict[int, Any] = {}
         self._originals: list[Any] = []  # kept alive, so that their ids are not reused
@@ -93,9 +96,9 @@ class OptimizerCopy:
     def _copy_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if id(group) in self._copies:
             return self._copies[id(group)]
-        trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
+        stepped = list(filter(self._is_stepped, group["params"]))
         fakes: list[torch.nn.Parameter] = []
-        for parameter in trainable[:1] if self._only_first else trainable:
+        for parameter in stepped[:1] if self._only_first else stepped:
             fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
             self.parameters.append(self._note(parameter, fake))
             fakes.append(fake)

@@ -40,7 +40,10 @@ class RealMemory:
         if record.id in self._real:
             return True
         storage = record.storage()
-        return storage is not None and storage.device.type != "meta"
+        if storage is None or storage.device.type == "meta":
+            return False
+        # Memory of another library (a batch from numpy) is not in the counter.
+        return self._counter is not None and self._counter.owns(storage.data_ptr())
 
 
 def with_unsaid_workspace(mode: Any, facts: OpFacts, args: tuple[Any, ...], out: Any) -> Any:

@@ -79,6 +79,7 @@ class Survey:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
         self._peak_bytes = self._ledger.usage.peak_bytes
         self._room.transfers.finish_leaving()
+        self._room.transfers.lacked_capacity = False
         self._ledger.begin_survey()
         self._saved.plain_types = self._plain_types | {FakeTensor}
         self._saved.fake_view = self._fake_view
@@ -176,6 +177,7 @@ class Survey:
             dropped_bytes=self.away_bytes[1],
             least_freeing_gradients_bytes=needed.freeing_bytes,
             is_lower_bound=is_lower_bound,
+            lacked_capacity=self._room.transfers.lacked_capacity,
         )
         self.end()
         return error
