@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 def fail_in_preparation(session: Session, patch: pytest.MonkeyPatch, *, has_ended_content: bool) -> None:
     """Let there be no memory when a resize is prepared, before or after the content of the storage is ended."""
-    part = session.restorer.part
+    before_write = session.restorer.before_write
 
     def fail(*args: Any) -> None:
         if has_ended_content:
-            part(*args)
+            before_write(*args)
         raise MemoryError
 
-    patch.setattr(session.restorer, "part", fail)
+    patch.setattr(session.restorer, "before_write", fail)
 
 
 @pytest.mark.parametrize("has_ended_content", [False, True])

@@ -156,7 +156,7 @@ def test_content_that_is_copied_after_it_was_overwritten_is_away() -> None:
     view = ledger.view_of(tensor)
     buffer, record = view.buffer, view.buffer.record
     assert record is not None
-    ledger.parted(record)
+    ledger.invalidate(record)
     assert buffer.residence is Residence.GONE
     ledger.copied(buffer, SurveyedCopy(0, lambda _: None))
     assert buffer.residence is Residence.AWAY

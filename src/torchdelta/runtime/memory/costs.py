@@ -123,8 +123,8 @@ class Costs:
     def note_lost(self, lost: Buffer) -> None:
         """Hold what replays of dropped buffers read and nothing could bring back later, now that `lost` is gone.
 
-        A replay reads the nearest contents that are there. Such a content may leave later: its tensor dies, or nobody
-        saves it any more. With `lost` among what it was made from, its own op could not bring it back then.
+        A replay reads the nearest contents that are there. Such a content may leave later: its tensor dies, or no saved
+        tensor needs it any more. With `lost` among what it was made from, its own op could not bring it back then.
         """
         dropped = self.dropped()
         if not dropped:

@@ -60,7 +60,7 @@ class Restorer:
     def _bring_back(self, buffer: Buffer) -> torch.UntypedStorage:
         storage = self.transfers.take_fetched(buffer)
         if storage is not None:
-            self.ledger.home(buffer, storage)
+            self.ledger.brought_back(buffer, storage)
             return storage
         if buffer.copy is not None:
             try:
@@ -87,7 +87,7 @@ class Restorer:
         self.ledger.know(storage)
         self.transfers.read(copy, storage)
         # Only after it is filled: if the read fails, the buffer is still away.
-        self.ledger.home(buffer, storage)
+        self.ledger.brought_back(buffer, storage)
         return storage
 
     def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
@@ -138,8 +138,8 @@ class Restorer:
 
     # -- content that is overwritten
 
-    def part(self, record: StorageRecord, storage: torch.UntypedStorage) -> Buffer | None:
-        """End a storage's content, because an op is about to overwrite it.
+    def before_write(self, record: StorageRecord, storage: torch.UntypedStorage) -> Buffer | None:
+        """Invalidate a storage's content, because an op is about to overwrite it.
 
         If no op recomputes this content and the replay of a dropped buffer reads it, it is copied first: on the device
         if the budget has room, else to the tier.
@@ -150,10 +150,10 @@ class Restorer:
         buffer = record.current
         if buffer is None:
             return None
-        self.transfers.settle(buffer)
+        self.transfers.finish_copy(buffer)
         is_lost = buffer.op is None and buffer.copy is None and buffer.num_views > 0
         is_needed = is_lost and self.room.costs.is_needed_by_replay(buffer)
-        self.ledger.parted(record)
+        self.ledger.invalidate(record)
         if is_needed:
             try:
                 self._preserve(buffer, storage)
@@ -169,16 +169,16 @@ class Restorer:
         if self.ledger.surveys:
             if not self.transfers.copy_storage(buffer, storage):
                 self.room.make(buffer.size_bytes, "a copy before an in-place op")
-                self.ledger.home(buffer, self.new_storage(buffer.size_bytes), held=True)
+                self.ledger.brought_back(buffer, self.new_storage(buffer.size_bytes), held=True)
             return
         with Quietly():
             if not self.room.has(buffer.size_bytes):
                 self.transfers.copy_storage(buffer, storage)
-                if self.transfers.settle(buffer):
+                if self.transfers.finish_copy(buffer):
                     return
                 self.room.make(buffer.size_bytes, "a copy before an in-place op")
             clone = byte_alias(storage).clone()
-            self.ledger.home(buffer, clone.untyped_storage(), held=True)
+            self.ledger.brought_back(buffer, clone.untyped_storage(), held=True)
 
 
 def check_size(buffer: Buffer, storage: torch.UntypedStorage) -> None:

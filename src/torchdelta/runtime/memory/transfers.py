@@ -144,7 +144,7 @@ class Transfers:
         if not isinstance(error, TierFullError):
             self.outage.begin(self.ledger.clock, error)
 
-    def settle(self, buffer: Buffer) -> bool:
+    def finish_copy(self, buffer: Buffer) -> bool:
         """Wait for the copy of a buffer to arrive on the tier. Forget the copy if it failed.
 
         Returns:
@@ -195,7 +195,7 @@ class Transfers:
 
     def _release(self, buffer: Buffer) -> None:
         # If the copy failed, the buffer stays. It may be dropped later if it can be recomputed.
-        if buffer.copy is not None and buffer.strong is not None and self.settle(buffer):
+        if buffer.copy is not None and buffer.strong is not None and self.finish_copy(buffer):
             self.ledger.release(buffer)
 
     # -- back

@@ -103,7 +103,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def _reads_resizable(ledger: Ledger, arguments: Iterable[Any]) -> bool:
-    """Return whether an argument's storage is freed and filled again behind autograd's back (resized.py)."""
+    """Return whether an argument's storage is freed and filled again without autograd's knowledge (resized.py)."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             try:

@@ -35,10 +35,10 @@ _VALUES: Final = frozenset(
 class Predictor:
     """Learned needs of ops, by key."""
 
-    def __init__(self, *, tells_devices_apart: bool = False) -> None:
+    def __init__(self, *, sees_other_devices: bool = False) -> None:
         self.learned: dict[Any, Need] = {}
         self.num_made = 0  # needs so far, one for each new key
-        self.tells_devices_apart = tells_devices_apart  # a session on an accelerator sees CPU tensors as well
+        self.sees_other_devices = sees_other_devices  # a session on an accelerator sees CPU tensors as well
 
     def key(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Return what the output size depends on. Not hashable for nested tensors, which have no shape."""
@@ -47,7 +47,7 @@ class Predictor:
         for a in args:
             if isinstance(a, torch.Tensor):
                 try:
-                    parts.append((a.shape, a.dtype, a.device) if self.tells_devices_apart else (a.shape, a.dtype))
+                    parts.append((a.shape, a.dtype, a.device) if self.sees_other_devices else (a.shape, a.dtype))
                 except RuntimeError:
                     return []
                 has_tensor = True
@@ -140,7 +140,7 @@ class Predictor:
                 ):
                     meta_kwargs["device"] = "meta"
                 outputs = func(*meta_args, **meta_kwargs)
-                return new_bytes(outputs, args) + unsaid_bytes(facts, args)
+                return new_bytes(outputs, args) + omitted_bytes(facts, args)
         except Exception:  # noqa: BLE001 - meta kernels raise all kinds of errors
             return None
 
@@ -187,7 +187,7 @@ def lstm_workspace_bytes(args: tuple[Any, ...], *, is_backward: bool) -> int:
     return weights_bytes + int(states_bytes * (5.6 if is_backward else 4.3)) + 14336
 
 
-def unsaid_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
+def omitted_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
     """Return the output bytes that an op's meta kernel leaves out.
 
     oneDNN's LSTM returns a workspace that its meta kernel omits: about 10 times its hidden states and 6 times the wider

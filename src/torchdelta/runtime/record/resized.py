@@ -1,4 +1,4 @@
-"""Storages that are resized behind autograd's back, as FSDP does with the parameters that it gathers.
+"""Storages that are resized without autograd's knowledge, as FSDP does with the parameters that it gathers.
 
 [Note: parameters that come and go]
 FSDP frees a gathered parameter with `storage.resize_(0)` after a module's forward, and fills the same storage again
@@ -70,10 +70,10 @@ class Resizes:
         return record
 
     def prepare(self, record: StorageRecord, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Make room for a storage that is about to be resized, and end its content."""
+        """Make room for a storage that is about to be resized, and invalidate its content."""
         if storage.device in self.ledger.counted_devices:
             self.restorer.room.make(size_bytes - record.size_bytes, "a storage that grows")
-        self.restorer.part(record, storage)
+        self.restorer.before_write(record, storage)
 
     def undo(self, record: StorageRecord, old: Buffer | None, storage: torch.UntypedStorage) -> None:
         """Undo `prepare`, because it or the resize failed."""

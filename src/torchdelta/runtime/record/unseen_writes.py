@@ -42,7 +42,7 @@ class UnseenWrites:
                 continue
             record = ledger.find(argument)
             if record is not None and record.current is not None:
-                room.transfers.settle(record.current)
+                room.transfers.finish_copy(record.current)
                 self._before.append((argument, version_of(argument)))
 
     def end(self) -> None:
@@ -54,6 +54,6 @@ class UnseenWrites:
             record = self._ledger.find(tensor)
             if version_of(tensor) == version or record is None:
                 continue
-            old = self._ledger.parted(record)
+            old = self._ledger.invalidate(record)
             if old is not None and old.residence is Residence.GONE:
                 self._costs.note_lost(old)

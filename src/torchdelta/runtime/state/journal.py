@@ -15,7 +15,7 @@ __all__ = ["Journal"]
 _FIELDS: Final = (
     "copy",
     "fetching",
-    "keeper",
+    "releaser",
     "op",
     "record",
     "residence",
@@ -49,8 +49,8 @@ class Journal:
         if id(buffer) not in self._buffers:
             self._buffers[id(buffer)] = (buffer, tuple(getattr(buffer, name) for name in _FIELDS))
 
-    def keeps_alive(self, buffer: Buffer, alias: torch.Tensor) -> bool:
-        """Return whether the journal keeps the storage behind a buffer's alias alive."""
+    def holds(self, buffer: Buffer, alias: torch.Tensor) -> bool:
+        """Return whether the journal holds the storage behind a buffer's alias."""
         return self._buffers[id(buffer)][1][_STRONG] is alias
 
     def restore(self) -> list[Buffer]:

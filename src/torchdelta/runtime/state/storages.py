@@ -112,7 +112,7 @@ class Storages:
         else:
             self.unwatched.append(record)
 
-    def settle_unwatched(self) -> None:
+    def recheck_unwatched(self) -> None:
         """Find out which storages are still alive after the death of their last known tensor."""
         unwatched = self.unwatched
         while unwatched:
@@ -122,7 +122,7 @@ class Storages:
 
     def sweep(self) -> int:
         """Remove the storages that died when a tensor exchanged its storage. Return their bytes."""
-        self.settle_unwatched()
+        self.recheck_unwatched()
         before_bytes = self.usage.live_bytes
         for record in list(self.records.values()):
             if record.is_dead():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta.runtime.record.needs import unsaid_bytes
+from torchdelta.runtime.record.needs import omitted_bytes
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -46,11 +46,11 @@ class RealMemory:
         return self._counter is not None and self._counter.owns(storage.data_ptr())
 
 
-def with_unsaid_workspace(mode: Any, facts: OpFacts, args: tuple[Any, ...], out: Any) -> Any:
+def with_omitted_workspace(mode: Any, facts: OpFacts, args: tuple[Any, ...], out: Any) -> Any:
     """Return an op's outputs, with the workspace output that its meta kernel leaves empty."""
     if not facts.name.startswith("aten.mkldnn_rnn_layer.") or not isinstance(out, tuple | list):
         return out
-    size_bytes = unsaid_bytes(facts, args)
+    size_bytes = omitted_bytes(facts, args)
     with mode:
         workspace = torch.empty(size_bytes, dtype=torch.uint8, device=out[0].device)
     return type(out)((*out[:_WORKSPACE_OUTPUT], workspace, *out[_WORKSPACE_OUTPUT + 1 :]))
