@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
 from torchdelta.runtime.memory.garbage import collect_garbage
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:

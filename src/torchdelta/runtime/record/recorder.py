@@ -107,10 +107,6 @@ class Recorder(TorchDispatchMode):
         finally:
             leave(outer)
 
-    def is_off(self) -> bool:
-        """Return whether ops currently pass through unrecorded."""
-        return self.device.is_off()
-
     def _see(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Pass through ops that neither allocate nor write and ops that belong to a subclass; `_run` the others."""
         facts: OpFacts

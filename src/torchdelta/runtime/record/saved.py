@@ -19,7 +19,7 @@ from torchdelta.config import SavedBuffer
 from torchdelta.errors import ConfigError
 from torchdelta.runtime.interrupts import destructor, enter, leave
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import View
 from torchdelta.runtime.state.kinds import detached
 

@@ -37,12 +37,12 @@ class Journal:
 
     def __init__(self, records: dict[int, StorageRecord]) -> None:
         self._buffers: dict[int, tuple[Buffer, tuple[Any, ...]]] = {}
-        self._contents = [(record, record.current) for record in records.values()]
+        self._contents = {record.id: (record, record.current) for record in records.values()}
         self.suspended: list[StorageRecord] = []  # counted as freed by the survey, but still alive
 
     def knows(self, record: StorageRecord) -> bool:
         """Return whether a storage was known when the survey began."""
-        return any(record is known for known, _ in self._contents)
+        return record.id in self._contents
 
     def note(self, buffer: Buffer) -> None:
         """Save a buffer's state before its first change."""
@@ -55,7 +55,7 @@ class Journal:
 
     def restore(self) -> list[Buffer]:
         """Restore the state of every buffer and storage. Return the buffers."""
-        for record, buffer in self._contents:
+        for record, buffer in self._contents.values():
             record.current = buffer
         restored: list[Buffer] = []
         for buffer, values in self._buffers.values():

@@ -50,12 +50,7 @@ def foresee_first_step(
         is_stepped: Returns whether a parameter will have a gradient in that step.
     """
     try:
-        # Torch's own optimizers create a state for every parameter of a group or for none. Trying one parameter tells
-        # which, in a hundredth of the time. Others may choose by shape, as Adafactor does.
-        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        if is_torchs and _try_step(optimizer, is_stepped, only_first=True) == (0, 0):
-            return FirstStep(0, 0)
-        state_bytes, temporary_bytes = _try_step(optimizer, is_stepped, only_first=False)
+        state_bytes, temporary_bytes = _try_step(optimizer, is_stepped)
         is_fused = all(group.get("fused") for group in optimizer.param_groups)  # no temporaries
         return FirstStep(state_bytes, 0 if is_fused else temporary_bytes)
     except Exception:
@@ -126,11 +121,9 @@ def _steps_by_lists(group: dict[str, Any]) -> bool:
     return default_to_foreach(group["params"])
 
 
-def _try_step(
-    optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool], *, only_first: bool
-) -> tuple[int, int]:
+def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]) -> tuple[int, int]:
     """Step a copy of an optimizer once on meta tensors. Return the bytes of its states, and of its temporaries."""
-    trial = OptimizerCopy(optimizer, _options_of, is_stepped, only_first=only_first)
+    trial = OptimizerCopy(optimizer, _options_of, is_stepped)
     trial.make_gradients()
     step = type(optimizer).step
     existing = trial.tensors()

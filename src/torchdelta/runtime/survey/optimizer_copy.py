@@ -24,8 +24,6 @@ class OptimizerCopy:
         optimizer: torch.optim.Optimizer,
         options_of: Callable[[dict[str, Any]], dict[str, Any]],
         is_stepped: Callable[[torch.Tensor], bool],
-        *,
-        only_first: bool,
     ) -> None:
         """Copy an optimizer.
 
@@ -33,12 +31,10 @@ class OptimizerCopy:
             optimizer: The original.
             options_of: Returns the options that replace those of a group.
             is_stepped: Returns whether a parameter will have a gradient. The others are left out.
-            only_first: Whether to copy only the first such parameter of each group.
         """
         self.parameters: list[torch.nn.Parameter] = []
         self._options_of = options_of
         self._is_stepped = is_stepped
-        self._only_first = only_first
         self._copies: dict[int, Any] = {}
         self._originals: list[Any] = []  # kept alive, so that their ids are not reused
         self.optimizer = self._copy(optimizer)
@@ -96,9 +92,8 @@ class OptimizerCopy:
     def _copy_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if id(group) in self._copies:
             return self._copies[id(group)]
-        stepped = list(filter(self._is_stepped, group["params"]))
         fakes: list[torch.nn.Parameter] = []
-        for parameter in stepped[:1] if self._only_first else stepped:
+        for parameter in filter(self._is_stepped, group["params"]):
             fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
             self.parameters.append(self._note(parameter, fake))
             fakes.append(fake)
