@@ -111,3 +111,23 @@ def test_parameters_without_a_gradient_get_no_states() -> None:
     gc.collect()
     with running((budget.summary().peak_bytes or 0) + (64 << 10)):
         assert same_bits(expected, train())
+
+
+def test_states_are_counted_before_a_closure_makes_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of such an optimizer begins without gradients."""
+    model, x = mlp(32, 2), torch.randn(8, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    with running() as (_, session):
+        requested: list[str] = []
+        make = session.room.make
+        monkeypatch.setattr(
+            session.room, "make", lambda size_bytes, why: (requested.append(why), make(size_bytes, why))
+        )
+
+        def closure() -> torch.Tensor:
+            loss = model(x).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert "the first step of Adam" in requested

@@ -74,7 +74,10 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
                 f"{format_bytes(dropped_bytes)} dropped to be recomputed"
             )
         if lacked_capacity:
-            lines.append("more cannot be swapped out: raise host_budget or disk_budget, or take another tier")
+            lines.append(
+                "the tier was full, so some buffers could not be swapped out: a smaller memory budget may be enough "
+                "with a larger host_budget or disk_budget"
+            )
         if self.least_freeing_gradients_bytes < _WORTH_REPORTING * least_budget_bytes:
             lines.append(
                 f"{bound}{format_bytes(self.least_freeing_gradients_bytes)} ({self.least_freeing_gradients_bytes} "

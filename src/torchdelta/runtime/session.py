@@ -276,15 +276,18 @@ class Session:
             raise self.survey.error(is_lower_bound=error is not None) from error
 
     @shielded
-    def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=True)
             self.steps.on_optimizer_start()
             if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
+                makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
                 with without_mode(self.recorder):
-                    foreseen = foresee_first_step(optimizer, lambda parameter: parameter.grad is not None)
+                    foreseen = foresee_first_step(
+                        optimizer, lambda p: p.requires_grad and (makes_gradients or p.grad is not None)
+                    )
                 if foreseen.state_bytes and not foreseen.is_estimate:  # an estimate must not refuse a step that fits
                     self.room.make(
                         foreseen.state_bytes + foreseen.temporary_bytes, f"the first step of {type(optimizer).__name__}"

@@ -106,8 +106,13 @@ def test_the_named_budget_holds_with_a_small_tier(
     gc.collect()
     with running() as (_, session):
         beside_bytes = session.ledger.usage.total_bytes
-    budget_bytes = beside_bytes + 5 * size_bytes
-    followed = follow(layers, run, budget_bytes, host_budget=max(1, num_on_tier * size_bytes))
+    budget_bytes, host_budget = beside_bytes + 5 * size_bytes, max(1, num_on_tier * size_bytes)
+    if num_on_tier < num_layers:
+        blames_tier = pytest.raises(BudgetError, match="with a larger host_budget")
+        with blames_tier, running(budget_bytes, host_budget=host_budget):
+            run.train(*layers())
+        del blames_tier
+    followed = follow(layers, run, budget_bytes, host_budget=host_budget)
     assert len(followed.named_bytes) == 1
     assert followed.named_bytes[0] - beside_bytes >= (num_layers - num_on_tier) * size_bytes
     assert followed.peak_bytes >= 0.75 * followed.named_bytes[0]

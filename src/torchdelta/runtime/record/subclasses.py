@@ -40,7 +40,7 @@ class Way(enum.Enum):
     RUN = "fake tensors only: pass through"
 
 
-class Foreign:
+class PackedSubclass:
     """The object that autograd holds for a saved tensor of another class: its packed content, and the class."""
 
     __slots__ = ("kind", "packed")
@@ -86,12 +86,12 @@ class Subclasses:
             return Way.DECLINE
         if fake_mode() is not None:  # only shapes, no memory (DTensor's sharding propagation)
             return Way.RUN
-        foreign = [kind for kind in types if runs_own_ops(kind)]
-        if not foreign:
+        kinds = [kind for kind in types if runs_own_ops(kind)]
+        if not kinds:
             return Way.RECORD
-        if all(kind is FakeTensor for kind in foreign):
+        if all(kind is FakeTensor for kind in kinds):
             return Way.RECORD if self._ledger.surveys else Way.RUN
-        self.log_once(foreign[0], "runs its own ops")
+        self.log_once(kinds[0], "runs its own ops")
         return Way.INSIDE
 
     def call(self, recorder: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -133,13 +133,13 @@ class Subclasses:
             if runs_own_ops(kind):
                 if kind is not FakeTensor:
                     self.log_once(kind, "runs its own ops")
-                return Foreign(let_stay(tensor))
+                return PackedSubclass(let_stay(tensor))
             is_opaque = tensor.layout is not torch.strided or tensor.is_nested
             if is_opaque or is_trained_leaf(tensor):
-                return Foreign(let_stay(tensor))
+                return PackedSubclass(let_stay(tensor))
             if tensor.__dict__:
                 self.log_once(kind, "carries attributes")
-                return Foreign(let_stay(tensor))
+                return PackedSubclass(let_stay(tensor))
             with NoDispatch():
                 plain = tensor.detach()  # of the base class, with the same version counter
-            return Foreign(pack(plain), kind)
+            return PackedSubclass(pack(plain), kind)

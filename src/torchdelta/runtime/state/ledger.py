@@ -37,6 +37,7 @@ from torchdelta.runtime.state.contents import Contents
 from torchdelta.runtime.state.copies import SurveyedCopy
 from torchdelta.runtime.state.journal import Journal
 from torchdelta.runtime.state.observer import Observing
+from torchdelta.runtime.state.storages import memory_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,7 +168,7 @@ class Ledger(Contents):
         for record in self.records.values():
             storage = record.storage()
             if storage is not None and storage.device == self.device and not journal.knows(record):
-                self._enter_counter(record, storage.data_ptr())  # not done while the usage was not counting
+                self._enter_counter(record, memory_address(storage))  # not done while the usage was not counting
         for buffer in journal.restore():
             if buffer.strong is not None and buffer.num_saved == 0 and (buffer.op is not None or not buffer.num_views):
                 self.release(buffer)  # its last handle died during the survey

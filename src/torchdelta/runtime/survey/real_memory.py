@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta.runtime.record.needs import omitted_bytes
+from torchdelta.runtime.state.storages import memory_address
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -43,7 +44,7 @@ class RealMemory:
         if storage is None or storage.device.type == "meta":
             return False
         # Memory of another library (a batch from numpy) is not in the counter.
-        return self._counter is not None and self._counter.owns(storage.data_ptr())
+        return self._counter is not None and self._counter.owns(memory_address(storage))
 
 
 def with_omitted_workspace(mode: Any, facts: OpFacts, args: tuple[Any, ...], out: Any) -> Any:
