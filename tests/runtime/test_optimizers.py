@@ -120,9 +120,12 @@ def test_states_are_counted_before_a_closure_makes_the_gradients(monkeypatch: py
     with running() as (_, session):
         requested: list[str] = []
         make = session.room.make
-        monkeypatch.setattr(
-            session.room, "make", lambda size_bytes, why: (requested.append(why), make(size_bytes, why))
-        )
+
+        def noting(size_bytes: int, why: str) -> None:
+            requested.append(why)
+            make(size_bytes, why)
+
+        monkeypatch.setattr(session.room, "make", noting)
 
         def closure() -> torch.Tensor:
             loss = model(x).sum()
