@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.usage import Usage
 
-__all__ = ["LEAST_EVICTION_BYTES", "Room", "digest_of"]
+__all__ = ["LEAST_EVICTION_BYTES", "Room", "collect_garbage", "digest_of"]
 
 _logger = logging.getLogger("torchdelta")
 
