@@ -9,7 +9,7 @@
 | backward never called, graphs kept, out of order | handles count per buffer | `..._graphs_...` | `release` |
 | garbage collector off | no cycles hold storages; all of the above run with it off | all | a cycle |
 | out of memory inside an op | runtime/memory/retry.py | tests/runtime/memory/test_retry.py | `oom-retry` |
-| cycles that hold tensors | runtime/memory/garbage.py | tests/runtime/memory/test_garbage.py | `garbage` |
+| cycles that hold tensors | runtime/memory/room.py | tests/runtime/memory/test_garbage.py | `garbage` |
 | threads that train at the same time | the session is the thread's own | `..._threads_...` | one for all |
 | processes, forks, kills, disks | | test_processes.py, test_disk.py | there |
 """

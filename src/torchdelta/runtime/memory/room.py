@@ -6,11 +6,12 @@ would free anything: evicting a buffer that the program also keeps alive frees n
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import logging
 from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
-from torchdelta.runtime.memory.garbage import collect_garbage
 from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.kinds import byte_alias
 
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.state.counters import Counters
     from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.runtime.state.usage import Usage
 
-__all__ = ["LEAST_EVICTION_BYTES", "Room", "digest_of"]
+__all__ = ["LEAST_EVICTION_BYTES", "Room", "collect_garbage", "digest_of"]
+
+_logger = logging.getLogger("torchdelta")
 
 # Smaller buffers are not evicted: the overhead outweighs the bytes freed.
 LEAST_EVICTION_BYTES: Final = 4096
@@ -221,3 +225,20 @@ def digest_of(storage: torch.UntypedStorage) -> bytes:
     with Quietly():
         content = byte_alias(storage).cpu()
         return hashlib.blake2b(memoryview(content.numpy()), digest_size=16).digest()  # pyright: ignore[reportArgumentType]
+
+
+def collect_garbage(usage: Usage) -> int:
+    """Free what only reference cycles keep alive. Return by how many bytes that lowered the usage.
+
+    Such cycles are common around a training loop: closures that refer to themselves, exceptions whose traceback holds a
+    frame that refers to them, modules that refer to their parents. Python's collector runs after a number of new
+    objects, however many bytes the cycles hold. Takes up to seconds in a process with many objects.
+    """
+    usage.ask_counter(fresh=True)
+    before_bytes = usage.total_bytes
+    gc.collect()
+    usage.ask_counter(fresh=True)
+    freed_bytes = max(before_bytes - usage.total_bytes, 0)
+    if freed_bytes:
+        _logger.info("collected %d bytes that only reference cycles kept alive", freed_bytes)
+    return freed_bytes

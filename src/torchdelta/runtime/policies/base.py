@@ -11,9 +11,11 @@ import enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchdelta.runtime.state.buffer import Buffer
 
-__all__ = ["Action", "Costs", "Policy", "cheaper_alone"]
+__all__ = ["Action", "Costs", "Policy", "cheaper_alone", "recompute_first"]
 
 
 class Action(enum.Enum):
@@ -64,6 +66,12 @@ class Policy(Protocol):
         Every candidate should be included: a buffer that is left out is never evicted.
         """
         ...
+
+
+def recompute_first(candidates: list[Buffer], score: Callable[[Buffer], float]) -> list[tuple[Buffer, Action]]:
+    """Return what can be recomputed by rising score, and then the others, which are swapped."""
+    able = sorted((b for b in candidates if b.op is not None), key=lambda b: (score(b), b.id))
+    return [(b, Action.RECOMPUTE) for b in able] + [(b, Action.SWAP) for b in candidates if b.op is None]
 
 
 def cheaper_alone(buffer: Buffer, costs: Costs) -> Action:

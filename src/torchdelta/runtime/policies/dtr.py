@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.policies.base import Action, Costs
+from torchdelta.runtime.policies.base import Action, Costs, recompute_first
 from torchdelta.runtime.state.tape import sources
 
 if TYPE_CHECKING:
@@ -27,15 +27,10 @@ class Dtr:
         """Return the candidates by rising score; those that cannot be recomputed come last and are swapped."""
         groups = _Groups(costs.dropped())
         clock = costs.clock
-        able = [buffer for buffer in candidates if buffer.op is not None]
-        unable = [buffer for buffer in candidates if buffer.op is None]
-        able.sort(
-            key=lambda b: (
-                (costs.own_time_s(b) + groups.neighbourhood_s(b)) / (b.size_bytes * (clock - b.last_used + 1)),
-                b.id,
-            )
+        return recompute_first(
+            candidates,
+            lambda b: (costs.own_time_s(b) + groups.neighbourhood_s(b)) / (b.size_bytes * (clock - b.last_used + 1)),
         )
-        return [(buffer, Action.RECOMPUTE) for buffer in able] + [(buffer, Action.SWAP) for buffer in unable]
 
 
 class _Groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.policies.base import Action, Costs
+from torchdelta.runtime.policies.base import Action, Costs, recompute_first
 
 if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import Buffer
@@ -18,15 +18,9 @@ class RecomputeOnly:
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates by rising recompute time per byte and staleness."""
         clock = costs.clock
-        able = [buffer for buffer in candidates if buffer.op is not None]
-        unable = [buffer for buffer in candidates if buffer.op is None]
-        able.sort(
-            key=lambda buffer: (
-                costs.missing_time_s(buffer) / (buffer.size_bytes * (clock - buffer.last_used + 1)),
-                buffer.id,
-            )
+        return recompute_first(
+            candidates, lambda b: costs.missing_time_s(b) / (b.size_bytes * (clock - b.last_used + 1))
         )
-        return [(buffer, Action.RECOMPUTE) for buffer in able] + [(buffer, Action.SWAP) for buffer in unable]
 
 
 class SwapOnly:

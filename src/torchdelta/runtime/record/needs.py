@@ -12,12 +12,12 @@ from typing import Any, Final
 import torch
 
 from torchdelta._torch.device import is_mkldnn_enabled
+from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta._torch.tensors import storage_of
 from torchdelta.aten.facts import Kind, OpFacts
-from torchdelta.runtime.record.out_buffers import growth_bytes, out_buffers, spare_bytes
 from torchdelta.runtime.state.need import Need
 
 _CONVOLUTION_DIM: Final = 4
@@ -64,7 +64,7 @@ class Predictor:
                 parts.append(name)
                 parts.append(float if has_tensor and a.__class__ is float else _plain(a))
             if facts.written_keywords:  # how much an `out` grows depends on the memory that it has
-                parts.extend(spare_bytes(buffer) for buffer in out_buffers(facts, kwargs))
+                parts.extend(_spare_bytes(buffer) for buffer in _out_buffers(facts, kwargs))
         return tuple(parts)
 
     def need(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
@@ -99,8 +99,8 @@ class Predictor:
 
     def _need_of_growth(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
         """Return what an op with `out=` will take: the growth of its buffers."""
-        buffers = out_buffers(facts, kwargs)
-        held_bytes = sum(map(spare_bytes, buffers))
+        buffers = _out_buffers(facts, kwargs)
+        held_bytes = sum(map(_spare_bytes, buffers))
         try:
             if func.namespace != "aten":
                 raise NotImplementedError  # noqa: TRY301 - as below
@@ -108,7 +108,7 @@ class Predictor:
                 meta_args = [_to_meta(a) for a in args]
                 meta_kwargs = {name: _to_meta(a) for name, a in (kwargs or {}).items() if name != "generator"}
                 func(*meta_args, **meta_kwargs)
-                grown_bytes = growth_bytes(buffers, out_buffers(facts, meta_kwargs))
+                grown_bytes = _growth_bytes(buffers, _out_buffers(facts, meta_kwargs))
         except NotImplementedError:  # the output's size depends on data
             need = Need(max(0, _guess(args) - held_bytes), 0)
             need.is_guess = True
@@ -240,3 +240,41 @@ def _to_meta(value: Any) -> Any:
     if value.__class__ is list or value.__class__ is tuple:
         return type(value)(_to_meta(item) for item in value)
     return value
+
+
+# [Note: tensors given as out=]
+# An op allocates no new storage for `out`. It resizes an `out` whose shape differs from the result's, and the storage
+# grows only if it is too small.
+
+
+def _out_buffers(facts: OpFacts, kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Return the tensors that an op writes through keyword arguments."""
+    found: list[torch.Tensor] = []
+    for keyword in facts.written_keywords:
+        value: Any = (kwargs or {}).get(keyword)
+        items: Any = value if isinstance(value, list | tuple) else (value,)
+        found += [item for item in items if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _spare_bytes(buffer: torch.Tensor) -> int:
+    """Return how many bytes fit into a tensor's storage from its first element on; 0 without a storage.
+
+    In backward the tensor may be a gradient, whose storage object must not be made (see [Note: storages are known by
+    address] in _torch/storages.py): there it returns the bytes of the tensor's own elements.
+    """
+    if buffer.layout is not torch.strided:
+        return 0
+    if graph_task_id() != -1 and not torch.is_grad_enabled():
+        return buffer.numel() * buffer.element_size()
+    storage = storage_of(buffer)
+    return 0 if storage is None else storage.nbytes() - int(buffer.storage_offset()) * buffer.element_size()
+
+
+def _growth_bytes(buffers: list[torch.Tensor], results: list[torch.Tensor]) -> int:
+    """Return by how many bytes `buffers` grow, given the `results` of the same op on meta copies of them."""
+    grown_bytes = 0
+    for buffer, result in zip(buffers, results, strict=True):
+        if buffer.shape != result.shape:
+            grown_bytes += max(0, result.untyped_storage().nbytes() - _spare_bytes(buffer))
+    return grown_bytes

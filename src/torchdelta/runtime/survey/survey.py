@@ -29,8 +29,9 @@ from torchdelta._torch.tensors import grad_fn_of, is_leaf
 from torchdelta.aten.facts import Kind, written_tensors
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.memory.costs import resident
+from torchdelta.runtime.record.needs import omitted_bytes
+from torchdelta.runtime.state.storages import memory_address
 from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, Inventory, add_up
-from torchdelta.runtime.survey.real_memory import RealMemory, with_omitted_workspace
 from torchdelta.runtime.survey.whole_run import RunNeed
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.record.recorder import Recorder
+    from torchdelta.runtime.state.buffer import StorageRecord
+    from torchdelta.runtime.state.ledger import Ledger
+
+_WORKSPACE_OUTPUT = 3  # index among the outputs of oneDNN's LSTM
 
 
 class Survey:
@@ -73,7 +78,7 @@ class Survey:
         steps = self._saved.steps
         is_first_pass = steps.num_steps == 0 and not steps.is_after_backward
         self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass)
-        self._real_memory = RealMemory(self._ledger)
+        self._real_memory = _RealMemory(self._ledger)
 
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
@@ -133,7 +138,7 @@ class Survey:
             if facts.kind is Kind.NO_OUTPUT:
                 self._survey_backward_of(args)
             raise self.error(is_lower_bound=True) from error
-        out = with_omitted_workspace(self.mode, facts, args, out)
+        out = _with_omitted_workspace(self.mode, facts, args, out)
         self._inventory.note_outputs(out)
         return targets[0] if targets and isinstance(out, torch.Tensor) else out
 
@@ -205,3 +210,43 @@ def _away_bytes(room: Room) -> tuple[int, int]:
         sum(buffer.size_bytes for buffer in swapped.values() if resident(buffer) is None),
         sum(buffer.size_bytes for buffer in dropped),
     )
+
+
+class _RealMemory:
+    """Counts what is really allocated during a survey outside the known storages; fake tensors take no memory.
+
+    An example is the state of a random generator: 5 KB for each dropout that may be replayed.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        usage = ledger.usage
+        self._counter = usage.counter if usage.is_counting and ledger.device.type == "cpu" else None
+        self._real = {record.id for record in ledger.records.values()}
+
+    def ask(self) -> None:
+        """Update the bytes that live in no known storage. Storages that the survey counts as evicted still live."""
+        ledger = self._ledger
+        if self._counter is None:
+            return
+        real_bytes = sum(record.size_bytes for record in ledger.records.values() if self._is_real(record))
+        ledger.usage.unseen_bytes = self._counter.live_bytes() - real_bytes - ledger.suspended_bytes
+
+    def _is_real(self, record: StorageRecord) -> bool:
+        if record.id in self._real:
+            return True
+        storage = record.storage()
+        if storage is None or storage.device.type == "meta":
+            return False
+        # Memory of another library (a batch from numpy) is not in the counter.
+        return self._counter is not None and self._counter.owns(memory_address(storage))
+
+
+def _with_omitted_workspace(mode: Any, facts: OpFacts, args: tuple[Any, ...], out: Any) -> Any:
+    """Return an op's outputs, with the workspace output that its meta kernel leaves empty."""
+    if not facts.name.startswith("aten.mkldnn_rnn_layer.") or not isinstance(out, tuple | list):
+        return out
+    size_bytes = omitted_bytes(facts, args)
+    with mode:
+        workspace = torch.empty(size_bytes, dtype=torch.uint8, device=out[0].device)
+    return type(out)((*out[:_WORKSPACE_OUTPUT], workspace, *out[_WORKSPACE_OUTPUT + 1 :]))
