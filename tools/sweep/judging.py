@@ -10,16 +10,16 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sweep.pool import CRASHED, TIMEOUT
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN
 from tests.same_bits import judge
+from tools.sweep.pool import CRASHED, TIMEOUT
+from tools.sweep.subjects import AUTOCAST, PLAIN
 from torchdelta import Config, MemoryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from benchmarks.sweep.pool import Report
-    from benchmarks.sweep.subjects import Steps
+    from tools.sweep.pool import Report
+    from tools.sweep.subjects import Steps
     from torchdelta import SavedBuffer
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 from tests.same_bits import judge, op_database
+from tools.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 
 if TYPE_CHECKING:
     from tests.same_bits.judge import Scope, Step

@@ -21,7 +21,7 @@ from multiprocessing import connection as mp_connection
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.launch import worker_environment
-from benchmarks.sweep.subjects import Subject
+from tools.sweep.subjects import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ Report = Callable[[str, Record], None]
 Judge = Callable[[Subject, Sequence[str], Report], Record]
 
 BUILD = "build"
-PRELOADED = "benchmarks.sweep.preload"
+PRELOADED = "tools.sweep.preload"
 CRASHED = "crashed"
 TIMEOUT = "timeout"
 _DONE = ""

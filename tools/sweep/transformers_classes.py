@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.sweep import tiny_configs, training_inputs
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 from tests.same_bits import judge
+from tools.sweep import tiny_configs, training_inputs
+from tools.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 
 if TYPE_CHECKING:
     from collections.abc import Collection
