@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
@@ -39,7 +40,7 @@ FLOOR_PRECISION = 1.01  # of the search for a least budget
 
 _BATCH_NOTE = (
     "After the @: time a sample against plain at its largest batch; in brackets against plain that reaches the same "
-    "batch by gradient accumulation, whose optimizer steps as rarely."
+    "batch by gradient accumulation, whose optimizer steps as rarely. Last: pinned host memory that the plan fills."
 )
 _AUTOSWAP_NOTE = """What ops take inside themselves (workspaces) is left out here: the paper counts the load of
 variables. It names neither model nor machine of its 34.2 %. The V100 was tried first, and gave less; the T4, whose link
@@ -57,6 +58,7 @@ def report(outcome: Outcome, data: dict[str, list[Row]]) -> str:
     if data.get("overheads"):
         planners = _names(row["planners"] for row in data["overheads"])
         show("Overhead in %, by budget (share of the plain peak)", _overhead_table(data["overheads"], planners))
+        show("Planning a cell of that table, seconds of one core", _plan_s_table(data["overheads"], planners))
     if data.get("floors"):
         show("Least budgets found, in GiB", _floor_table(data["floors"]))
         _check_floors(outcome, data["floors"])
@@ -94,6 +96,18 @@ def _overhead_table(rows: Sequence[Row], planners: Sequence[str]) -> str:
     ]
     whole = ["bound (saved), whole"] if has_whole else []
     return format_table(["case", "budget", "bound (saved)", *whole, *planners], body)
+
+
+def _plan_s_table(rows: Sequence[Row], planners: Sequence[str]) -> str:
+    """Return the planning times of the cells in which a plan was found; the first cell of a process also compiles."""
+    times_s = {
+        name: [row["planners"][name]["plan_s"] for row in rows if "plan_s" in row["planners"].get(name, {})]
+        for name in planners
+    }
+    body = [
+        [name, str(len(found)), f"{median(found):.2f}", f"{max(found):.2f}"] for name, found in times_s.items() if found
+    ]
+    return format_table(["planner", "cells", "median", "most"], body)
 
 
 def _floor_table(floors: Sequence[Row]) -> str:
@@ -242,16 +256,17 @@ def _batch(entry: Row | None) -> str:
     if entry is None:
         return "-"
     multiple = "" if entry["multiple"] is None else f" (x{entry['multiple']:.1f})"
-    return f"{entry['batch_size']}{multiple} @ {entry['slowdown']:.2f}{_accumulated(entry, 2)}"
+    return f"{entry['batch_size']}{multiple} @ {entry['slowdown']:.2f}{_beside(entry, 2)}"
 
 
 def _at_delta(entry: Row | None) -> str:
     if entry is None or entry["slowdown"] is None:
         return "-"
-    return f"x{entry['multiple']} @ {entry['slowdown']:.3f}{_accumulated(entry, 3)}"
+    return f"x{entry['multiple']} @ {entry['slowdown']:.3f}{_beside(entry, 3)}"
 
 
-def _accumulated(entry: Row, num_digits: int) -> str:
-    """The slowdown against plain with gradient accumulation, in brackets; nothing for rows measured without it."""
-    slowdown = entry.get("slowdown_accumulated")
-    return "" if slowdown is None else f" ({slowdown:.{num_digits}f})"
+def _beside(entry: Row, num_digits: int) -> str:
+    """Return the slowdown against gradient accumulation and the host memory; nothing for rows measured without."""
+    slowdown, host_bytes = entry.get("slowdown_accumulated"), entry.get("host_bytes")
+    accumulated = "" if slowdown is None else f" ({slowdown:.{num_digits}f})"
+    return accumulated if host_bytes is None else f"{accumulated}, {format_bytes(host_bytes)}"

@@ -141,7 +141,8 @@ def batches(case: Case, effort: Effort) -> Row:
 
     The slowdown is of the time a sample, against plain at the largest batch that plain fits (at batch 1 if none does);
     `slowdown_accumulated` is against plain that reaches the same batch by gradient accumulation in micro-batches of
-    that size, so that its optimizer steps as rarely as ours.
+    that size, so that its optimizer steps as rarely as ours. `host_bytes` is the most pinned host memory that the plan
+    fills at once.
     """
     machine = case.machine
     plain_batch = largest_plain_batch(case.model, machine, with_optimizer=True)
@@ -152,13 +153,17 @@ def batches(case: Case, effort: Effort) -> Row:
     def accumulated_sample_s(batch_size: int) -> float:
         return plain_sample_s - optimizer_s / max(plain_batch, 1) + optimizer_s / batch_size
 
+    host_bytes: dict[int, int] = {}
+
     def sample_time_s(batch_size: int, how: Effort = effort) -> float:
         trace = step(case.model, machine, batch_size, with_optimizer=True)
         try:
             plan = get(OURS)(trace, machine, machine.memory_bytes, how)
         except InfeasibleError:
             return float("inf")
-        return simulate_plan(trace, machine, plan).time_s / batch_size
+        simulation = simulate_plan(trace, machine, plan)
+        host_bytes[batch_size] = simulation.host_peak_bytes
+        return simulation.time_s / batch_size
 
     search = BatchSearch(sample_time_s)
     row: Row = {"case": case.name, "plain_batch": plain_batch, "effort": effort, "largest": {}}
@@ -169,6 +174,7 @@ def batches(case: Case, effort: Effort) -> Row:
             "multiple": found.size / plain_batch if plain_batch else None,
             "slowdown": found.sample_time_s / plain_sample_s,
             "slowdown_accumulated": found.sample_time_s / accumulated_sample_s(found.size),
+            "host_bytes": host_bytes[found.size],
         }
     multiple = DELTA_MULTIPLES.get(case.model)
     if multiple is not None and plain_batch:
@@ -179,6 +185,7 @@ def batches(case: Case, effort: Effort) -> Row:
             "batch_size": batch_size,
             "slowdown": _finite(sample_s / plain_sample_s),
             "slowdown_accumulated": _finite(sample_s / accumulated_sample_s(batch_size)),
+            "host_bytes": host_bytes.get(batch_size),
         }
     return row
 

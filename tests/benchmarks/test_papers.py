@@ -10,6 +10,7 @@ from benchmarks.papers import command, subjects, tables
 from benchmarks.papers.report import report
 from torchdelta.machine.catalog import find
 from torchdelta.trace.model import peak
+from torchdelta.units import format_bytes
 
 
 @pytest.fixture
@@ -79,4 +80,6 @@ def test_a_batch_is_also_held_against_gradient_accumulation():
         assert entry["slowdown"] < entry["slowdown_accumulated"]
     text = report(Outcome(), {"batches": [row]})
     (first, *_) = filter(None, row["largest"].values())
-    assert f"@ {first['slowdown']:.2f} ({first['slowdown_accumulated']:.2f})" in text
+    beside = f"({first['slowdown_accumulated']:.2f}), {format_bytes(first['host_bytes'])}"
+    assert f"@ {first['slowdown']:.2f} {beside}" in text
+    assert first["host_bytes"] > 0

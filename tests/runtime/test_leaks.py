@@ -107,3 +107,28 @@ def test_generators_made_anew_are_let_go() -> None:
             x.normal_(generator=torch.Generator().manual_seed(seed))
             seen.append(len(session.recorder.needs.learned))
     assert seen[5] == seen[0]
+
+
+def test_a_graph_that_somebody_keeps_does_not_keep_later_copies() -> None:
+    """Inputs of later steps leave the tier when their graphs are gone."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    used_bytes: list[int] = []
+    with running(decisions="swap") as (_, session):
+        kept = weight * batch()
+        for _ in range(6):
+            (weight * batch()).sum().backward()
+            used_bytes.append(session.room.transfers.tier.used_bytes)
+    assert used_bytes[-1] <= used_bytes[1]
+    del kept
+
+
+def test_an_in_place_op_that_raises_loses_nothing() -> None:
+    """Shapes that do not fit: eager has not written, and a saved tensor is what it was."""
+    weight, x = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    with running():
+        y = weight * x
+        with pytest.raises(RuntimeError, match="size"):
+            x.add_(torch.randn(3))
+        y.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, x)

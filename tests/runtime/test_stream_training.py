@@ -70,6 +70,7 @@ def bench() -> Iterator[Bench]:
         patch.setitem(ENGINES, "cpu", bench.open)
         patch.setattr(PinnedTier, "start_copy", watched_start)
         yield bench
+    _plain.clear()
 
 
 def plain_run(name: str, device: str = "cpu") -> tuple[list[torch.Tensor], int]:

@@ -315,8 +315,8 @@ def test_said_once_a_class(caplog: pytest.LogCaptureFixture) -> None:
             run(STEPS["annotated"], lambda: MemoryBudget("1TiB"))
         lines = [record.getMessage() for record in caplog.records if "subclass" in record.getMessage()]
         assert lines == [
-            "tensor subclass Logged runs its own ops: its saved tensors are kept",
-            "tensor subclass Annotated carries attributes: its saved tensors are kept",
+            "tensor subclass Logged runs its own ops: its saved tensors stay on the device",
+            "tensor subclass Annotated carries attributes: its saved tensors stay on the device",
         ]
 
 

@@ -46,6 +46,7 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
         swapped_out_bytes: int = 0,
         dropped_bytes: int = 0,
         least_freeing_gradients_bytes: int | None = None,
+        lacked_capacity: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.least_budget_bytes = least_budget_bytes
@@ -71,6 +72,11 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
             lines.append(
                 f"every buffer that can be evicted was evicted: {format_bytes(swapped_out_bytes)} swapped out, "
                 f"{format_bytes(dropped_bytes)} dropped to be recomputed"
+            )
+        if lacked_capacity:
+            lines.append(
+                "the tier was full, so some buffers could not be swapped out: a smaller memory budget may be enough "
+                "with a larger host_budget or disk_budget"
             )
         if self.least_freeing_gradients_bytes < _WORTH_REPORTING * least_budget_bytes:
             lines.append(

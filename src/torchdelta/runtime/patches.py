@@ -46,7 +46,7 @@ def patch() -> None:
                 _undo.append(patch_compiled_call(_make_compiled_call))
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
             except BaseException:
-                _take_off()
+                _remove_patches()
                 raise
             _opened_in = os.getpid()
         _num_sessions += 1
@@ -63,10 +63,10 @@ def unpatch() -> None:
     with _lock:
         _num_sessions -= 1
         if _num_sessions == 0:
-            _take_off()
+            _remove_patches()
 
 
-def _take_off() -> None:
+def _remove_patches() -> None:
     while _undo:
         _undo.pop()()
 

@@ -20,11 +20,11 @@ _logger = logging.getLogger("torchdelta")
 def summarize(room: Room, steps: StepTracker) -> Summary:
     """Return the summary so far."""
     counters = room.counters
-    gone_bytes = counters.swapped_out_bytes + counters.dropped_bytes
+    evicted_bytes = counters.swapped_out_bytes + counters.dropped_bytes
     return Summary(
         budget_bytes=room.budget_bytes,
         peak_bytes=max(steps.peak_bytes, room.usage.peak_bytes),
-        kept_bytes=max(0, counters.kept_bytes - gone_bytes),
+        kept_bytes=max(0, counters.saved_bytes - evicted_bytes),
         swapped_out_bytes=counters.swapped_out_bytes,
         swapped_in_bytes=counters.swapped_in_bytes,
         recomputed_bytes=counters.recomputed_bytes,

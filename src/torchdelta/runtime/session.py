@@ -141,13 +141,13 @@ class Session:
             interrupts.stop()
             raise
         try:
-            self._put_on()
+            self._install()
         except BaseException:
             if current_session() is self:
                 set_current_session(None)
                 if self.recorder in mode_stack():
                     remove_mode(self.recorder)
-                self._take_hooks_off()
+                self._remove_hooks()
             self.resizes.stop()
             patches.unpatch()
             self.placing.stop()
@@ -157,7 +157,7 @@ class Session:
             interrupts.stop()
             raise
 
-    def _put_on(self) -> None:
+    def _install(self) -> None:
         self._count()
         self._trace_builder = TraceBuilder(self.ledger, self.steps, self.device.timer)
         self.ledger.observing.observer = self._trace_builder
@@ -193,11 +193,11 @@ class Session:
             msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
             raise ScopeError(msg)
         try:
-            self._take_off()
+            self._uninstall()
         finally:
             interrupts.stop()
 
-    def _take_off(self) -> None:
+    def _uninstall(self) -> None:
         self.ledger.is_closing = True
         self.placing.stop()
         usage = self.ledger.usage
@@ -209,7 +209,7 @@ class Session:
         set_current_session(None)
         if self.recorder in mode_stack():
             self.recorder.__exit__(None, None, None)
-        self._take_hooks_off()
+        self._remove_hooks()
         self.resizes.stop()
         patches.unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
@@ -218,7 +218,7 @@ class Session:
         if self.ledger.num_handles == 0:
             self._finish()
         else:
-            self.ledger.distrust()
+            self.ledger.invalidate_unheld()
         if impossible is not None:
             raise impossible
 
@@ -227,11 +227,11 @@ class Session:
         set_current_session(None)
         while self.recorder in mode_stack():
             remove_mode(self.recorder)
-        self._take_hooks_off()
+        self._remove_hooks()
         self.resizes.leave_child()
         self.placing.leave_child()
 
-    def _take_hooks_off(self) -> None:
+    def _remove_hooks(self) -> None:
         if self._hooks is not None:
             remove_saved_hooks(self._hooks.pack_hook, self._hooks.unpack_hook)
             self._hooks = None
@@ -276,15 +276,18 @@ class Session:
             raise self.survey.error(is_lower_bound=error is not None) from error
 
     @shielded
-    def _before_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=True)
             self.steps.on_optimizer_start()
             if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
+                makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
                 with without_mode(self.recorder):
-                    foreseen = foresee_first_step(optimizer)
+                    foreseen = foresee_first_step(
+                        optimizer, lambda p: p.requires_grad and (makes_gradients or p.grad is not None)
+                    )
                 if foreseen.state_bytes and not foreseen.is_estimate:  # an estimate must not refuse a step that fits
                     self.room.make(
                         foreseen.state_bytes + foreseen.temporary_bytes, f"the first step of {type(optimizer).__name__}"

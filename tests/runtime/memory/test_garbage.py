@@ -17,7 +17,7 @@ from torchdelta import BudgetError
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.ops import execute
 from torchdelta.native.counting import counting_status
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.record.needs import Need
 
 if TYPE_CHECKING:

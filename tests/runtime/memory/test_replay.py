@@ -13,7 +13,7 @@ from tests.runtime.parts import scoped_library
 from tests.runtime.programs import mlp, running
 from torchdelta.errors import ReplayError
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session

@@ -15,7 +15,7 @@ from torchdelta import BudgetError
 from torchdelta.config import POLICIES
 from torchdelta.errors import TierFullError, TierIOError
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import Residence
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tests.runtime.programs import mlp, running, same_bits, train
 from torchdelta.aten.facts import facts_of
 from torchdelta.config import POLICIES
 from torchdelta.runtime.policies import REGISTRY
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
 from torchdelta.runtime.state.copies import TierCopy
 

@@ -10,7 +10,7 @@ from tests.runtime.programs import UNLIMITED, running
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import new_counter
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 
 WIDTH, NUM_ROWS, DEPTH = 64, 2048, 10
 

@@ -196,3 +196,27 @@ def test_new_bytes_counts_each_storage_once() -> None:
     assert new_bytes((y, y[2:], x), (x,)) == 32
     assert new_bytes([y, torch.zeros(2)], ()) == 40
     assert new_bytes(None, ()) == 0
+
+
+def test_a_guess_made_in_backward_is_replaced_by_what_is_measured() -> None:
+    """A custom op is guessed by its inputs: a guess that stayed would evict as much in every step."""
+    with scoped_library("torchdelta_guess", "DEF") as library:
+        library.define("total(Tensor x) -> Tensor")
+        library.impl("total", lambda x: x.sum(), "CompositeExplicitAutograd")
+        total = torch.ops.torchdelta_guess.total.default
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                ctx.save_for_backward(x)
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                (x,) = ctx.saved_tensors
+                return gradients[0] * total(x)
+
+        x = torch.randn(1 << 12, requires_grad=True)
+        with running(UNLIMITED) as (_, session):
+            Scaled.apply(x).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
+            assert session.recorder.needs.need(facts_of(total), total, (x,), None).output_bytes == 4

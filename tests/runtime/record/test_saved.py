@@ -13,7 +13,7 @@ from tests.runtime.programs import running
 from torchdelta._torch.storages import storage_address
 from torchdelta._torch.tensors import base_of, version_of
 from torchdelta.runtime.memory.room import LEAST_EVICTION_BYTES
-from torchdelta.runtime.record.saved import Handle, Kept
+from torchdelta.runtime.record.saved import Handle, Staying
 
 
 def packed_by(session: Any, tensor: torch.Tensor) -> Any:
@@ -49,7 +49,7 @@ def test_what_stays_is_given_back_as_it_is(what: str) -> None:
         base = None if tensor.is_leaf else base_of(tensor)
         session.ledger.buffer_of(tensor if base is None else base)
         packed = packed_by(session, tensor)
-        assert packed.__class__ is Kept
+        assert packed.__class__ is Staying
         assert torch.equal(session.saved.unpack(packed), tensor)
         assert session.ledger.num_handles == 0
 

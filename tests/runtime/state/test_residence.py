@@ -13,6 +13,8 @@ from tests.runtime.programs import running
 from torchdelta import BudgetError
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.state.buffer import TRANSITIONS, Buffer, Residence
+from torchdelta.runtime.state.copies import SurveyedCopy
+from torchdelta.runtime.state.ledger import Ledger
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
@@ -146,3 +148,17 @@ def test_a_legal_transition_is_taken(old: Residence) -> None:
         buffer.residence = old
         buffer.move(new)
         assert buffer.residence is new
+
+
+def test_content_that_is_copied_after_it_was_overwritten_is_away() -> None:
+    """Its copy on the tier is forgotten like any other's."""
+    ledger, tensor = Ledger("cpu"), torch.zeros(2048)
+    view = ledger.view_of(tensor)
+    buffer, record = view.buffer, view.buffer.record
+    assert record is not None
+    ledger.invalidate(record)
+    assert buffer.residence is Residence.GONE
+    ledger.copied(buffer, SurveyedCopy(0, lambda _: None))
+    assert buffer.residence is Residence.AWAY
+    ledger.uncopied(buffer)
+    assert buffer.residence is Residence.GONE

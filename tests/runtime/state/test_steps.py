@@ -12,7 +12,7 @@ from tests.runtime.programs import UNLIMITED, mlp, running
 from torchdelta import Config, MemoryBudget
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
-from torchdelta.runtime.state.steps import MAX_KEPT_STEPS, StepTracker
+from torchdelta.runtime.state.steps import MAX_SUMMARIES, StepTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -289,10 +289,10 @@ def test_phases() -> None:
 def test_summaries_of_long_runs_are_bounded() -> None:
     """Beyond a thousand steps only the last one is kept, with its true index."""
     tracker = StepTracker(Ledger("cpu"), Counters())
-    for _ in range(MAX_KEPT_STEPS + 5):
+    for _ in range(MAX_SUMMARIES + 5):
         tracker.on_backward_end(keeps_graph=False)
         tracker.on_optimizer_start()
         tracker.on_optimizer_end()
-    assert tracker.num_steps == MAX_KEPT_STEPS + 5
-    assert len(tracker.summaries) == MAX_KEPT_STEPS
-    assert tracker.summaries[-1].index == MAX_KEPT_STEPS + 4
+    assert tracker.num_steps == MAX_SUMMARIES + 5
+    assert len(tracker.summaries) == MAX_SUMMARIES
+    assert tracker.summaries[-1].index == MAX_SUMMARIES + 4

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import gc
 import warnings
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from tests.runtime.advice import Run, follow
+from tests.runtime.parts import scoped_library
 from tests.runtime.programs import mlp, running, same_bits, train
 from torchdelta import BudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BATCHES = [np.full((64, 64), number, np.float32) for number in range(8)]
 
 
 def _least_budget_bytes(budget_bytes: int) -> int:
@@ -37,3 +47,72 @@ def test_filters_that_raise_do_not_end_a_survey() -> None:
     model, x = mlp(64, 4), torch.randn(256, 64)
     with running(least_bytes + 64, policy="recompute-only"):  # and the loss of the first step, which the second meets
         assert same_bits(train(model, x), expected)
+
+
+def weighted_batches() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """Return a loss that saves eight batches, which no op can recompute."""
+    model = nn.ParameterList([torch.ones(64, 64)])
+    return model, lambda: torch.stack([(model[0] * torch.from_numpy(batch.copy())).sum() for batch in BATCHES]).sum()
+
+
+def test_the_named_budget_holds_with_batches_of_numpy() -> None:
+    """Their memory is not the allocator's, and a survey meets some of them for the first time."""
+    run = Run(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    followed = follow(weighted_batches, run, 100 << 10)
+    assert len(followed.named_bytes) <= 1
+
+
+@pytest.fixture
+def opaque() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Define a custom op, which is never recomputed."""
+    with scoped_library("torchdelta_survey", "DEF") as library:
+        library.define("opaque(Tensor x) -> Tensor")
+        library.impl("opaque", lambda x: x * 1, "CPU")
+        torch.library.register_fake("torchdelta_survey::opaque", torch.empty_like, lib=library)
+
+        class Opaque(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                del ctx
+                return torch.ops.torchdelta_survey.opaque(x)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                del ctx
+                return gradients[0]
+
+        yield Opaque.apply
+
+
+@pytest.mark.parametrize("num_on_tier", [0, 3, 8])
+def test_the_named_budget_holds_with_a_small_tier(
+    num_on_tier: int, opaque: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """What does not fit into the tier stays on the device: the least budget counts it."""
+    size_bytes, num_layers = 16 << 10, 8
+
+    def layers() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        model, x = nn.ParameterList([torch.ones(64, 64)]), torch.ones(64, 64)
+
+        def loss_of() -> torch.Tensor:
+            hidden = x * model[0]
+            for _ in range(num_layers):
+                hidden = opaque(hidden) * model[0]
+            return hidden.sum()
+
+        return model, loss_of
+
+    run = Run(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    gc.collect()
+    with running() as (_, session):
+        beside_bytes = session.ledger.usage.total_bytes
+    budget_bytes, host_budget = beside_bytes + 5 * size_bytes, max(1, num_on_tier * size_bytes)
+    if num_on_tier < num_layers:
+        blames_tier = pytest.raises(BudgetError, match="with a larger host_budget")
+        with blames_tier, running(budget_bytes, host_budget=host_budget):
+            run.train(*layers())
+        del blames_tier
+    followed = follow(layers, run, budget_bytes, host_budget=host_budget)
+    assert len(followed.named_bytes) == 1
+    assert followed.named_bytes[0] - beside_bytes >= (num_layers - num_on_tier) * size_bytes
+    assert followed.peak_bytes >= 0.75 * followed.named_bytes[0]

@@ -67,7 +67,7 @@ class Accelerator(Device):
 
     times_on_host = False
     counts_exactly = False
-    tells_devices_apart = True
+    sees_other_devices = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -87,7 +87,7 @@ class Accelerator(Device):
 
     def may_replay(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return whether an op gives the same bits when it is replayed in this step."""
-        if not facts.is_recomputable or self._streams.is_abroad:
+        if not facts.is_recomputable or self._streams.is_on_other_stream:
             return False
         if facts.base_name in _COPIES and _changes_device(args, kwargs):
             return False

@@ -32,7 +32,7 @@ class Device:
 
     times_on_host = True  # whether a timer on the host measures how long ops take
     counts_exactly = True  # a request takes what it asks for, and the counter is cheap to ask
-    tells_devices_apart = False  # whether a session here may see tensors of other devices
+    sees_other_devices = False  # whether a session here may see tensors of other devices
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

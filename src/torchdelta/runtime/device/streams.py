@@ -42,7 +42,7 @@ class Streams:
         self.current_id = stream_id_reader(device)
         self.home_id = self.current_id()
         self._home = current_stream(device)
-        self.is_abroad = False  # the op that runs was queued on another stream
+        self.is_on_other_stream = False  # the op that runs was queued on another stream
 
     def move_home(self) -> None:
         """Make the current stream the home stream."""

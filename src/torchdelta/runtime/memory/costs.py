@@ -120,25 +120,27 @@ class Costs:
             self._needed = {id(source) for dropped in self.dropped() for source in _read_by_replay(dropped)}
         return id(buffer) in self._needed
 
-    def relied_on(self, lost: Buffer) -> list[Buffer]:
-        """Return what replays of dropped buffers read that nothing brings back once it leaves, now that `lost` is gone.
+    def note_lost(self, lost: Buffer) -> None:
+        """Hold what replays of dropped buffers read and nothing could bring back later, now that `lost` is gone.
 
-        A replay reads the nearest contents that are there. Such a content may leave later: its tensor dies, or nobody
-        saves it any more. With `lost` among what it was made from, its own op could not bring it back then.
+        A replay reads the nearest contents that are there. Such a content may leave later: its tensor dies, or no saved
+        tensor needs it any more. With `lost` among what it was made from, its own op could not bring it back then.
         """
-        away = self.dropped()
-        if not away:
+        dropped = self.dropped()
+        if not dropped:
             self._upstream.clear()
-            return []
-        self._upstream.update(buffer.id for buffer in _walk(away, self._upstream))
-        if lost.id not in self._upstream:
-            return []
-        return [source for target in away for source in self.read_unrepeatable(target)]
+            return
+        self._upstream.update(buffer.id for buffer in _walk(dropped, self._upstream))
+        if lost.id in self._upstream:
+            for target in dropped:
+                self.hold_sources(target)
 
-    def read_unrepeatable(self, target: Buffer) -> list[Buffer]:
-        """Return what a replay of `target` reads that is there, and that its own op could not bring back."""
+    def hold_sources(self, target: Buffer) -> None:
+        """Hold what a replay of `target` reads that is there, and that its own op could not bring back."""
         present = [source for source in _read_by_replay(target) if source.op is not None and not _is_missing(source)]
-        return [source for source in present if any(map(_is_lost, _walk([source], ())))]
+        for source in present:
+            if any(map(_is_lost, _walk([source], ()))):
+                self.ledger.cannot_replay(source)
 
     def forget(self) -> None:
         """Forget the dropped buffers: no saved tensor is left that needs them."""

@@ -1,7 +1,7 @@
 """Replays recorded ops to bring back a buffer that was dropped.
 
 Complexity: linear in the number of missing ops in the chain. Each is replayed once, and every saved buffer that this
-produces is kept.
+produces stays resident.
 
 [Note: no reference cycles]
 A reference cycle that contains a storage keeps it alive until the garbage collector runs. A recursive closure here once
@@ -20,7 +20,7 @@ from torchdelta._torch.tensors import storage_of, version_of
 from torchdelta.aten.facts import Kind
 from torchdelta.errors import ReplayError, SavedTensorError
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.memory.retry import may_replay_again
+from torchdelta.runtime.memory.retry import may_retry_replay
 from torchdelta.runtime.memory.room import digest_of
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
 from torchdelta.runtime.state.tape import Fresh, Scratch, replay_op, sources, written_sources
@@ -60,25 +60,24 @@ class Replayer:
         start_s = time.perf_counter()
         self._depth += 1
         locked: list[Buffer] = []
-        kept: dict[int, torch.UntypedStorage] = {}
+        chain = _Chain(target)
         try:
-            order, uses = self.plan(target, locked)
-            return self._carry_out(target, order, uses, kept)
+            return self._carry_out(chain, self.plan(chain, locked))
         finally:
-            kept.clear()
+            chain.held.clear()
             for buffer in locked:
                 buffer.num_locks -= 1
             self._depth -= 1
             if self._depth == 0 and self.room.device.times_on_host:
                 self.counters.recompute_s += time.perf_counter() - start_s
 
-    def plan(self, target: Buffer, locked: list[Buffer]) -> tuple[list[Buffer], dict[int, int]]:
-        """Return the missing buffers in the order of recomputation, and how often each buffer will be read.
+    def plan(self, chain: _Chain, locked: list[Buffer]) -> list[Buffer]:
+        """Return the missing buffers in the order of recomputation, and count how often each buffer will be read.
 
         Lock the available buffers that the replays will read, so that they are not evicted.
         """
         order: list[Buffer] = []
-        uses: dict[int, int] = {}
+        target, uses = chain.target, chain.uses
         seen: dict[int, Buffer] = {}
         stack: list[tuple[Buffer, bool]] = [(target, False)]
         while stack:
@@ -106,37 +105,34 @@ class Replayer:
             for source in sources(buffer.op):
                 uses[id(source)] = uses.get(id(source), 0) + 1
                 stack.append((source, False))
-        return order, uses
+        return order
 
-    def _carry_out(
-        self, target: Buffer, order: list[Buffer], uses: dict[int, int], kept: dict[int, torch.UntypedStorage]
-    ) -> torch.UntypedStorage:
+    def _carry_out(self, chain: _Chain, order: list[Buffer]) -> torch.UntypedStorage:
+        target, uses, held = chain.target, chain.uses, chain.held
         for buffer in order:
-            if id(buffer) not in kept:
+            if id(buffer) not in held:
                 storage = resident(buffer)
                 if storage is None:
-                    self._replay(buffer, target, uses, kept)
-                elif uses.get(id(buffer)) or buffer is target:
-                    kept[id(buffer)] = storage
+                    self._replay(buffer, chain)
+                else:
+                    chain.hold(buffer, storage)
                 storage = None
             entry = buffer.op
             assert entry is not None
             for source in sources(entry):
                 left = uses[id(source)] = uses[id(source)] - 1
                 if left == 0 and source is not target:
-                    kept.pop(id(source), None)
-        storage = kept.get(id(target))
+                    held.pop(id(source), None)
+        storage = held.get(id(target))
         return storage if storage is not None else self.bring(target)
 
-    def _replay(
-        self, buffer: Buffer, target: Buffer, uses: dict[int, int], kept: dict[int, torch.UntypedStorage]
-    ) -> None:
+    def _replay(self, buffer: Buffer, chain: _Chain) -> None:
         entry = buffer.op
         assert entry is not None
         if self.ledger.surveys:
-            self._count_replay(entry, buffer, target, uses, kept)
+            self._count_replay(entry, buffer, chain)
             return
-        build = _Arguments(self, entry, kept)
+        build = _Arguments(self, entry, chain.held)
         self.counters.num_recomputed_ops += 1
         try:
             args = [build.one(argument) for argument in entry.args]
@@ -149,49 +145,34 @@ class Replayer:
             try:
                 outputs = replay_op(entry, args, kwargs)
             except RuntimeError as error:
-                if not may_replay_again(error, entry.facts, self.room):
+                if not may_retry_replay(error, entry.facts, self.room):
                     raise
                 outputs = replay_op(entry, args, kwargs)
             if not self.room.device.times_on_host:
                 self.counters.recompute_s += entry.time_s
             args = kwargs = None
-            self._take(entry, outputs, build.written, buffer, target, uses, kept)
+            self._take(entry, outputs, build.written, buffer, chain)
         finally:
             args = kwargs = outputs = None
             build.clear()
         self.ledger.clock += 1
 
-    def _count_replay(
-        self,
-        entry: OpEntry,
-        wanted: Buffer,
-        target: Buffer,
-        uses: dict[int, int],
-        kept: dict[int, torch.UntypedStorage],
-    ) -> None:
+    def _count_replay(self, entry: OpEntry, wanted: Buffer, chain: _Chain) -> None:
         """Simulate a replay in a survey: make room and storages, but run nothing."""
-        sources_alive = [self.bring(source) for source in sources(entry) if id(source) not in kept]
+        sources_alive = [self.bring(source) for source in sources(entry) if id(source) not in chain.held]
         expected = [buffer for reference in entry.outputs if (buffer := reference()) is not None]
         self.room.make(entry.output_bytes + entry.workspace_bytes, f"{entry.facts.name} (replayed)")
         for buffer in expected:
             storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
             self.ledger.know(storage)
-            if buffer is wanted or (resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))):
-                self.ledger.home(buffer, storage)
-                if buffer is target or uses.get(id(buffer)):
-                    kept[id(buffer)] = storage
+            if buffer is wanted or chain.misses(buffer):
+                self.ledger.brought_back(buffer, storage)
+                chain.hold(buffer, storage)
         sources_alive.clear()
         self.ledger.clock += 1
 
     def _take(
-        self,
-        entry: OpEntry,
-        outputs: Any,
-        written: list[torch.UntypedStorage],
-        wanted: Buffer,
-        target: Buffer,
-        uses: dict[int, int],
-        kept: dict[int, torch.UntypedStorage],
+        self, entry: OpEntry, outputs: Any, written: list[torch.UntypedStorage], wanted: Buffer, chain: _Chain
     ) -> None:
         writes = entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics
         results = outputs if isinstance(outputs, tuple | list) else (outputs,)
@@ -207,22 +188,39 @@ class Replayer:
                     f"{buffer.size_bytes} bytes: keep it (decisions='keep')"
                 )
                 raise ReplayError(msg)
-            if buffer is wanted or (resident(buffer) is None and (buffer.num_saved or uses.get(id(buffer)))):
+            if buffer is wanted or chain.misses(buffer):
                 if buffer.digest is not None and digest_of(storage) != buffer.digest:
                     msg = (
                         f"recomputing {entry.facts.name} gave other values than its first run, so the op is not "
                         "deterministic here: keep it (decisions='keep')"
                     )
                     raise ReplayError(msg)
-                self.ledger.home(buffer, storage)
+                self.ledger.brought_back(buffer, storage)
                 self.counters.recomputed_bytes += buffer.size_bytes
-                if buffer is target or uses.get(id(buffer)):
-                    kept[id(buffer)] = storage
+                chain.hold(buffer, storage)
         if not writes:
             for result in results:
                 storage = storage_of(result) if isinstance(result, torch.Tensor) else None
                 if storage is not None:
                     self.ledger.know(storage)
+
+
+class _Chain:
+    """The state of one chain of replays."""
+
+    def __init__(self, target: Buffer) -> None:
+        self.target = target
+        self.uses: dict[int, int] = {}  # how often each buffer will still be read, by id
+        self.held: dict[int, torch.UntypedStorage] = {}  # of the target, and of buffers that will still be read
+
+    def misses(self, buffer: Buffer) -> bool:
+        """Return whether a buffer that a replay has made on the side is to be brought back."""
+        return resident(buffer) is None and bool(buffer.num_saved or self.uses.get(id(buffer)))
+
+    def hold(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
+        """Hold a storage if it is the target's or will still be read."""
+        if buffer is self.target or self.uses.get(id(buffer)):
+            self.held[id(buffer)] = storage
 
 
 def _check_version(buffer: Buffer) -> None:
@@ -239,9 +237,9 @@ def _check_version(buffer: Buffer) -> None:
 class _Arguments:
     """Rebuilds an op's arguments, and holds their storages and locks until the op has been replayed."""
 
-    def __init__(self, owner: Replayer, entry: OpEntry, kept: dict[int, torch.UntypedStorage]) -> None:
+    def __init__(self, owner: Replayer, entry: OpEntry, held: dict[int, torch.UntypedStorage]) -> None:
         self.owner = owner
-        self.kept = kept
+        self.held = held
         writes = entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics
         self.overwritten = written_sources(entry) if writes else frozenset[int]()
         self.clones: dict[int, torch.UntypedStorage] = {}
@@ -270,13 +268,13 @@ class _Arguments:
     def _view(self, view: View) -> torch.Tensor:
         buffer = view.buffer
         if view.tensor is not None and buffer.strong is not None:
-            # Scalars are passed through unless overwritten. Then their old content is in the copy that was kept.
+            # Scalars are passed through unless overwritten. Then their old content is in a copy.
             if view.tensor is buffer.witness or view.tensor is buffer.strong:
                 _check_version(buffer)
                 return view.tensor
             return view.on(buffer.strong.untyped_storage())
         _check_version(buffer)
-        storage = self.kept.get(id(buffer))
+        storage = self.held.get(id(buffer))
         if storage is None:
             storage = self.owner.bring(buffer)
         if id(buffer) in self.overwritten:

@@ -10,6 +10,7 @@ from torchdelta._torch.modes import Quietly
 from torchdelta.errors import SavedTensorError, TierError, TierIOError
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.replay import Replayer
+from torchdelta.runtime.memory.retry import is_out_of_memory
 from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Restorer:
     def _bring_back(self, buffer: Buffer) -> torch.UntypedStorage:
         storage = self.transfers.take_fetched(buffer)
         if storage is not None:
-            self.ledger.home(buffer, storage)
+            self.ledger.brought_back(buffer, storage)
             return storage
         if buffer.copy is not None:
             try:
@@ -82,12 +83,16 @@ class Restorer:
         copy = buffer.copy
         assert copy is not None
         self.room.make(buffer.size_bytes, "swap-in")
-        storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
+        storage = self.new_storage(buffer.size_bytes)
         self.ledger.know(storage)
         self.transfers.read(copy, storage)
         # Only after it is filled: if the read fails, the buffer is still away.
-        self.ledger.home(buffer, storage)
+        self.ledger.brought_back(buffer, storage)
         return storage
+
+    def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
+        """Allocate the storage that a copy is read into."""
+        return torch.UntypedStorage(size_bytes, device=self.ledger.new_device)
 
     def prefetch(self, save_order: int) -> None:
         """Start bringing back the swapped buffers that backward needs next, as long as they fit without an eviction.
@@ -95,7 +100,7 @@ class Restorer:
         Backward next needs the buffers saved last before `save_order`.
         """
         away = self.transfers.away
-        if not away or not self.prefetches or self.ledger.surveys:
+        if not away or self.ledger.surveys:
             return
         if not self.transfers.away_is_sorted:
             away.sort(key=_save_order)
@@ -106,8 +111,9 @@ class Restorer:
             or (away[-1].save_order >= save_order and away[-1].strong is not None)
         ):
             away.pop()
-        with self.device.exclusive():
-            self._fetch_ahead(away)
+        if self.prefetches:
+            with self.device.exclusive():
+                self._fetch_ahead(away)
 
     def _fetch_ahead(self, away: list[Buffer]) -> None:
         depth = 0
@@ -121,14 +127,19 @@ class Restorer:
                 continue
             if not self.room.has(buffer.size_bytes + 2 * self.room.largest_request_bytes):
                 return
-            with Quietly():
-                storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.device)
-            self.transfers.start_fetch(buffer, buffer.copy, storage)
+            try:
+                with Quietly():
+                    storage = self.new_storage(buffer.size_bytes)
+                self.transfers.start_fetch(buffer, buffer.copy, storage)
+            except (RuntimeError, TierError) as error:
+                if isinstance(error, TierError) or is_out_of_memory(error):
+                    return  # nothing needs it yet: `bring` will read it when something does
+                raise
 
     # -- content that is overwritten
 
-    def part(self, record: StorageRecord, storage: torch.UntypedStorage) -> Buffer | None:
-        """End a storage's content, because an op is about to overwrite it.
+    def before_write(self, record: StorageRecord, storage: torch.UntypedStorage) -> Buffer | None:
+        """Invalidate a storage's content, because an op is about to overwrite it.
 
         If no op recomputes this content and the replay of a dropped buffer reads it, it is copied first: on the device
         if the budget has room, else to the tier.
@@ -139,30 +150,35 @@ class Restorer:
         buffer = record.current
         if buffer is None:
             return None
-        self.transfers.settle(buffer)
+        self.transfers.finish_copy(buffer)
         is_lost = buffer.op is None and buffer.copy is None and buffer.num_views > 0
         is_needed = is_lost and self.room.costs.is_needed_by_replay(buffer)
-        self.ledger.parted(record)
+        self.ledger.invalidate(record)
         if is_needed:
-            self._preserve(buffer, storage)
+            try:
+                self._preserve(buffer, storage)
+            except BaseException:  # the op will not run
+                self.ledger.reinstate(record, buffer, byte_alias(storage))
+                raise
         elif is_lost:
-            for source in self.room.costs.relied_on(buffer):
-                self.ledger.cannot_replay(source)
+            self.room.costs.note_lost(buffer)
         return buffer
 
     def _preserve(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
         self.room.counters.num_copies_before_write += 1
         if self.ledger.surveys:
-            self.transfers.copy_storage(buffer, storage)
+            if not self.transfers.copy_storage(buffer, storage):
+                self.room.make(buffer.size_bytes, "a copy before an in-place op")
+                self.ledger.brought_back(buffer, self.new_storage(buffer.size_bytes), held=True)
             return
         with Quietly():
             if not self.room.has(buffer.size_bytes):
                 self.transfers.copy_storage(buffer, storage)
-                if self.transfers.settle(buffer):
+                if self.transfers.finish_copy(buffer):
                     return
                 self.room.make(buffer.size_bytes, "a copy before an in-place op")
             clone = byte_alias(storage).clone()
-            self.ledger.home(buffer, clone.untyped_storage(), held=True)
+            self.ledger.brought_back(buffer, clone.untyped_storage(), held=True)
 
 
 def check_size(buffer: Buffer, storage: torch.UntypedStorage) -> None:

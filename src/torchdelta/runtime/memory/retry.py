@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error) and "memory" in str(error)
 
 
-def may_retry(error: RuntimeError, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:
+def may_retry(error: BaseException, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:
     """Return whether a failed op may be retried; if so, everything that can be evicted has been.
 
     Args:
@@ -60,7 +60,7 @@ def may_retry(error: RuntimeError, facts: OpFacts, args: tuple[Any, ...], entry:
     return _has_made_room(facts, room)
 
 
-def may_replay_again(error: RuntimeError, facts: OpFacts, room: Room) -> bool:
+def may_retry_replay(error: RuntimeError, facts: OpFacts, room: Room) -> bool:
     """Return whether an op that failed in a replay may be retried; if so, everything that can be evicted has been.
 
     A replay restores its random state itself, and writes batch norm's statistics into scratch tensors.
@@ -72,14 +72,14 @@ def may_replay_again(error: RuntimeError, facts: OpFacts, room: Room) -> bool:
 
 def _has_made_room(facts: OpFacts, room: Room) -> bool:
     freed_bytes = room.collect_garbage()  # first: a storage that garbage refers to cannot be freed
-    sent_bytes = room.evict_all()
-    if freed_bytes + sent_bytes <= 0:
+    evicted_bytes = room.evict_all()
+    if freed_bytes + evicted_bytes <= 0:
         return False
     _logger.warning(
         "%s ran out of memory below the budget: %d bytes were evicted, %d were garbage, and it is retried%s",
         facts.name,
-        sent_bytes,
+        evicted_bytes,
         freed_bytes,
-        "; a smaller budget avoids this" if sent_bytes else "",
+        "; a smaller budget avoids this" if evicted_bytes else "",
     )
     return True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
 from torchdelta.runtime.memory.garbage import collect_garbage
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ class Room:
             buffer.digest = digest_of(buffer.strong.untyped_storage())
         self.costs.note_dropped(buffer)
         if self.ledger.num_lost:
-            for source in self.costs.read_unrepeatable(buffer):
-                self.ledger.cannot_replay(source)
+            self.costs.hold_sources(buffer)
         self.counters.dropped_bytes += buffer.size_bytes
         self.ledger.release(buffer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import TierError, TierFullError
 from torchdelta.runtime.memory.outage import Outage
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfers"]
 
+_BLOCK_BYTES: Final = 4096  # the largest block to which a tier rounds slots up
+
 
 class Transfers:
     """Moves buffers to a tier and back. In a survey, nothing is moved."""
@@ -32,6 +34,8 @@ class Transfers:
         self.leaving: list[Buffer] = []  # their copy to the tier is in progress
         self.away: list[Buffer] = []  # swapped out; sorted by `save_order` when backward needs it (a stack)
         self.away_is_sorted = True
+        self.lacked_capacity = False  # whether a survey could not swap a buffer because the tier would have been full
+        self._surveyed_bytes = 0  # of the copies that a survey pretends to make
         self._open_tier = open_tier
         self._tier: Tier | None = None
 
@@ -95,13 +99,11 @@ class Transfers:
         strong = buffer.strong
         if strong is None or strong.untyped_storage().nbytes() < buffer.size_bytes:
             return False
-        if self.ledger.surveys and self.outage.is_on(self.ledger.clock):
-            return False
         return self.copy_storage(buffer, strong.untyped_storage())
 
     def copy_storage(self, buffer: Buffer, storage: torch.UntypedStorage) -> bool:
         """Start copying a storage with a buffer's content to the tier. Return whether that was possible."""
-        copy = SurveyedCopy() if self.ledger.surveys else self._start_copy(storage)
+        copy = self._survey_copy(storage.nbytes()) if self.ledger.surveys else self._start_copy(storage)
         if copy is None:
             return False
         self.ledger.copied(buffer, copy)
@@ -121,12 +123,28 @@ class Transfers:
         self.counters.swapped_out_bytes += storage.nbytes()
         return copy
 
+    def _survey_copy(self, size_bytes: int) -> SurveyedCopy | None:
+        """Return a copy without content, or None if the tier would be full or does not work."""
+        tier = self._working_tier()
+        if tier is None:
+            return None
+        size_bytes += -size_bytes % _BLOCK_BYTES
+        capacity_bytes = tier.capacity_bytes
+        if capacity_bytes is not None and tier.used_bytes + self._surveyed_bytes + size_bytes > capacity_bytes:
+            self.lacked_capacity = True
+            return None
+        self._surveyed_bytes += size_bytes
+        return SurveyedCopy(size_bytes, self._end_surveyed_copy)
+
+    def _end_surveyed_copy(self, size_bytes: int) -> None:
+        self._surveyed_bytes -= size_bytes
+
     def note_failed_start(self, error: TierError) -> None:
         """Begin an outage, unless the tier is only full: a smaller copy may still fit."""
         if not isinstance(error, TierFullError):
             self.outage.begin(self.ledger.clock, error)
 
-    def settle(self, buffer: Buffer) -> bool:
+    def finish_copy(self, buffer: Buffer) -> bool:
         """Wait for the copy of a buffer to arrive on the tier. Forget the copy if it failed.
 
         Returns:
@@ -177,7 +195,7 @@ class Transfers:
 
     def _release(self, buffer: Buffer) -> None:
         # If the copy failed, the buffer stays. It may be dropped later if it can be recomputed.
-        if buffer.copy is not None and buffer.strong is not None and self.settle(buffer):
+        if buffer.copy is not None and buffer.strong is not None and self.finish_copy(buffer):
             self.ledger.release(buffer)
 
     # -- back

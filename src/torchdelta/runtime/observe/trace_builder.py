@@ -93,7 +93,7 @@ class TraceBuilder(PseudoOps):
         )
 
     @guarded
-    def on_keep(self, tensor: torch.Tensor) -> None:
+    def on_stay(self, tensor: torch.Tensor) -> None:
         """Add a saved tensor that stays."""
         if tensor.device != self.ledger.device:
             return

@@ -7,14 +7,20 @@ the other action if one is impossible.
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Protocol
-
-from torchdelta.runtime.policies.action import Action
 
 if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import Buffer
 
-__all__ = ["Action", "Costs", "Policy"]
+__all__ = ["Action", "Costs", "Policy", "cheaper_alone"]
+
+
+class Action(enum.Enum):
+    """The two ways to evict a buffer. The values are the words of `Config(decisions=...)`."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
 
 
 class Costs(Protocol):
@@ -58,3 +64,14 @@ class Policy(Protocol):
         Every candidate should be included: a buffer that is left out is never evicted.
         """
         ...
+
+
+def cheaper_alone(buffer: Buffer, costs: Costs) -> Action:
+    """Return the cheaper action for one buffer: the simplest director, which several policies share.
+
+    Compare the buffer's own op time with its copies out and back; ignore chains and the queues of links.
+    """
+    own_s = costs.own_time_s(buffer)
+    if buffer.copy is not None or not costs.can_swap:
+        return Action.SWAP if buffer.copy is not None else Action.RECOMPUTE
+    return Action.SWAP if costs.swap_time_s(buffer) < own_s else Action.RECOMPUTE

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.policies.director import cheaper_alone
+from torchdelta.runtime.policies.base import Action, Costs, cheaper_alone
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.policies.base import Action, Costs
     from torchdelta.runtime.state.buffer import Buffer
 
 

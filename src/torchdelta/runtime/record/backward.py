@@ -124,7 +124,7 @@ class Backward:
             self._depth -= 1
             self._gaps.end()
             self._gaps.end_unseen(failed=True)
-            self._settle()
+            self._count_leaf_gradients()
             # A garbage collection in between would make the growth look too small for a start without garbage.
             if graph is not None and error is None and collected_bytes == self.room.collected_bytes:
                 self.headroom.measured(
@@ -170,7 +170,7 @@ class Backward:
                 return call_outside(original, outputs, *args, **kwargs)
         finally:
             self._pending.extend(graph.leaves)
-            self._settle()
+            self._count_leaf_gradients()
             if not usage.has_exact_peak:
                 usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
             self._on_end(keeps_graph=False, is_outermost=True, leaves=[], error=None)
@@ -195,8 +195,8 @@ class Backward:
             leaves = [child.variable for child in following if child is not None and child.name() == ACCUMULATE]
             self._leaves.extend(leaves)
             if is_mode_sensitive(name):
-                handles.append(node.register_prehook(functools.partial(self._before_blind, name, following)))
-                handles.append(node.register_hook(functools.partial(self._after_blind, name, leaves)))
+                handles.append(node.register_prehook(functools.partial(self._before_unrecorded, name, following)))
+                handles.append(node.register_hook(functools.partial(self._after_unrecorded, name, leaves)))
             else:
                 handles.append(node.register_prehook(functools.partial(self._before, name=name)))
                 handles.append(node.register_hook(functools.partial(self._after, leaves)))
@@ -204,7 +204,7 @@ class Backward:
 
     @shielded
     def _before(self, gradients: Any, *, name: str = "") -> None:
-        self._meet(gradients)
+        self._count_gradients(gradients)
         self.observing.observer.on_gradients(gradients)
         self.steps.node_name = name
         push_mode(self.recorder)
@@ -219,8 +219,8 @@ class Backward:
         self._gaps.begin(node_name, leaves)
 
     @shielded
-    def _before_blind(self, name: str, following: list[Any], gradients: Any) -> None:
-        self._meet(gradients)
+    def _before_unrecorded(self, name: str, following: list[Any], gradients: Any) -> None:
+        self._count_gradients(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
         self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
@@ -228,20 +228,20 @@ class Backward:
         self.observing.observer.on_opaque_start(gradients, temporary_bytes)
 
     @shielded
-    def _after_blind(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
+    def _after_unrecorded(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
         self._gaps.end_unseen()
-        self._meet(inputs)
+        self._count_gradients(inputs)
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
         self._pending.extend(leaves)
         self._gaps.begin(name, leaves)
 
-    def _meet(self, gradients: Any) -> None:
+    def _count_gradients(self, gradients: Any) -> None:
         """Count gradients that were made between nodes, by the engine's accumulation or by the user's tensor hooks."""
         self._gaps.end()
         ledger = self.ledger
-        ledger.settle_unwatched()
+        ledger.recheck_unwatched()
         if self._pending:
-            self._settle()
+            self._count_leaf_gradients()
         records = ledger.records
         before_bytes = self.usage.live_bytes
         for gradient in gradients:
@@ -260,10 +260,10 @@ class Backward:
         if self.usage.live_bytes > before_bytes:
             self.room.make(0, "gradient accumulation")
 
-    def _settle(self) -> None:
+    def _count_leaf_gradients(self) -> None:
         """Count the `.grad` of leaves whose gradient was just accumulated."""
         pending, self._pending = self._pending, []
-        self.ledger.settle_unwatched()
+        self.ledger.recheck_unwatched()
         for leaf in pending:
             gradient = leaf.grad
             if gradient is None:

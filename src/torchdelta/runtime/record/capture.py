@@ -8,11 +8,10 @@ import torch
 
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind
 from torchdelta.runtime.state.buffer import OpEntry
+from torchdelta.runtime.state.kinds import tensors_in
 from torchdelta.runtime.state.tape import Fresh, Scratch, capture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.state.ledger import Ledger
@@ -102,16 +101,13 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _reads_resizable(ledger: Ledger, arguments: Iterable[Any]) -> bool:
-    """Return whether an argument's storage is freed and filled again behind autograd's back (resized.py)."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            try:
-                record = ledger.find(argument)
-            except RuntimeError:  # no storage
-                continue
-            if record is not None and record.is_resizable:
-                return True
-        elif isinstance(argument, list | tuple) and _reads_resizable(ledger, argument):
+def _reads_resizable(ledger: Ledger, arguments: tuple[Any, ...]) -> bool:
+    """Return whether an argument's storage is freed and filled again without autograd's knowledge (resized.py)."""
+    for tensor in tensors_in(arguments):
+        try:
+            record = ledger.find(tensor)
+        except RuntimeError:  # no storage
+            continue
+        if record is not None and record.is_resizable:
             return True
     return False

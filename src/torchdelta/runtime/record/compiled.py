@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,14 +15,14 @@ import torch
 from torchdelta._torch.device import has_graph_trees
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import without_mode
-from torchdelta._torch.tensors import storage_of
+from torchdelta._torch.tensors import storage_of, version_of
 from torchdelta.runtime.device.memory import PeakMeter
 from torchdelta.runtime.interrupts import call_outside, shielded
-from torchdelta.runtime.record.unseen_writes import UnseenWrites
-from torchdelta.runtime.state.buffer import Stays
+from torchdelta.runtime.state.buffer import Residence, Stays
+from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torchdelta._torch.modes import TorchDispatchMode
     from torchdelta.runtime.memory.room import Room
@@ -55,7 +54,7 @@ class CompiledRegions:
         """
         ledger, room = self._ledger, self._room
         function: Any = args[0]
-        tensors = list(_tensors_in(inputs))
+        tensors = list(tensors_in(inputs))
         key = (self._number_of(function), tuple(a.shape for a in tensors))
         room.make(self._needed_bytes.get(key, 0), "a compiled region")
         ledger.clock += 1
@@ -64,7 +63,7 @@ class CompiledRegions:
         num_calls = self._num_calls[key] = self._num_calls.get(key, 0) + 1
         resets = num_calls <= _NUM_MEASURED_CALLS
         with without_mode(self._recorder), PeakMeter(ledger.device, ledger.usage, resets=resets) as meter:
-            unseen = UnseenWrites(ledger, room.transfers, tensors)
+            unseen = _UnseenWrites(room, tensors)
             out = call_outside(original, *args, **kwargs)
             unseen.end()
         before_bytes = ledger.usage.live_bytes
@@ -97,30 +96,41 @@ class CompiledRegions:
 
     def _know(self, out: Any) -> None:
         ledger = self._ledger
-        if isinstance(out, torch.Tensor):
-            if out.__class__ is not torch.Tensor or out.layout is not torch.strided:
-                return
+        for tensor in tensors_in(out):
+            if tensor.__class__ is not torch.Tensor or tensor.layout is not torch.strided:
+                continue
             if graph_task_id() != -1 and not torch.is_grad_enabled():
-                ledger.know_by_tensor(out)
-            elif (storage := storage_of(out)) is not None:  # torch.func's wrappers have none
+                ledger.know_by_tensor(tensor)
+            elif (storage := storage_of(tensor)) is not None:  # torch.func's wrappers have none
                 ledger.know(storage)
                 if has_graph_trees():  # a CUDA graph owns the memory and reuses it: evicting would free nothing
-                    ledger.stay(ledger.buffer_of(out), Stays.NOT_OURS)
-        elif isinstance(out, list | tuple):
-            for item in out:
-                self._know(item)
-        elif isinstance(out, Mapping):  # ModelOutput of transformers
-            for item in out.values():
-                self._know(item)
+                    ledger.stay(ledger.buffer_of(tensor), Stays.NOT_OURS)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
+class _UnseenWrites:
+    """Finds the plain tensors that unrecorded code wrote: compares their versions before and after it."""
+
+    def __init__(self, room: Room, arguments: list[torch.Tensor]) -> None:
+        self._ledger = room.ledger
+        self._costs = room.costs
+        self._before: list[tuple[torch.Tensor, int]] = []
+        for argument in arguments:
+            if runs_own_ops(argument.__class__) or argument.layout is not torch.strided or argument.is_inference():
+                continue
+            record = self._ledger.find(argument)
+            if record is not None and record.current is not None:
+                room.transfers.finish_copy(record.current)
+                self._before.append((argument, version_of(argument)))
+
+    def end(self) -> None:
+        """Invalidate the recorded content of arguments whose version changed.
+
+        The old content is recomputed if a recorded op made it; otherwise reading it is an error.
+        """
+        for tensor, version in self._before:
+            record = self._ledger.find(tensor)
+            if version_of(tensor) == version or record is None:
+                continue
+            old = self._ledger.invalidate(record)
+            if old is not None and old.residence is Residence.GONE:
+                self._costs.note_lost(old)

@@ -1,14 +1,16 @@
-"""Gaps: the parts of a backward without a dispatch mode: between its nodes, and inside mode-sensitive ones.
+"""Measures what a backward allocates where no dispatch mode is on: between its nodes, and in mode-sensitive ones.
 
-The engine accumulates gradients out of place, clones a leaf's first gradient where it cannot be stolen (an expanded
-one, or one that another node reads as well), and runs the user's tensor hooks. What these allocate is unknown at first.
-Where the allocator is counted, the growth in each gap is measured. From then on room for it is made after the node
-before the gap.
+Between two nodes (a *gap*) the engine accumulates gradients out of place, clones a leaf's first gradient where it
+cannot be stolen (an expanded one, or one that another node reads as well), and runs the user's tensor hooks. What these
+allocate is unknown at first. Where the allocator is counted, the growth in each gap is measured, and from the next
+backward on room for it is made after the node before the gap. Reading an accelerator's counter is expensive
+(device/counter.py), so there only the first few backwards are measured.
 
-The key of a gap is its position in the backward, the number of nodes, and whether a leaf still lacks its gradient: in
-gradient accumulation over several backwards only the first one clones.
+The key of a gap is the number of nodes, its position, the name of the node before it, and whether a leaf of that node
+lacks its gradient: in gradient accumulation over several backwards only the first one clones.
 
-Reading an accelerator's counter is expensive (device/counter.py), so there only the first few backwards are measured.
+A node that runs without the mode gets room for an estimate. Its growth is measured only where the counter has exact
+peaks, which is the CPU's.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _NUM_MEASURED: Final = 4  # backwards for each number of nodes, where reading th
 
 
 class Gaps:
-    """The largest growth measured in each gap of a backward. Mutable; one for each session."""
+    """The largest growth measured in each gap, and in each node without the mode. Mutable; one for each session."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -32,7 +34,7 @@ class Gaps:
         self._num_nodes = 0
         self._position = 0
         self._open: Any = None  # the key of the gap that is being measured
-        # Growth inside nodes that run without the mode, less the saved tensors that were brought back for them.
+        # Growth in nodes that run without the mode, less the growth of the known storages (saved tensors brought back).
         self._unseen_bytes: dict[Any, int] = {}
         self._unseen: Any = None  # the key of the running one, and the live bytes before it
         self._num_backwards: dict[int, int] = {}  # by their number of nodes
@@ -79,7 +81,7 @@ class Gaps:
             self._unseen = (key, self._usage.live_bytes)
 
     def end_unseen(self, *, failed: bool = False) -> None:
-        """Release the reservation, and learn the node's growth unless it `failed`."""
+        """End the reservation, and learn the node's growth unless it `failed`."""
         self._room.reserved_bytes = 0
         unseen, self._unseen = self._unseen, None
         grown_bytes = self._usage.growth_bytes()

@@ -1,13 +1,18 @@
-"""Headroom: finds the backwards that are known to fit, which run without hooks on their nodes.
+"""Headroom: finds the backwards that are expected to fit, which run without hooks on their nodes.
 
 [Note: never act without need]
-Hooks on every node and a dispatch mode inside each are half of the cost of recording. When an earlier backward of the
-same graph used little of the budget, this one cannot need an eviction, so it runs unwatched: saved tensors still go
-through their hooks, `.grad`s are counted when it ends, and its peak is taken to be its start plus the measured growth.
-The same graph means: the same nodes in the same order over the same leaves, no more saved tensors, and no op on new
-shapes since then. (The workspace of backward ops on new shapes has to be learned while there is room, or it would be
-unknown when room is short.) After 16 unwatched backwards of a graph the next one is watched. A backward that keeps its
-graph or steps an optimizer is always watched.
+Hooks on every node and a dispatch mode inside each are a large part of the cost of recording. If an earlier backward of
+the same graph left much of the budget free, this one is not expected to need an eviction, so it runs unwatched: saved
+tensors still go through their hooks, `.grad`s are counted when it ends, and where peaks are not counted at the
+allocator, its peak is taken to be its start plus the measured growth.
+
+The same graph means: nodes of the same names in the same order over the same leaves; at most 5 % more saved tensors and
+bytes at the start; and no op with a new key (needs.py) since then, because the workspace of backward ops on new shapes
+has to be learned while there is room. After 16 unwatched backwards of a graph the next one is watched.
+
+Always watched are: a backward that keeps its graph, one inside another backward, one with a hook after the accumulation
+of a leaf's gradient (it may step an optimizer), one that has to bring saved tensors back, and those of the first step
+and of a survey.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-# A backward fits if its start plus this many times the measured growth stays below this share of the budget.
+# A backward is expected to fit if its start plus this many times the measured growth is below this share of the budget.
 _GROWTH_MARGIN: Final = 1.5
 _SHARE_OF_BUDGET: Final = 0.75
 _LARGER_THAN_MEASURED: Final = 1.05
@@ -74,7 +79,7 @@ class Headroom:
         self._measured: dict[int, _Measured] = {}
 
     def measured(self, graph: Graph, *, start_bytes: int, peak_bytes: int, num_handles: int, num_needs: int) -> None:
-        """Note the growth of a watched backward, and how many op needs (`Predictor.num_made`) were known at its end."""
+        """Record the growth of a watched backward, and how many op needs (`Predictor.num_made`) it ended with."""
         if len(self._measured) >= _MAX_GRAPHS:
             self._measured.clear()
         self._measured[graph.signature] = _Measured(

@@ -1,8 +1,8 @@
-"""Autograd nodes whose backward gives other bits under a Python dispatch mode, so that none is pushed there.
+"""Autograd nodes whose backward differs under a Python dispatch mode, so that none is pushed there.
 
 Their derivative formulas branch on `areAnyTensorSubclassLike` (ATen/TensorSubclassLikeUtils.h), which is true whenever
-a dispatch mode is on. A test derives the set from torch's own op database by running every backward with and without a
-no-op mode.
+a dispatch mode is on: some give other bits, some skip a check. tests/same_bits/test_mode_sensitivity.py runs the
+backward of torch's own op database with and without a mode, and fails where another node gives other bits.
 """
 
 from __future__ import annotations

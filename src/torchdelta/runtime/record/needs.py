@@ -35,10 +35,10 @@ _VALUES: Final = frozenset(
 class Predictor:
     """Learned needs of ops, by key."""
 
-    def __init__(self, *, tells_devices_apart: bool = False) -> None:
+    def __init__(self, *, sees_other_devices: bool = False) -> None:
         self.learned: dict[Any, Need] = {}
         self.num_made = 0  # needs so far, one for each new key
-        self.tells_devices_apart = tells_devices_apart  # a session on an accelerator sees CPU tensors as well
+        self.sees_other_devices = sees_other_devices  # a session on an accelerator sees CPU tensors as well
 
     def key(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Return what the output size depends on. Not hashable for nested tensors, which have no shape."""
@@ -47,7 +47,7 @@ class Predictor:
         for a in args:
             if isinstance(a, torch.Tensor):
                 try:
-                    parts.append((a.shape, a.dtype, a.device) if self.tells_devices_apart else (a.shape, a.dtype))
+                    parts.append((a.shape, a.dtype, a.device) if self.sees_other_devices else (a.shape, a.dtype))
                 except RuntimeError:
                     return []
                 has_tensor = True
@@ -84,16 +84,18 @@ class Predictor:
     def _new_need(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
         if facts.written_keywords and not facts.keeps_statistics:
             return self._need_of_growth(facts, func, args, kwargs)
-        output_bytes = self._ask(facts, func, args, kwargs)
+        predicted_bytes = self._predict(facts, func, args, kwargs)
+        need = Need(_guess(args) if predicted_bytes is None else predicted_bytes, 0)
+        need.is_guess = predicted_bytes is None
         if facts.name.startswith("aten.native_batch_norm_backward."):
-            return Need(output_bytes, batch_norm_workspace_bytes(args))
-        if facts.name.startswith("aten.mkldnn_rnn_layer"):
-            return Need(output_bytes, lstm_workspace_bytes(args, is_backward="backward" in facts.name))
-        if not facts.reorders:
-            return Need(output_bytes, 0)
-        # The outputs of a convolution's backward are as large as its inputs, which are counted already.
-        is_backward = facts.name.startswith("aten.convolution_backward.")
-        return Need(output_bytes, workspace_bytes(args, 0 if is_backward else output_bytes))
+            need.workspace_bytes = batch_norm_workspace_bytes(args)
+        elif facts.name.startswith("aten.mkldnn_rnn_layer"):
+            need.workspace_bytes = lstm_workspace_bytes(args, is_backward="backward" in facts.name)
+        elif facts.reorders:
+            # The outputs of a convolution's backward are as large as its inputs, which are counted already.
+            is_backward = facts.name.startswith("aten.convolution_backward.")
+            need.workspace_bytes = workspace_bytes(args, 0 if is_backward else need.output_bytes)
+        return need
 
     def _need_of_growth(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
         """Return what an op with `out=` will take: the growth of its buffers."""
@@ -119,11 +121,12 @@ class Predictor:
             need.workspace_bytes += workspace_bytes(args, sum(b.numel() * b.element_size() for b in buffers))
         return need
 
-    def _ask(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
+    def _predict(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int | None:
+        """Return an op's output bytes, from its meta kernel; None if that cannot be run."""
         if facts.kind in _WRITING and not facts.keeps_statistics:
             return 0
         if func.namespace != "aten":  # a custom kernel may have side effects that must happen only once
-            return _guess(args)
+            return None
         try:
             with Quietly():
                 meta_args = [_to_meta(a) for a in args]
@@ -137,9 +140,9 @@ class Predictor:
                 ):
                     meta_kwargs["device"] = "meta"
                 outputs = func(*meta_args, **meta_kwargs)
-                return new_bytes(outputs, args) + unsaid_bytes(facts, args)
+                return new_bytes(outputs, args) + omitted_bytes(facts, args)
         except Exception:  # noqa: BLE001 - meta kernels raise all kinds of errors
-            return _guess(args)
+            return None
 
 
 def workspace_bytes(args: tuple[Any, ...], output_bytes: int) -> int:
@@ -184,7 +187,7 @@ def lstm_workspace_bytes(args: tuple[Any, ...], *, is_backward: bool) -> int:
     return weights_bytes + int(states_bytes * (5.6 if is_backward else 4.3)) + 14336
 
 
-def unsaid_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
+def omitted_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
     """Return the output bytes that an op's meta kernel leaves out.
 
     oneDNN's LSTM returns a workspace that its meta kernel omits: about 10 times its hidden states and 6 times the wider

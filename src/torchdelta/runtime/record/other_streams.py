@@ -42,16 +42,16 @@ class OtherStreams:
             self._ledger.cut()
             self._transfers.forget()
             return run(func, types, args, kwargs)
-        was_abroad, streams.is_abroad = streams.is_abroad, True
+        was_on_other_stream, streams.is_on_other_stream = streams.is_on_other_stream, True
         try:
-            self._keep((*args, *kwargs.values()) if kwargs else args)
+            self._make_stay((*args, *kwargs.values()) if kwargs else args)
             out = run(func, types, args, kwargs)
-            self._keep((out,))
+            self._make_stay((out,))
             return out
         finally:
-            streams.is_abroad = was_abroad
+            streams.is_on_other_stream = was_on_other_stream
 
-    def _keep(self, values: Any) -> None:
+    def _make_stay(self, values: Any) -> None:
         """Make the buffers stay that an op on another stream reads or makes: rule 1 of the note."""
         for tensor in tensors_in(values):
             if tensor.layout is not torch.strided or tensor.__class__ not in self.plain_types:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Recorder", "execute"]
 
 VIEW = Kind.VIEW  # enum attributes are slow to look up, and most ops are views
-_Parted = list[tuple[torch.Tensor, "Buffer | None"]]
+_Overwritten = list[tuple[torch.Tensor, "Buffer | None"]]
 # After so many ops without a saved tensor the tape is cut: it would grow without end in a loop that never trains.
 IDLE_OPS: Final = 1024
 
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
     # Without these two methods Dynamo stops running compiled code, permanently, and every op pays a Dynamo check.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell Dynamo that this mode accepts compiled code."""
+        """Return True: Dynamo then runs compiled code under this mode."""
         return True
 
     @classmethod
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self.saved = saved
         self.subclasses = subclasses
         self.other_streams = other_streams
-        self.needs = Predictor(tells_devices_apart=self.device.tells_devices_apart)
+        self.needs = Predictor(sees_other_devices=self.device.sees_other_devices)
         self._capturer = Capturer(self.ledger, self.device)
         self.execute = execute  # a survey replaces it
         self.only_counts = False  # inside transforms, see transforms.py
@@ -106,10 +106,6 @@ class Recorder(TorchDispatchMode):
                 return self.other_streams.run(self._see, func, types, args, kwargs)
         finally:
             leave(outer)
-
-    def is_off(self) -> bool:
-        """Return whether ops currently pass through unrecorded."""
-        return self.device.is_off()
 
     def _see(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Pass through ops that neither allocate nor write and ops that belong to a subclass; `_run` the others."""
@@ -140,7 +136,7 @@ class Recorder(TorchDispatchMode):
         """Make room for an op, run it, and record what it made and wrote."""
         ledger = self.ledger
         if ledger.unwatched:
-            ledger.settle_unwatched()
+            ledger.recheck_unwatched()
         self.counters.num_ops += 1
         ledger.clock += 1
         # Record ops that autograd differentiates, and others while saved tensors exist whose replay may read them.
@@ -167,7 +163,7 @@ class Recorder(TorchDispatchMode):
         else:
             targets = statistics_of(facts, args) if facts.keeps_statistics and not counts_only else []
         entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
-        parted = self._part(targets, need, facts) if targets else []
+        overwritten = self._end_contents(targets, need, facts) if targets else []
 
         # 3. Run it, with time and memory measured.
         before_bytes = ledger.usage.live_bytes
@@ -179,8 +175,9 @@ class Recorder(TorchDispatchMode):
         mark = self.timer.start(need)
         try:
             out = self.execute(func, facts, args, kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
             if not may_retry(error, facts, args, entry, self.room):
+                self._reinstate(overwritten)
                 raise
             self.device.mark(need, ledger.usage)  # evictions since the first mark are not part of the op
             out = self.execute(func, facts, args, kwargs)
@@ -194,13 +191,13 @@ class Recorder(TorchDispatchMode):
             need.learn_growth(ledger.usage.live_bytes - before_bytes)
         elif writes:
             need.learn_growth(
-                self._note_written(parted, out, func, facts, args, kwargs, entry, counts_only=counts_only)
+                self._note_written(overwritten, out, func, facts, args, kwargs, entry, counts_only=counts_only)
             )
         else:
             name = facts.name
             is_one = isinstance(out, torch.Tensor)
             need.output_bytes = ledger.made(out, entry, name, 0) if is_one else self._note_made(out, entry, name)
-            for tensor, old in parted:
+            for tensor, old in overwritten:
                 self._write(tensor, old, None, facts, 0)
         is_growth = counts_only or writes
         size_bytes = max(0, ledger.usage.live_bytes - before_bytes) if is_growth else need.output_bytes
@@ -227,7 +224,7 @@ class Recorder(TorchDispatchMode):
         """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""
         targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
         plain = [tensor for tensor in targets if not runs_own_ops(tensor.__class__)]
-        before = [(tensor, self._overwritten(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
+        before = [(tensor, self._end_content(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
         out = self.subclasses.call(self, func, args, kwargs)
         for tensor, old in before:
             self._write(tensor, old, None, facts, 0)
@@ -240,26 +237,37 @@ class Recorder(TorchDispatchMode):
 
     # -- contents that end
 
-    def _part(self, targets: list[torch.Tensor], need: Need, facts: OpFacts) -> _Parted:
-        """End the contents of the storages that an op will write. Return (tensor, old content) for each storage."""
+    def _end_contents(self, targets: list[torch.Tensor], need: Need, facts: OpFacts) -> _Overwritten:
+        """Invalidate the contents of the storages that an op will write. Return (tensor, old content) for each."""
         num_copies = self.counters.num_copies_before_write
-        parted: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
+        overwritten: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
         for tensor in targets:
             try:
                 address = storage_address(tensor)
             except RuntimeError:
                 continue
-            if address not in parted:
-                parted[address] = (tensor, self._overwritten(tensor))
+            if address not in overwritten:
+                try:
+                    overwritten[address] = (tensor, self._end_content(tensor))
+                except BaseException:
+                    self._reinstate(list(overwritten.values()))
+                    raise
         if self.counters.num_copies_before_write > num_copies and need.total_bytes:
             self.room.make(need.total_bytes, facts.name)  # copies of old contents may have used the room
-        return list(parted.values())
+        return list(overwritten.values())
 
-    def _overwritten(self, tensor: torch.Tensor) -> Buffer | None:
+    def _reinstate(self, overwritten: _Overwritten) -> None:
+        """Give storages their contents back: the op that was to overwrite them raised, and eager would read them."""
+        for tensor, old in overwritten:
+            record = self.ledger.find(tensor)
+            if record is not None and old is not None:
+                self.ledger.reinstate(record, old, tensor)
+
+    def _end_content(self, tensor: torch.Tensor) -> Buffer | None:
         record = self.ledger.find(tensor)
         if record is None or record.current is None:
             return None
-        return self.restorer.part(record, tensor.untyped_storage())
+        return self.restorer.before_write(record, tensor.untyped_storage())
 
     # -- contents that begin
 
@@ -282,7 +290,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_written(
         self,
-        parted: _Parted,
+        overwritten: _Overwritten,
         out: Any,
         func: Any,
         facts: OpFacts,
@@ -295,7 +303,7 @@ class Recorder(TorchDispatchMode):
         """Make the new buffers of storages that an op wrote. Return the bytes that it newly allocated."""
         ledger = self.ledger
         new_bytes = 0
-        for index, (tensor, old) in enumerate(parted):
+        for index, (tensor, old) in enumerate(overwritten):
             record = ledger.find(tensor)
             if record is not None and record.reference is None and old is None:
                 continue  # a gradient that only the engine holds so far: it has no buffer
@@ -307,7 +315,7 @@ class Recorder(TorchDispatchMode):
             if record is not None:
                 new_bytes += max(0, record.size_bytes - size_bytes)  # an `out` that grew
             if facts.is_collective:
-                self._keep_collective(buffer, func, args, kwargs)
+                self._make_collective_stay(buffer, func, args, kwargs)
         noted_bytes = ledger.usage.live_bytes
         if counts_only:
             self._know(out)
@@ -323,7 +331,9 @@ class Recorder(TorchDispatchMode):
             self.saved.on_resaved(buffer)
         return buffer
 
-    def _keep_collective(self, buffer: Buffer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    def _make_collective_stay(
+        self, buffer: Buffer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> None:
         """Make buffers stay that a collective may still be writing, or whose storage FSDP will free."""
         if func.namespace == "fsdp":
             if buffer.record is not None:

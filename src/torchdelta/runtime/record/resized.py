@@ -1,4 +1,4 @@
-"""Storages that are resized behind autograd's back, as FSDP does with the parameters that it gathers.
+"""Storages that are resized without autograd's knowledge, as FSDP does with the parameters that it gathers.
 
 [Note: parameters that come and go]
 FSDP frees a gathered parameter with `storage.resize_(0)` after a module's forward, and fills the same storage again
@@ -70,13 +70,13 @@ class Resizes:
         return record
 
     def prepare(self, record: StorageRecord, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Make room for a storage that is about to be resized, and end its content."""
+        """Make room for a storage that is about to be resized, and invalidate its content."""
         if storage.device in self.ledger.counted_devices:
             self.restorer.room.make(size_bytes - record.size_bytes, "a storage that grows")
-        self.restorer.part(record, storage)
+        self.restorer.before_write(record, storage)
 
     def undo(self, record: StorageRecord, old: Buffer | None, storage: torch.UntypedStorage) -> None:
-        """Undo `prepare`, because the resize failed."""
+        """Undo `prepare`, because it or the resize failed."""
         if old is not None:
             self.ledger.reinstate(record, old, byte_alias(storage, 0))
 
@@ -91,12 +91,12 @@ def _make_resize(original: Callable[..., Any]) -> Callable[..., Any]:
         if storage.nbytes() == size_bytes:
             return original(storage, size_bytes)
         known: list[tuple[Resizes, StorageRecord, Buffer | None]] = []
-        for resizes in tuple(_watching):
-            record = resizes.record_of(storage)
-            if record is not None:
-                known.append((resizes, record, record.current))
-                resizes.prepare(record, storage, size_bytes)
         try:
+            for resizes in tuple(_watching):
+                record = resizes.record_of(storage)
+                if record is not None:
+                    known.append((resizes, record, record.current))
+                    resizes.prepare(record, storage, size_bytes)
             out = original(storage, size_bytes)
         except BaseException:
             for resizes, record, old in known:

@@ -19,7 +19,7 @@ from torchdelta.config import SavedBuffer
 from torchdelta.errors import ConfigError
 from torchdelta.runtime.interrupts import destructor, enter, leave
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.policies.action import Action
+from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import View
 from torchdelta.runtime.state.kinds import detached
 
@@ -67,7 +67,7 @@ class Handle:
             self.ledger.unsave(self.view.buffer)
 
 
-class Kept:
+class Staying:
     """The object that autograd holds for a tensor that stays: parameters, leaves, scalars.
 
     Its version is checked at unpack, as autograd does.
@@ -126,24 +126,24 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.device.counts_exactly and self.device.is_off():
-            return Kept(tensor)
+            return Staying(tensor)
         if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided or tensor.is_nested:
-            return self.subclasses.pack(tensor, self.pack, self.keep)
+            return self.subclasses.pack(tensor, self.pack, self.let_stay)
         self.steps.on_save()
         if not tensor.shape or is_trained_leaf(tensor) or tensor.device != self.ledger.device or is_zerotensor(tensor):
-            return self.keep(tensor)
+            return self.let_stay(tensor)
         record = self.ledger.find(tensor)
         buffer = record.current if record is not None else None
         if buffer is None:
             buffer = self.ledger.view_of(tensor).buffer
         if buffer.stays or buffer.size_bytes < self.least_bytes:
-            return self.keep(tensor)
+            return self.let_stay(tensor)
         return self._take(buffer, tensor)
 
     def _take(self, buffer: Buffer, tensor: torch.Tensor) -> Handle:
         ledger = self.ledger
         if buffer.num_saved == 0:
-            self.counters.kept_bytes += buffer.size_bytes
+            self.counters.saved_bytes += buffer.size_bytes
         self.counters.num_saved += 1
         ledger.save(buffer)
         handle = Handle(ledger, buffer, tensor)
@@ -157,12 +157,12 @@ class SavedTensors:
             self._carry_out(buffer, self._decide(buffer, tensor))
         return handle
 
-    def keep(self, tensor: torch.Tensor) -> Kept:
-        """Let autograd hold the tensor itself."""
+    def let_stay(self, tensor: torch.Tensor) -> Staying:
+        """Let autograd hold the tensor itself, which then stays on the device."""
         observer = self.observing.observer
         if observer.wants_every_op:
-            observer.on_keep(tensor)
-        return Kept(tensor)
+            observer.on_stay(tensor)
+        return Staying(tensor)
 
     def _decide(self, buffer: Buffer, tensor: torch.Tensor) -> Action | None:
         decisions = self.decisions
@@ -211,7 +211,7 @@ class SavedTensors:
         if packed.__class__ is Handle:
             with self.device.locked():
                 return self._unpack_handle(packed)
-        if packed.__class__ is Kept:
+        if packed.__class__ is Staying:
             if counted_version_of(packed.tensor) != packed.version:
                 shape = sizes_of(packed.tensor)
                 version = counted_version_of(packed.tensor)

@@ -4,12 +4,12 @@
 A dispatch mode is off while it handles an op, so the ops that a subclass runs inside its own `__torch_dispatch__` would
 neither be counted nor be given room. An op on a subclass is therefore dispatched a second time with the recorder on,
 which declines it. The subclass then handles it, and the ops that it runs on its inner plain tensors reach the recorder
-like any others. Autograd saves the subclass itself: that is kept, with its version checked as autograd does.
+like any others. Autograd saves the subclass itself, which stays on the device; its version is checked as autograd does.
 
 [Note: subclasses without ops of their own]
 A subclass that does not override `__torch_dispatch__` (`as_subclass`, `_make_subclass`, `__torch_function__` only) is a
 plain tensor with another class. When autograd saves it, it is handled like a plain tensor and gets its class back at
-unpack. One that carries attributes is kept: they could be anything.
+unpack. One that carries attributes stays: they could be anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Way(enum.Enum):
     RUN = "fake tensors only: pass through"
 
 
-class Foreign:
+class PackedSubclass:
     """The object that autograd holds for a saved tensor of another class: its packed content, and the class."""
 
     __slots__ = ("kind", "packed")
@@ -60,7 +60,7 @@ class Foreign:
 
 
 class Subclasses:
-    """Dispatches the ops of subclasses, and logs once for each class that its saved tensors are kept."""
+    """Dispatches the ops of subclasses, and logs once for each class that its saved tensors stay on the device."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -69,13 +69,15 @@ class Subclasses:
         self.were_met = False
         self.is_inside = False  # inside the `__torch_dispatch__` of a subclass
 
-    def tell(self, kind: type, reason: str) -> None:
-        """Log once for each class name that its saved tensors are kept."""
+    def log_once(self, kind: type, reason: str) -> None:
+        """Log once for each class name that its saved tensors stay on the device."""
         self.were_met = True
         name = kind.__name__
         if name not in self._logged:
             self._logged.add(name)
-            logging.getLogger("torchdelta").info("tensor subclass %s %s: its saved tensors are kept", name, reason)
+            logging.getLogger("torchdelta").info(
+                "tensor subclass %s %s: its saved tensors stay on the device", name, reason
+            )
 
     def way_of(self, func: Any, types: tuple[type, ...]) -> Way:
         """Return what the recorder does with an op that involves a subclass or another mode."""
@@ -84,12 +86,12 @@ class Subclasses:
             return Way.DECLINE
         if fake_mode() is not None:  # only shapes, no memory (DTensor's sharding propagation)
             return Way.RUN
-        foreign = [kind for kind in types if runs_own_ops(kind)]
-        if not foreign:
+        kinds = [kind for kind in types if runs_own_ops(kind)]
+        if not kinds:
             return Way.RECORD
-        if all(kind is FakeTensor for kind in foreign):
+        if all(kind is FakeTensor for kind in kinds):
             return Way.RECORD if self._ledger.surveys else Way.RUN
-        self.tell(foreign[0], "runs its own ops")
+        self.log_once(kinds[0], "runs its own ops")
         return Way.INSIDE
 
     def call(self, recorder: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -117,27 +119,27 @@ class Subclasses:
                 pop_mode()
 
     def pack(
-        self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], keep: Callable[[torch.Tensor], Any]
+        self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], let_stay: Callable[[torch.Tensor], Any]
     ) -> Any:
         """Pack a saved tensor that is not a plain strided one.
 
         Args:
             tensor: The tensor that autograd saves.
             pack: Packs a plain tensor, which may be evicted.
-            keep: Packs a tensor that stays.
+            let_stay: Packs a tensor that stays.
         """
         kind = tensor.__class__
         with NoFunction():
             if runs_own_ops(kind):
                 if kind is not FakeTensor:
-                    self.tell(kind, "runs its own ops")
-                return Foreign(keep(tensor))
+                    self.log_once(kind, "runs its own ops")
+                return PackedSubclass(let_stay(tensor))
             is_opaque = tensor.layout is not torch.strided or tensor.is_nested
             if is_opaque or is_trained_leaf(tensor):
-                return Foreign(keep(tensor))
+                return PackedSubclass(let_stay(tensor))
             if tensor.__dict__:
-                self.tell(kind, "carries attributes")
-                return Foreign(keep(tensor))
+                self.log_once(kind, "carries attributes")
+                return PackedSubclass(let_stay(tensor))
             with NoDispatch():
                 plain = tensor.detach()  # of the base class, with the same version counter
-            return Foreign(pack(plain), kind)
+            return PackedSubclass(pack(plain), kind)

@@ -2,7 +2,9 @@
 
 All of these are mutable. A `Buffer` is one version of the content of one storage, and may outlive that storage. A
 `StorageRecord` is one living storage, an `OpEntry` one recorded op, and a `View` is how an op or a saved tensor sees a
-buffer. Only the verbs of ledger.py write the fields of the first three.
+buffer. Only the verbs of ledger.py write where content is and what a storage holds. The other fields are written by
+those who know them: `num_views` by `View`, `last_used` and `num_locks` in memory/ as well, `digest` by `Room`, and the
+measurements and random state of an `OpEntry` by the recorder and the device's timer.
 
 [Note: the invariant]
 Every buffer that may still be read is *held* (`strong`), or has a copy on a tier (`copy`), or is the current content of
@@ -58,25 +60,25 @@ TRANSITIONS: Final = {
     _R.AWAY: {_R.RETURNING, _R.RESIDENT, _R.DROPPED, _R.GONE},
     _R.DROPPED: {_R.RESIDENT, _R.GONE},
     _R.RETURNING: {_R.RESIDENT, _R.AWAY, _R.DROPPED, _R.GONE},
-    _R.GONE: {_R.RESIDENT},  # its content was copied just before it was overwritten
+    _R.GONE: {_R.RESIDENT, _R.AWAY},  # its content is copied just before it is overwritten
 }
 
 
 class Stays:
     """Why a buffer never leaves the device: bits of `Buffer.stays`. Plain ints, since those of an enum are slow."""
 
-    LEAF = 1  # a parameter or another trained leaf: autograd keeps it alive anyway
+    LEAF = 1  # a parameter or another trained leaf: the program holds it
     RESIZED = 2  # its storage is resized to 0 and filled again without autograd's knowledge (resized.py)
     IN_FLIGHT = 4  # a collective may still be writing it
     OTHER_STREAM = 8  # an op on another stream reads or wrote it (device/streams.py)
     NOT_OURS = 16  # evicting it frees nothing: memory of a captured graph, or zeros without memory
 
 
-class Keeper(Protocol):
-    """Holds storages alive through `Buffer.strong`. Implemented by the ledger."""
+class Releaser(Protocol):
+    """Releases the storages that it holds through `Buffer.strong`. Implemented by the ledger."""
 
     def release(self, buffer: Buffer) -> None:
-        """Stop keeping a buffer's storage alive."""
+        """Stop holding a buffer's storage."""
 
 
 class Buffer:
@@ -88,7 +90,6 @@ class Buffer:
         "digest",
         "fetching",
         "id",
-        "keeper",
         "last_used",
         "num_locks",
         "num_saved",
@@ -97,6 +98,7 @@ class Buffer:
         "origin",
         "output_index",
         "record",
+        "releaser",
         "residence",
         "save_order",
         "size_bytes",
@@ -126,7 +128,7 @@ class Buffer:
         self.strong: torch.Tensor | None = None  # an alias that keeps the storage alive
         self.witness: torch.Tensor | None = None  # its version counter shows writes that were not recorded
         self.witness_version = 0
-        self.keeper: Keeper | None = None  # what set `strong`
+        self.releaser: Releaser | None = None  # set with `strong`: releases it
         self.num_saved = 0  # handles of saved tensors on it
         self.num_views = 0  # views of it, on the tape and in handles: how many depend on its content
         self.num_locks = 0  # > 0: a running replay relies on it
@@ -197,7 +199,7 @@ class StorageRecord:
     In forward a weak reference to the storage object tells. In backward that object must not be made (see [Note:
     storages are known by address] in _torch/storages.py), so there the tensors on the storage are watched. When the
     last known one dies and the storage does not, an alias was made where no op is seen (the engine's `detach` of a new
-    `.grad`), and the record changes over to the first way (`Storages.settle_unwatched`, before the next op).
+    `.grad`), and the record changes over to the first way (`Storages.recheck_unwatched`, before the next op).
 
     A tensor may exchange its storage (`tensor.data = other`, `set_`), so a living tensor does not prove that the
     storage lives. Therefore a record that is watched through tensors has a `WeakStorage`: while it exists, the address
@@ -331,9 +333,9 @@ class View:
     def __del__(self) -> None:
         buffer = self.buffer
         buffer.num_views -= 1
-        if buffer.num_views == 0 and buffer.op is None and buffer.num_saved == 0 and buffer.keeper is not None:
+        if buffer.num_views == 0 and buffer.op is None and buffer.num_saved == 0 and buffer.releaser is not None:
             # It was held only because it cannot be recomputed. Nothing needs it any more.
-            buffer.keeper.release(buffer)
+            buffer.releaser.release(buffer)
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Build the tensor on `storage`. Call this inside `Quietly`."""

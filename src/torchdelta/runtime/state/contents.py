@@ -71,7 +71,7 @@ class Contents(Storages):
             record = self.know(storage)
         buffer = record.current
         if buffer is None:
-            buffer = self._settle(record, None, "", 0)
+            buffer = self._begin_content(record, None, "", 0)
             if is_trained_leaf(tensor):
                 buffer.stays |= Stays.LEAF
         return buffer
@@ -110,10 +110,10 @@ class Contents(Storages):
             record = self.know(storage)
         if record.current is not None:
             return 0
-        self._settle(record, entry, origin, index)
+        self._begin_content(record, entry, origin, index)
         return record.size_bytes
 
-    def parted(self, record: StorageRecord) -> Buffer | None:
+    def invalidate(self, record: StorageRecord) -> Buffer | None:
         """End a storage's content, because an op overwrites it or may do so. Return the buffer that it held."""
         buffer = record.current
         if buffer is None:
@@ -127,7 +127,7 @@ class Contents(Storages):
     def written(
         self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, origin: str, index: int
     ) -> Buffer:
-        """Give a storage that an op has written its new buffer. `old` is what `parted` returned."""
+        """Give a storage that an op has written its new buffer. `old` is what `invalidate` returned."""
         storage = tensor.untyped_storage()
         record = self.records.get(address_of(storage))
         if record is None or record.reference is None:
@@ -135,7 +135,7 @@ class Contents(Storages):
         size_bytes = storage.nbytes() if storage.device in self.counted_devices else 0
         if size_bytes != record.size_bytes:
             self.resize(record, storage, size_bytes)
-        buffer = self._settle(record, entry, origin, index)
+        buffer = self._begin_content(record, entry, origin, index)
         if tensor.requires_grad and is_trained_leaf(tensor):
             buffer.stays |= Stays.LEAF
         if old is not None and old.num_saved:
@@ -154,16 +154,18 @@ class Contents(Storages):
         self.hold(buffer, tensor)
 
     def reinstate(self, record: StorageRecord, buffer: Buffer, tensor: torch.Tensor) -> None:
-        """Undo `parted`: the storage was not written after all."""
+        """Undo `invalidate`, unless that was done already: the storage was not written after all."""
+        if record.current is not None:
+            return
         if buffer.record is not None:  # the copy that was made in between
             self.release(buffer)
             self._vacate(buffer.record)
         record.current, buffer.record = buffer, record
         buffer.move(Residence.RESIDENT)
-        if buffer.num_saved:
+        if buffer.num_saved or (buffer.op is None and buffer.num_views):
             self.hold(buffer, tensor)
 
-    def _settle(self, record: StorageRecord, entry: OpEntry | None, origin: str, index: int) -> Buffer:
+    def _begin_content(self, record: StorageRecord, entry: OpEntry | None, origin: str, index: int) -> Buffer:
         """Put a new buffer into a storage."""
         buffer = Buffer(record.size_bytes, record, entry, origin, index, self.clock)
         if record.is_resizable:
@@ -174,7 +176,7 @@ class Contents(Storages):
         return buffer
 
     def hold(self, buffer: Buffer, tensor: torch.Tensor) -> None:
-        """Keep a buffer's storage alive through an alias, and choose its witness of unrecorded writes."""
+        """Hold a buffer's storage through an alias, and choose its witness of unrecorded writes."""
         self._note(buffer)
         with NoDispatch(), NoFunction():
             if not runs_own_ops(tensor.__class__):
@@ -182,14 +184,14 @@ class Contents(Storages):
             else:  # a fake tensor of a survey
                 alias = tensor = byte_alias(tensor.untyped_storage())
             witness = tensor if buffer.op is None and is_leaf(tensor) else alias
-            self._keep(buffer, alias, witness)
+            self._hold_by(buffer, alias, witness)
 
-    def _keep(self, buffer: Buffer, alias: torch.Tensor, witness: torch.Tensor) -> None:
+    def _hold_by(self, buffer: Buffer, alias: torch.Tensor, witness: torch.Tensor) -> None:
         has_version = not witness.is_inference()
         buffer.strong = alias
         buffer.witness = witness if has_version else None
         buffer.witness_version = counted_version_of(witness) if has_version else 0
-        buffer.keeper = self
+        buffer.releaser = self
         self.held[id(buffer)] = buffer
 
     def watch(self, buffer: Buffer, witness: torch.Tensor, version: int) -> None:
@@ -198,22 +200,22 @@ class Contents(Storages):
         buffer.witness, buffer.witness_version = witness, version
 
     def release(self, buffer: Buffer) -> None:
-        """Stop keeping a buffer's storage alive."""
+        """Stop holding a buffer's storage."""
         if buffer.strong is None:
             return
         self._note(buffer)
         journal, record = self._journal, buffer.record
-        is_kept = journal is not None and journal.keeps_alive(buffer, buffer.strong)
+        is_held = journal is not None and journal.holds(buffer, buffer.strong)
         if buffer.residence is Residence.LEAVING:
             buffer.move(Residence.RESIDENT)  # until its storage dies, possibly below
-        buffer.keeper = None
+        buffer.releaser = None
         buffer.strong = None
         buffer.witness = None
         self.held.pop(id(buffer), None)
-        if journal is not None and is_kept and record is not None:
+        if journal is not None and is_held and record is not None:
             self._suspend(journal, record)
 
-    def home(self, buffer: Buffer, storage: torch.UntypedStorage, *, held: bool = False) -> None:
+    def brought_back(self, buffer: Buffer, storage: torch.UntypedStorage, *, held: bool = False) -> None:
         """Record that a storage holds a buffer's content again. Hold it if it is saved, or if `held` is true."""
         self._note(buffer)
         record = self.know(storage)
@@ -226,7 +228,7 @@ class Contents(Storages):
         self.observing.observer.on_return(buffer, record)
         if (held or buffer.num_saved) and buffer.strong is None:
             alias = byte_alias(storage)
-            self._keep(buffer, alias, alias)
+            self._hold_by(buffer, alias, alias)
 
     # -- copies on a tier
 
@@ -234,6 +236,8 @@ class Contents(Storages):
         """Record that a buffer has a copy on a tier, which may still be in progress."""
         self._note(buffer)
         buffer.copy = copy
+        if buffer.residence is _GONE:  # about to be overwritten
+            buffer.move(Residence.AWAY)
 
     def uncopied(self, buffer: Buffer) -> None:
         """Forget a buffer's copy: it failed, or it is not needed any more."""
@@ -280,15 +284,15 @@ class Contents(Storages):
         storage = buffer.record.storage() if buffer.record is not None else None
         if buffer.strong is None and buffer.copy is None and storage is not None:
             alias = byte_alias(storage)
-            self._keep(buffer, alias, alias)
+            self._hold_by(buffer, alias, alias)
 
     def stay(self, buffer: Buffer, reason: int) -> None:
-        """Keep a buffer on the device from now on."""
+        """Make a buffer stay on the device from now on."""
         self._note(buffer)
         buffer.stays |= reason
 
     def stay_resizable(self, record: StorageRecord) -> None:
-        """Keep what a storage holds and will hold: it is resized to 0 and filled again without autograd's knowledge."""
+        """Make all contents of a storage stay: it is resized to 0 and filled again without autograd's knowledge."""
         if not self.has_resizable:
             self.has_resizable = True
             logging.getLogger("torchdelta").info(

@@ -8,6 +8,8 @@ from torchdelta.errors import TierError
 from torchdelta.runtime.interrupts import destructor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
@@ -58,15 +60,23 @@ class TierCopy:
 
 
 class SurveyedCopy(TierCopy):
-    """The copy that a survey pretends to make. It has no content."""
+    """The copy that a survey pretends to make. It has no content.
 
-    __slots__ = ()
+    Args:
+        size_bytes: What it would take on the tier.
+        on_death: Called with these bytes when it would be released.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("on_death", "size_bytes")
+
+    def __init__(self, size_bytes: int, on_death: Callable[[int], None]) -> None:
         self.transfer = self.source = None
+        self.size_bytes = size_bytes
+        self.on_death = on_death
 
+    @destructor
     def __del__(self) -> None:
-        return
+        self.on_death(self.size_bytes)
 
 
 class Fetch:

@@ -11,7 +11,7 @@ class Counters:
 
     num_ops: int = 0
     num_saved: int = 0
-    kept_bytes: int = 0
+    saved_bytes: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     dropped_bytes: int = 0

@@ -1,9 +1,10 @@
-"""Finds all living objects of a class in the process.
+"""Finds the living objects of a class and of its subclasses.
 
-[Note: objects of other threads]
 `gc.get_objects()` also returns objects that other threads are still building. While a tuple that is being filled has a
-second reference, its thread cannot resize it and gets a SystemError (CPython issue 59313). So the references to
-unwanted objects are dropped within the same few calls into C, during which no other thread runs.
+second reference, its thread cannot resize it and gets a SystemError (CPython issue 59313). So the references to other
+objects are dropped a few instructions after the call, and nothing in between runs finalizers. A switch to another
+thread within these instructions is possible but unlikely. Where that is too much, see [Note: objects of other threads]
+in record/scan.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def subclasses_of(base: type) -> set[type]:
 
 
 def instances_of(base: type[_T]) -> list[_T]:
-    """Return the living objects of a class that the garbage collector tracks.
+    """Return the living objects of a class and of its subclasses, so far as the garbage collector tracks them.
 
     Takes up to a second in a process with many objects. Compares `type(o)`, because `isinstance` would run the
     `__class__` properties of lazy objects.

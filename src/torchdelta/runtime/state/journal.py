@@ -15,7 +15,7 @@ __all__ = ["Journal"]
 _FIELDS: Final = (
     "copy",
     "fetching",
-    "keeper",
+    "releaser",
     "op",
     "record",
     "residence",
@@ -37,21 +37,25 @@ class Journal:
 
     def __init__(self, records: dict[int, StorageRecord]) -> None:
         self._buffers: dict[int, tuple[Buffer, tuple[Any, ...]]] = {}
-        self._contents = [(record, record.current) for record in records.values()]
+        self._contents = {record.id: (record, record.current) for record in records.values()}
         self.suspended: list[StorageRecord] = []  # counted as freed by the survey, but still alive
+
+    def knows(self, record: StorageRecord) -> bool:
+        """Return whether a storage was known when the survey began."""
+        return record.id in self._contents
 
     def note(self, buffer: Buffer) -> None:
         """Save a buffer's state before its first change."""
         if id(buffer) not in self._buffers:
             self._buffers[id(buffer)] = (buffer, tuple(getattr(buffer, name) for name in _FIELDS))
 
-    def keeps_alive(self, buffer: Buffer, alias: torch.Tensor) -> bool:
-        """Return whether the journal keeps the storage behind a buffer's alias alive."""
+    def holds(self, buffer: Buffer, alias: torch.Tensor) -> bool:
+        """Return whether the journal holds the storage behind a buffer's alias."""
         return self._buffers[id(buffer)][1][_STRONG] is alias
 
     def restore(self) -> list[Buffer]:
         """Restore the state of every buffer and storage. Return the buffers."""
-        for record, buffer in self._contents:
+        for record, buffer in self._contents.values():
             record.current = buffer
         restored: list[Buffer] = []
         for buffer, values in self._buffers.values():

@@ -1,21 +1,30 @@
 """The ledger: every living storage on the device, its bytes, and which buffer it holds now.
 
-It only counts; memory/ makes room. Its verbs are the only writers of `Buffer`, `StorageRecord` and the tape. Most come
-in pairs. A native recorder has to provide the same verbs:
+It only counts; memory/ makes room. Its verbs are the only writers of where content is and of what a storage holds (see
+buffer.py for the fields that others write). Most come in pairs. A native recorder has to provide the same verbs:
 
 | verb | what has happened |
 |---|---|
-| `know` / `died` | a storage is seen for the first time / has died |
+| `know`, `know_by_tensor`, `know_inner` | a storage is seen, perhaps for the first time |
+| `resize` | a storage has a new size |
+| `recheck_unwatched`, `sweep` | storages may have died without a callback |
 | `made` | an op put new content into a new storage |
-| `parted` / `written` | the content of a storage ends here / an op has put other content into it |
-| `hold` / `release` | keep a buffer's storage alive / stop that |
-| `home` | a storage holds the content of a buffer again |
+| `buffer_of`, `view_of` | an op or a saved tensor refers to a storage's content, perhaps for the first time |
+| `invalidate` / `written` | the content of a storage ends here / an op has put other content into it |
+| `reinstate` | the content did not end after all: the op failed |
+| `succeed` | the handles of a buffer follow its storage to the next content |
+| `hold` / `release` | hold a buffer's storage / stop that |
+| `watch` | another tensor's version shows unrecorded writes to a buffer |
+| `brought_back` | a storage holds the content of a buffer again |
 | `leave` / `unleave` | a buffer is evicted as soon as its copy has arrived / it stays after all |
 | `copied` / `uncopied` | a buffer has a copy on a tier / that copy failed or is not needed any more |
 | `fetch` / `unfetch` | a transfer that brings a buffer back has started / has ended or was given up |
 | `save` / `unsave` | one more / one less saved tensor needs a buffer |
 | `cannot_replay` | the op of a buffer cannot be replayed any more |
-| `stay` | a buffer must not leave from now on |
+| `stay`, `stay_resizable` | a buffer, or all contents of a storage, must not leave from now on |
+| `cut` | no saved tensor is left: the recorded ops are forgotten |
+| `invalidate_unheld`, `forget` | the scope ends: writes are no longer recorded / nothing is counted any more |
+| `begin_survey` / `end_survey` | changes are logged from here on / they are undone |
 """
 
 from __future__ import annotations
@@ -28,6 +37,7 @@ from torchdelta.runtime.state.contents import Contents
 from torchdelta.runtime.state.copies import SurveyedCopy
 from torchdelta.runtime.state.journal import Journal
 from torchdelta.runtime.state.observer import Observing
+from torchdelta.runtime.state.storages import memory_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +118,7 @@ class Ledger(Contents):
             self.uncopied(buffer)
             self.release(buffer)
 
-    def distrust(self) -> None:
+    def invalidate_unheld(self) -> None:
         """Stop reading storages that only the user keeps alive: after the scope, writes to them are not recorded.
 
         Buffers on them that have an op or a copy are brought back instead.
@@ -116,7 +126,7 @@ class Ledger(Contents):
         for record in list(self.records.values()):
             buffer = record.current
             if buffer is not None and buffer.strong is None and (buffer.op is not None or buffer.copy is not None):
-                self.parted(record)
+                self.invalidate(record)
 
     def forget(self) -> None:
         """Stop counting. The storages live on."""
@@ -155,6 +165,10 @@ class Ledger(Contents):
                 self._vacate(record)
         # One that the program alone still held may have died meanwhile, and its address may be another storage's now.
         self.records.update((record.address, record) for record in journal.suspended if record.storage() is not None)
+        for record in self.records.values():
+            storage = record.storage()
+            if storage is not None and storage.device == self.device and not journal.knows(record):
+                self._enter_counter(record, memory_address(storage))  # not done while the usage was not counting
         for buffer in journal.restore():
             if buffer.strong is not None and buffer.num_saved == 0 and (buffer.op is not None or not buffer.num_views):
                 self.release(buffer)  # its last handle died during the survey

@@ -43,7 +43,7 @@ class Observer:
     def on_save(self, buffer: Buffer, view: View) -> None:
         """Autograd saved a tensor whose buffer may leave."""
 
-    def on_keep(self, tensor: torch.Tensor) -> None:
+    def on_stay(self, tensor: torch.Tensor) -> None:
         """Autograd saved a tensor that stays."""
 
     def on_unsave(self, buffer: Buffer) -> None:

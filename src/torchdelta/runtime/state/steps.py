@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchdelta.trace.model import Phase
 
 # How many of the latest steps keep their own summary.
-MAX_KEPT_STEPS: Final = 10_000
+MAX_SUMMARIES: Final = 10_000
 _ROW: Final = 8
 
 
@@ -108,21 +108,21 @@ class StepTracker:
         """Close the step."""
         now_s = time.perf_counter()
         done = self.counters.minus(self._before)
-        gone_bytes = done.swapped_out_bytes + done.dropped_bytes
+        evicted_bytes = done.swapped_out_bytes + done.dropped_bytes
         # All steps are rows of one array: one object per step would make every garbage collection of a long run slower.
         self._rows.extend(
             (
                 self.num_steps,
                 now_s - self._start_s,
                 self.ledger.usage.peak_bytes,
-                max(0, done.kept_bytes - gone_bytes),
+                max(0, done.saved_bytes - evicted_bytes),
                 done.swapped_out_bytes,
                 done.recomputed_bytes,
                 done.stall_s,
                 done.recompute_s,
             )
         )
-        del self._rows[: -MAX_KEPT_STEPS * _ROW]
+        del self._rows[: -MAX_SUMMARIES * _ROW]
         self.num_steps += 1
         self.peak_bytes = max(self.peak_bytes, self.ledger.usage.peak_bytes)
         self.ledger.usage.restart_peak()

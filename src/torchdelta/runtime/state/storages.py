@@ -17,7 +17,7 @@ from torchdelta.runtime.state.usage import Usage
 if TYPE_CHECKING:
     from torchdelta.runtime.state.observer import Observing
 
-__all__ = ["Storages", "dense_bytes"]
+__all__ = ["Storages", "dense_bytes", "memory_address"]
 
 
 class Storages:
@@ -46,9 +46,8 @@ class Storages:
             start = 0
             is_fake = False
             if self.usage.is_counting and size_bytes:  # a fake storage warns if asked for its data pointer
-                try:
-                    start = storage.data_ptr()
-                except RuntimeError:  # it has no memory (the zeros of forward-mode AD)
+                start = memory_address(storage)
+                if not start:
                     size_bytes = 0
             else:
                 is_fake = device.type == "meta"
@@ -112,7 +111,7 @@ class Storages:
         else:
             self.unwatched.append(record)
 
-    def settle_unwatched(self) -> None:
+    def recheck_unwatched(self) -> None:
         """Find out which storages are still alive after the death of their last known tensor."""
         unwatched = self.unwatched
         while unwatched:
@@ -122,7 +121,7 @@ class Storages:
 
     def sweep(self) -> int:
         """Remove the storages that died when a tensor exchanged its storage. Return their bytes."""
-        self.settle_unwatched()
+        self.recheck_unwatched()
         before_bytes = self.usage.live_bytes
         for record in list(self.records.values()):
             if record.is_dead():
@@ -169,6 +168,14 @@ class Storages:
     def _vacate(self, record: StorageRecord) -> None:
         """Record that a storage no longer holds its buffer. Implemented by `Contents`."""
         raise NotImplementedError
+
+
+def memory_address(storage: torch.UntypedStorage) -> int:
+    """Return where a storage's memory begins, or 0 if it has none (the zeros of forward-mode AD)."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _storage_start(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from torchdelta.notices import warn_once
 from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 class FirstStep(NamedTuple):
@@ -31,20 +31,26 @@ class FirstStep(NamedTuple):
     is_estimate: bool = False
 
 
-def foresee_first_step(optimizer: torch.optim.Optimizer) -> FirstStep:
+def _requires_grad(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad
+
+
+def foresee_first_step(
+    optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool] = _requires_grad
+) -> FirstStep:
     """Return what the first step of an optimizer will allocate.
 
     A copy of the optimizer steps on meta parameters with meta gradients: shapes without memory. If that fails (its step
     reads a value, or writes a real tensor), the result is an estimate: two states as large as each parameter, as in
     Adam, and temporaries twice as large as the largest parameter. SGD, RMSprop and Adagrad need less. An estimate is
     logged once.
+
+    Args:
+        optimizer: The optimizer, before its first step.
+        is_stepped: Returns whether a parameter will have a gradient in that step.
     """
     try:
-        # Most first steps create a state for every parameter or for none. Trying one parameter tells which, in a
-        # hundredth of the time.
-        if _try_step(optimizer, only_first=True) == (0, 0):
-            return FirstStep(0, 0)
-        state_bytes, temporary_bytes = _try_step(optimizer, only_first=False)
+        state_bytes, temporary_bytes = _try_step(optimizer, is_stepped)
         is_fused = all(group.get("fused") for group in optimizer.param_groups)  # no temporaries
         return FirstStep(state_bytes, 0 if is_fused else temporary_bytes)
     except Exception:
@@ -52,7 +58,7 @@ def foresee_first_step(optimizer: torch.optim.Optimizer) -> FirstStep:
             "the first step of %s could not be tried on meta tensors", type(optimizer).__name__, exc_info=True
         )
     sizes_bytes = [
-        p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if is_stepped(p)
     ]
     warn_once(
         f"the memory for the first step of {type(optimizer).__name__} is an estimate, because the step does not run on "
@@ -115,9 +121,9 @@ def _steps_by_lists(group: dict[str, Any]) -> bool:
     return default_to_foreach(group["params"])
 
 
-def _try_step(optimizer: torch.optim.Optimizer, *, only_first: bool) -> tuple[int, int]:
+def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]) -> tuple[int, int]:
     """Step a copy of an optimizer once on meta tensors. Return the bytes of its states, and of its temporaries."""
-    trial = OptimizerCopy(optimizer, _options_of, only_first=only_first)
+    trial = OptimizerCopy(optimizer, _options_of, is_stepped)
     trial.make_gradients()
     step = type(optimizer).step
     existing = trial.tensors()

@@ -23,19 +23,18 @@ class OptimizerCopy:
         self,
         optimizer: torch.optim.Optimizer,
         options_of: Callable[[dict[str, Any]], dict[str, Any]],
-        *,
-        only_first: bool,
+        is_stepped: Callable[[torch.Tensor], bool],
     ) -> None:
         """Copy an optimizer.
 
         Args:
             optimizer: The original.
             options_of: Returns the options that replace those of a group.
-            only_first: Whether to copy only the first trainable parameter of each group.
+            is_stepped: Returns whether a parameter will have a gradient. The others are left out.
         """
         self.parameters: list[torch.nn.Parameter] = []
         self._options_of = options_of
-        self._only_first = only_first
+        self._is_stepped = is_stepped
         self._copies: dict[int, Any] = {}
         self._originals: list[Any] = []  # kept alive, so that their ids are not reused
         self.optimizer = self._copy(optimizer)
@@ -93,9 +92,8 @@ class OptimizerCopy:
     def _copy_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if id(group) in self._copies:
             return self._copies[id(group)]
-        trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
         fakes: list[torch.nn.Parameter] = []
-        for parameter in trainable[:1] if self._only_first else trainable:
+        for parameter in filter(self._is_stepped, group["params"]):
             fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
             self.parameters.append(self._note(parameter, fake))
             fakes.append(fake)

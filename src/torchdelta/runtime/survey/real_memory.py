@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta.runtime.record.needs import unsaid_bytes
+from torchdelta.runtime.record.needs import omitted_bytes
+from torchdelta.runtime.state.storages import memory_address
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -40,14 +41,17 @@ class RealMemory:
         if record.id in self._real:
             return True
         storage = record.storage()
-        return storage is not None and storage.device.type != "meta"
+        if storage is None or storage.device.type == "meta":
+            return False
+        # Memory of another library (a batch from numpy) is not in the counter.
+        return self._counter is not None and self._counter.owns(memory_address(storage))
 
 
-def with_unsaid_workspace(mode: Any, facts: OpFacts, args: tuple[Any, ...], out: Any) -> Any:
+def with_omitted_workspace(mode: Any, facts: OpFacts, args: tuple[Any, ...], out: Any) -> Any:
     """Return an op's outputs, with the workspace output that its meta kernel leaves empty."""
     if not facts.name.startswith("aten.mkldnn_rnn_layer.") or not isinstance(out, tuple | list):
         return out
-    size_bytes = unsaid_bytes(facts, args)
+    size_bytes = omitted_bytes(facts, args)
     with mode:
         workspace = torch.empty(size_bytes, dtype=torch.uint8, device=out[0].device)
     return type(out)((*out[:_WORKSPACE_OUTPUT], workspace, *out[_WORKSPACE_OUTPUT + 1 :]))

@@ -30,7 +30,7 @@ from torchdelta.aten.facts import Kind, written_tensors
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, Inventory, add_up
-from torchdelta.runtime.survey.real_memory import RealMemory, with_unsaid_workspace
+from torchdelta.runtime.survey.real_memory import RealMemory, with_omitted_workspace
 from torchdelta.runtime.survey.whole_run import RunNeed
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Survey:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
         self._peak_bytes = self._ledger.usage.peak_bytes
         self._room.transfers.finish_leaving()
+        self._room.transfers.lacked_capacity = False
         self._ledger.begin_survey()
         self._saved.plain_types = self._plain_types | {FakeTensor}
         self._saved.fake_view = self._fake_view
@@ -132,7 +133,7 @@ class Survey:
             if facts.kind is Kind.NO_OUTPUT:
                 self._survey_backward_of(args)
             raise self.error(is_lower_bound=True) from error
-        out = with_unsaid_workspace(self.mode, facts, args, out)
+        out = with_omitted_workspace(self.mode, facts, args, out)
         self._inventory.note_outputs(out)
         return targets[0] if targets and isinstance(out, torch.Tensor) else out
 
@@ -176,6 +177,7 @@ class Survey:
             dropped_bytes=self.away_bytes[1],
             least_freeing_gradients_bytes=needed.freeing_bytes,
             is_lower_bound=is_lower_bound,
+            lacked_capacity=self._room.transfers.lacked_capacity,
         )
         self.end()
         return error

@@ -24,7 +24,7 @@ from torchdelta.runtime.survey.first_step import FirstStep, foresee_first_step
 from torchdelta.runtime.survey.inventory import HELD, SMALL, STATES, TEMPORARIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
     from torchdelta.runtime.state.ledger import Ledger
 
@@ -93,7 +93,7 @@ class RunNeed:
         trained = {key: leaf for key, leaf in self.leaves.items() if key in self._reached or self._was_used(leaf)}
         idle_gradients_bytes = sum(_gradient_bytes_of(leaf) for key, leaf in self.leaves.items() if key not in trained)
         steps = [
-            (optimizer, self._first_step(optimizer))
+            (optimizer, self._first_step(optimizer, trained))
             for optimizer in self.optimizers
             if any(id(parameter) in trained for parameter in _parameters_of(optimizer))
         ]
@@ -120,10 +120,10 @@ class RunNeed:
             more=more | ({TEMPORARIES: temporary_bytes} if is_optimizer_most else {HELD: outputs_bytes}),
         )
 
-    def _first_step(self, optimizer: torch.optim.Optimizer) -> FirstStep:
+    def _first_step(self, optimizer: torch.optim.Optimizer, trained: Container[int]) -> FirstStep:
         """Return what an optimizer's step will allocate in addition to the states it has already."""
         with without_mode(self._mode):
-            step = foresee_first_step(optimizer)
+            step = foresee_first_step(optimizer, lambda leaf: leaf.grad is not None or id(leaf) in trained)
         return FirstStep(0, step.temporary_bytes, step.is_estimate) if optimizer.state else step
 
     def _resident_bytes(self, *, is_lower_bound: bool) -> int:

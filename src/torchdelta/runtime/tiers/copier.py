@@ -246,7 +246,7 @@ class Copier:
 
     def shutdown(self) -> None:
         """Stop copying: wait for running parts, fail the others. Repeated calls do nothing."""
-        if self.owner.is_foreign() or self.is_closing:
+        if self.owner.is_in_child() or self.is_closing:
             return
         self.is_closing = True
         for _ in self._threads:

@@ -174,7 +174,7 @@ class PinnedTier(SlottedTier[PinnedSlot, StreamTransfer]):
 
     def close(self) -> None:
         """Block the host until all transfers have ended, and free the arena."""
-        if self.owner.is_foreign():
+        if self.owner.is_in_child():
             return
         with self.lock:
             self._finalizer()
@@ -185,7 +185,7 @@ class PinnedTier(SlottedTier[PinnedSlot, StreamTransfer]):
 
     def take_stall_s(self) -> float:
         """Return the seconds of stall that have become known since the last call. See [Note: stall of a device]."""
-        if self.owner.is_foreign():
+        if self.owner.is_in_child():
             return 0.0
         self._drop_finished()
         with self.lock:
@@ -282,7 +282,7 @@ class PinnedTier(SlottedTier[PinnedSlot, StreamTransfer]):
 
 def _shut_down(engine: Engine, memory: PinnedMemory, owner: Owner) -> None:
     """Wait until no copy runs, and unpin. Do nothing in a forked child."""
-    if owner.is_foreign():
+    if owner.is_in_child():
         return
     with contextlib.suppress(RuntimeError):  # a device that has failed runs no copies
         for stream in (Stream.OUT, Stream.IN):

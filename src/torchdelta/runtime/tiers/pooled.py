@@ -80,7 +80,7 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
         """Give the slot back. Safe in finalizers: it never blocks on a lock."""
         super().release(slot)
         # Where the lock is held, the thread that holds or takes it next collects the slot; see [Note: Finalizers].
-        if self._released and not self.owner.is_foreign() and self._pool_lock.acquire(blocking=False):
+        if self._released and not self.owner.is_in_child() and self._pool_lock.acquire(blocking=False):
             try:
                 self._collect_released()
             finally:
@@ -92,7 +92,7 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
 
     def close(self) -> None:
         """Stop the transfers, join the threads, free the pool."""
-        if self.owner.is_foreign():
+        if self.owner.is_in_child():
             return
         self._finalizer()
         _open_copiers.discard(self.copier)

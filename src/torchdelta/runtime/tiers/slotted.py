@@ -34,13 +34,13 @@ class Owner:
         self.name = name
         self.process_id = os.getpid()
 
-    def is_foreign(self) -> bool:
+    def is_in_child(self) -> bool:
         """Return whether the calling process is a forked child of the one that opened the tier."""
         return os.getpid() != self.process_id
 
     def check_process(self) -> None:
         """Refuse to work in a forked child, which has neither the tier's threads nor its file nor its device."""
-        if self.is_foreign():
+        if self.is_in_child():
             raise TierError(f"the {self.name} tier belongs to process {self.process_id}: a forked child cannot use it")
 
 
@@ -107,7 +107,7 @@ class SlottedTier(ABC, Generic[SlotT, TransferT]):
     @property
     def used_bytes(self) -> int:
         """Bytes of all reserved slots, each rounded up to the block."""
-        if self.owner.is_foreign():
+        if self.owner.is_in_child():
             return 0
         with self.lock:
             self._collect_released()
@@ -172,7 +172,7 @@ class SlottedTier(ABC, Generic[SlotT, TransferT]):
     def release(self, slot: Slot) -> None:
         """Give the slot back. Safe in finalizers: it never blocks, and starts no copy."""
         placed = self._own(slot)
-        if placed.is_released or not self._finalizer.alive or self.owner.is_foreign():
+        if placed.is_released or not self._finalizer.alive or self.owner.is_in_child():
             return
         placed.is_released = True
         self._released.append(placed)
