@@ -49,7 +49,7 @@ bench: $(READY)  ## measure: writes into benchmarks/results/
 	$(PY) -m benchmarks all
 
 sweep: $(READY)  ## every transformers class and torch.nn module against plain, bit for bit (resumable; WORKERS=2)
-	$(PY) -m benchmarks sweep --workers $(WORKERS)
+	$(PY) -m tools.sweep --workers $(WORKERS)
 
 test-cuda: $(READY)  ## run the tests that need a CUDA device; fails where there is none
 	@paths=$$($(PY) tests/cuda/ready.py) && TORCHDELTA_TEST_DEVICE=cuda CUBLAS_WORKSPACE_CONFIG=:4096:8 \

@@ -5,26 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 ALL = "all"
-NAMES = (
-    "budget",
-    "counting",
-    "policies",
-    "oom_proof",
-    "growth",
-    "sweep",
-    "checksum",
-    "soak",
-    "pool",
-    "fidelity",
-    "arena",
-)
+NAMES = ("budget", "policies", "oom_proof", "overheads", "soak", "pool", "fidelity", "arena")
 ON_REQUEST = ("gpu", "papers")  # `all` leaves out what needs more than this machine, or runs nothing on it
 
 
@@ -46,41 +33,22 @@ def run_one(module: ModuleType, options: argparse.Namespace, arguments: list[str
     """Run one benchmark, state its checks and write its results."""
     from benchmarks import results
 
-    outcome = module.run(options)
-    failed = [check for check in outcome.checks if check.required and not check.passed]
-    print(f"\n{len(outcome.checks)} checks, {len(failed)} failed")
-    for check in failed:
-        print(f"  {check.name}: {check.detail}")
-    if not options.no_write:
-        name = options.name + ("-quick" if options.quick else "") + (f"-{options.tag}" if options.tag else "")
-        checks = [asdict(check) for check in outcome.checks]
-        path = results.write(
-            name,
-            # Where somebody keeps their data is nobody's business: the last part of a path is enough.
-            command=" ".join(["python -m benchmarks", *(word.rsplit("/", 1)[-1] or word for word in arguments)]),
-            threads=options.threads,
-            disk=outcome.disk,
-            data={"passed": outcome.passed, "checks": checks, "data": outcome.data},
-        )
-        print(f"raw figures in {path.relative_to(results.REPOSITORY)}")
-    return 0 if outcome.passed else 1
+    # Where somebody keeps their data is nobody's business: the last part of a path is enough.
+    command = " ".join(["python -m benchmarks", *(word.rsplit("/", 1)[-1] or word for word in arguments)])
+    return results.conclude(module.run(options), options.name, command, options)
 
 
 def build_parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
     """Build the command line: one subcommand a benchmark."""
-    from benchmarks import models
+    from benchmarks import models, results
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measurements of torchdelta.")
     commands = parser.add_subparsers(dest="name", metavar="NAME")
     for name, module in modules.items():
         summary = (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=module.__doc__)
-        command.add_argument("--quick", action="store_true", help="a small part, for trying")
+        results.add_arguments(command)
         command.add_argument("--models", nargs="+", choices=list(models.MODELS), default=list(models.MEASURED_MODELS))
-        command.add_argument("--threads", type=int, default=1, help="intra-op threads of the measured processes")
-        command.add_argument("--timeout", type=float, default=600, help="seconds that one measured process may take")
-        command.add_argument("--tag", default="", help="ending of the results file's name")
-        command.add_argument("--no-write", action="store_true", help="leave benchmarks/results as it is")
         module.add_arguments(command)
     everything = commands.add_parser(ALL, help="Run them all, one after the other: hours; with --quick, minutes.")
     everything.add_argument("--quick", action="store_true", help="a small part of each")

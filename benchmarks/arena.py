@@ -7,37 +7,51 @@ Page faults and times are medians of the steps after the tenth; times are those 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
+import hashlib
+import random
+import resource
 import statistics
+import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.arena_worker import MODELS
-from benchmarks.launch import WorkerError, run_module
+import torch
+
+from benchmarks import models
+from benchmarks.launch import WorkerError, run_worker
 from benchmarks.outcome import Outcome, format_table
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
+SIZES = {"transformer-8": 64, "resnet50": 128}  # of a sample, by model
+BATCH_SIZE = 8
+VARYING = (4, 5, 6, 8)  # batches of a varying run, drawn anew each step
+WARM_STEPS = 10  # not part of the medians: plans and optimizer states are made in them
 VARYING_LIMIT = 1.02
-# name: (mode, library to preload, arguments)
-CASES: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
-    "glibc": ("plain", None, ()),
-    "glibc, scope": ("scope", None, ()),
-    "arena": ("arena", None, ()),
-    "jemalloc": ("plain", "jemalloc", ()),
-    "tcmalloc": ("plain", "tcmalloc", ()),
-    "glibc, varying batch": ("plain", None, ("--varying",)),
-    "arena, varying batch": ("arena", None, ("--varying",)),
-    "tcmalloc, varying batch": ("plain", "tcmalloc", ("--varying",)),
-    "glibc, second thread": ("plain", None, ("--second-thread",)),
-    "arena, second thread": ("arena", None, ("--second-thread",)),
+# name: (mode, library to preload, options of `train`)
+CASES: dict[str, tuple[str, str | None, dict[str, bool]]] = {
+    "glibc": ("plain", None, {}),
+    "glibc, scope": ("scope", None, {}),
+    "arena": ("arena", None, {}),
+    "jemalloc": ("plain", "jemalloc", {}),
+    "tcmalloc": ("plain", "tcmalloc", {}),
+    "glibc, varying batch": ("plain", None, {"varying": True}),
+    "arena, varying batch": ("arena", None, {"varying": True}),
+    "tcmalloc, varying batch": ("plain", "tcmalloc", {"varying": True}),
+    "glibc, second thread": ("plain", None, {"second_thread": True}),
+    "arena, second thread": ("arena", None, {"second_thread": True}),
 }
 LIBRARIES = {"jemalloc": ("jemalloc",), "tcmalloc": ("tcmalloc_minimal", "tcmalloc")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
-    parser.add_argument("--subjects", nargs="+", choices=MODELS, default=list(MODELS), help="models (not --models)")
+    parser.set_defaults(models=list(SIZES))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=1)
 
@@ -46,7 +60,7 @@ def run(options: argparse.Namespace) -> Outcome:
     """Run every case for each model."""
     outcome = Outcome()
     num_steps = 8 if options.quick else options.steps
-    for model in options.subjects:
+    for model in options.models:
         runs: dict[str, list[dict[str, Any]]] = {}
         for _ in range(options.rounds):
             for case in CASES:
@@ -65,7 +79,7 @@ def run_case(
     outcome: Outcome, model: str, case: str, num_steps: int, options: argparse.Namespace
 ) -> dict[str, Any] | None:
     """Run one case; None where its library is not installed or the run fails, which is a failed check."""
-    mode, library, arguments = CASES[case]
+    mode, library, settings = CASES[case]
     variables = {}
     if library is not None:
         found = find(library)
@@ -73,10 +87,16 @@ def run_case(
             outcome.check(f"{model}, {case}", "not installed", passed=False, required=False)
             return None
         variables["LD_PRELOAD"] = found
-    words = ["--model", model, "--mode", mode, "--steps", num_steps, *arguments]
     try:
-        record = run_module(
-            "arena_worker", *words, threads=options.threads, timeout_s=options.timeout, variables=variables
+        record = run_worker(
+            "arena:train",
+            threads=options.threads,
+            timeout_s=options.timeout,
+            variables=variables,
+            model=model,
+            mode=mode,
+            num_steps=num_steps,
+            **settings,
         )
     except WorkerError as error:
         outcome.check(f"{model}, {case}", str(error), passed=False)
@@ -149,3 +169,99 @@ def check(
         same = all(alone[name] == beside[name] for name in names)
         detail = "the same placings" if same else f"{[alone[n] for n in names]} then {[beside[n] for n in names]}"
         outcome.check(f"{model}: a second thread changes nothing", detail, passed=same)
+
+
+def train(
+    model: str, mode: str, num_steps: int, *, varying: bool = False, second_thread: bool = False
+) -> dict[str, Any]:
+    """Train in a process whose memory the kernel measures, as a worker: the mark of resident memory never falls.
+
+    Which allocator runs is decided outside, by LD_PRELOAD, and by the mode: "plain" without the library, "scope" in a
+    budget that keeps everything, "arena" the same with the arena.
+    """
+    torch.manual_seed(0)
+    recipe = models.MODELS[model]
+    network = recipe.network().train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    draws = random.Random(0)
+    scope: Any = contextlib.nullcontext()
+    if mode != "plain":
+        from torchdelta import Config, MemoryBudget
+
+        scope = MemoryBudget("1TiB", Config(decisions="keep", arena=mode == "arena"))
+    losses: list[str] = []
+    resident_bytes: list[int] = []
+    record: dict[str, Any] = {"times_s": [], "cpu_times_s": [], "page_faults": []}
+    with another_thread(wanted=second_thread) as counts, scope:
+        for _ in range(num_steps):
+            faults, began_s, began_cpu_s = page_faults(), time.perf_counter(), time.thread_time()
+            loss = models.loss_of(
+                network, recipe.draw(draws.choice(VARYING) if varying else BATCH_SIZE, SIZES.get(model, recipe.size))
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item().hex())
+            record["times_s"].append(time.perf_counter() - began_s)
+            record["cpu_times_s"].append(time.thread_time() - began_cpu_s)
+            record["page_faults"].append(page_faults() - faults)
+            resident_bytes.append(status_bytes("VmRSS"))
+        if mode == "arena":
+            from dataclasses import asdict
+
+            from torchdelta.native.arena import arena_status
+
+            status = arena_status()
+            record["arena"] = {"is_on": status.is_on, "reason": status.reason, **asdict(status.figures)}
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    warm = min(WARM_STEPS, num_steps // 2)
+    medians = {
+        f"median_{name}": statistics.median(record[name][warm:]) for name in ("times_s", "cpu_times_s", "page_faults")
+    }
+    return {
+        **record,
+        **medians,
+        "allocator": next((name for name in ("jemalloc", "tcmalloc") if name in maps), "glibc"),
+        "losses_sha256": hashlib.sha256(" ".join(losses).encode()).hexdigest(),
+        "rss_bytes": resident_bytes,
+        "rss_peak_bytes": status_bytes("VmHWM"),
+        "second_thread": {"num_tensors": counts[0], "num_wrong": counts[1]} if second_thread else None,
+    }
+
+
+@contextlib.contextmanager
+def another_thread(*, wanted: bool) -> Iterator[list[int]]:
+    """Allocate and free tensors of many sizes on a second thread, and check what lies in them."""
+    counts = [0, 0]
+    is_over = threading.Event()
+
+    def work() -> None:
+        generator = random.Random(1)
+        held: list[torch.Tensor] = []
+        while not is_over.wait(0.0005):
+            held.append(torch.full((generator.randint(1, 200_000),), float(len(held))))
+            counts[0] += 1
+            if len(held) > 20:
+                tensor = held.pop(generator.randrange(len(held)))
+                counts[1] += not bool((tensor == tensor[0]).all())
+
+    thread = threading.Thread(target=work)
+    if wanted:
+        thread.start()
+    yield counts
+    is_over.set()
+    if wanted:
+        thread.join()
+
+
+def page_faults() -> int:
+    """Return the page faults of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def status_bytes(field: str) -> int:
+    """Return a size that the kernel states of this process."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -36,6 +36,7 @@ NAMED_LEAST_TOLERANCE = 0.05
 RECORD_ONLY_FACTOR = 4
 # A run that does not end is one that the budget was too small for, and a broken promise besides.
 TOO_SMALL = ("budget_error", "timeout")
+UNMETERED = {"metered": False, "with_gradients": False}
 
 Record = dict[str, Any]
 
@@ -44,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
     parser.add_argument("--optimizers", nargs="+", choices=models.OPTIMIZERS, help="(default: all; --quick: sgd)")
     parser.add_argument("--policy", help="measure this policy (default: the library's)")
-    parser.add_argument("--plain-only", action="store_true", help="state the plain runs only: proves the measure")
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -57,8 +57,6 @@ def run(options: argparse.Namespace) -> Outcome:
             case = Case(options, outcome, model, optimizer)
             outcome.data[f"{model} {optimizer}"] = case.data
             case.measure_plain()
-            if options.plain_only:
-                continue
             case.measure_record_only()
             case.measure_shares((0.6, 0.5) if options.quick else SHARES)
             case.measure_control()
@@ -79,7 +77,7 @@ class Case:
         self.label = f"{model} {optimizer}"
         # AdamW runs beside SGD: what it does is stated, not required.
         self.required = optimizer == "sgd"
-        self.arguments: list[object] = ["--model", model, "--optimizer", optimizer, "--steps", NUM_STEPS]
+        self.settings = {"model": model, "optimizer": optimizer, "num_steps": NUM_STEPS}
         self.data: Record = {}
         self.plain: Record = {}
         self.plain_peak_bytes = 0
@@ -87,8 +85,8 @@ class Case:
 
     def measure_plain(self) -> None:
         """Run plain with and without the meter: the peak, the bits and the times to compare with."""
-        self.plain = self._work("--meter", "allocator")
-        unmetered = self._work("--meter", "none")
+        self.plain = self._work()
+        unmetered = self._work(metered=False)
         self.plain_peak_bytes = self.plain["scope_peak_bytes"]
         # The slowest of a few: the first step warms up, and an error in the first step is held against such a one.
         self.plain_step_s = max(step["time_s"] for step in unmetered["steps"])
@@ -103,7 +101,7 @@ class Case:
 
     def measure_record_only(self) -> None:
         """Run with a budget that never binds: what the runtime counts must be what the allocator counts."""
-        record = self._work("--meter", "allocator", "--budget-bytes", RECORD_ONLY_FACTOR * self.plain_peak_bytes)
+        record = self._work(RECORD_ONLY_FACTOR * self.plain_peak_bytes)
         self.data["record_only"] = record
         if record["outcome"] != "finished":
             self._check("record-only run", str(record["error"]), False)
@@ -120,7 +118,7 @@ class Case:
         self.data["shares"] = {}
         for share in shares:
             budget_bytes = int(share * self.plain_peak_bytes)
-            record = self._work("--meter", "allocator", "--budget-bytes", budget_bytes)
+            record = self._work(budget_bytes)
             self.data["shares"][str(share)] = record
             name = f"{share:.0%}"
             if record["outcome"] != "finished":
@@ -153,7 +151,7 @@ class Case:
     def measure_control(self) -> None:
         """Run with eviction off: the measure must see the budget exceeded, or it sees nothing."""
         budget_bytes = int(CONTROL_SHARE * self.plain_peak_bytes)
-        record = self._work("--meter", "allocator", "--budget-bytes", budget_bytes, "--decisions", "keep")
+        record = self._work(budget_bytes, decisions="keep")
         self.data["control"] = record
         ratio = record["scope_peak_bytes"] / budget_bytes
         self._check("eviction off exceeds the budget", f"{ratio:.4f} of the budget", ratio > 1.01)
@@ -171,7 +169,7 @@ class Case:
                 middle = bound_bytes
             else:
                 break
-            record = self._work("--meter", "none", "--no-gradients", "--budget-bytes", middle)
+            record = self._work(middle, **UNMETERED)
             runs.append(record)
             if record["outcome"] == "crashed":
                 # A crash says nothing about the budget: no least is stated.
@@ -198,7 +196,7 @@ class Case:
         return max((size for size in failed if size < high), default=0), high
 
     def _look_below(self, fraction: float, least_bytes: int) -> None:
-        record = self._work("--meter", "none", "--no-gradients", "--budget-bytes", int(fraction * least_bytes))
+        record = self._work(int(fraction * least_bytes), **UNMETERED)
         self.data["below"][str(fraction)] = record
         name = f"at {fraction} of the least"
         if record["outcome"] != "budget_error":
@@ -220,24 +218,28 @@ class Case:
         """Run the steps with gradients that live on, in a budget that an error named; each budget once."""
         advised = self.data.setdefault("advised", {})
         if str(budget_bytes) not in advised:
-            advised[str(budget_bytes)] = self._work(
-                "--meter", "none", "--no-gradients", "--keep-gradients", "--budget-bytes", budget_bytes
-            )
+            advised[str(budget_bytes)] = self._work(budget_bytes, **UNMETERED, keeps_gradients=True)
         return advised[str(budget_bytes)]["outcome"]
 
-    def _work(self, *arguments: object) -> Record:
-        if self.options.policy:
-            arguments = (*arguments, "--policy", self.options.policy)
+    def _work(self, budget_bytes: int | None = None, *, decisions: str | None = None, **settings: bool) -> Record:
+        config = {"policy": self.options.policy, "decisions": decisions}
+        settings |= self.settings | {"config": {name: value for name, value in config.items() if value}}
         try:
-            return run_worker(*self.arguments, *arguments, threads=self.options.threads, timeout_s=self.options.timeout)
+            return run_worker(
+                "steps:run",
+                threads=self.options.threads,
+                timeout_s=self.options.timeout,
+                budget_bytes=budget_bytes,
+                **settings,
+            )
         except WorkerError as error:
-            if "--budget-bytes" not in arguments:
+            if budget_bytes is None:
                 raise
             # A crash inside a budget is a finding, not the end of the benchmark.
-            self._check(f"worker {' '.join(map(str, arguments))}", str(error), False)
+            self._check("worker", str(error), False)
             return {
                 "outcome": "timeout" if isinstance(error, WorkerTimeoutError) else "crashed",
-                "budget_bytes": arguments[arguments.index("--budget-bytes") + 1],
+                "budget_bytes": budget_bytes,
                 "error": {"type": type(error).__name__, "message": str(error), "least_budget_bytes": None},
                 "scope_peak_bytes": 0,
             }

@@ -33,46 +33,26 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
 
 
-def run_worker(*arguments: object, threads: int = 1, timeout_s: float = 600) -> dict[str, Any]:
-    """Run `benchmarks.worker` with these arguments and return its record.
+def worker_command(function: str, **options: Any) -> list[str]:
+    """Return the command that calls a function (MODULE:FUNCTION of this package) in a process of its own."""
+    words = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    return [sys.executable, "-m", "benchmarks.worker", function, *words]
+
+
+def run_worker(
+    function: str, *, threads: int = 1, timeout_s: float = 600, variables: dict[str, str] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Call a function in a process of its own and return the record that it prints.
+
+    Its messages on stderr are passed on only when it fails. `variables` are added to its environment; options that are
+    None are left to the function.
 
     Raises:
-        WorkerError: The worker crashed, or reported that its measure cannot be trusted.
+        WorkerError: It printed no record.
         WorkerTimeoutError: It exceeded `timeout_s`.
     """
-    record = run_module("worker", *arguments, "--json", threads=threads, timeout_s=timeout_s)
-    if record["outcome"] == "meter_error":
-        raise WorkerError(record["message"])
-    return record
-
-
-def run_module(
-    module: str, *arguments: object, threads: int, timeout_s: float, variables: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """Run a module of this package in a process of its own and return the JSON object that it prints last.
-
-    Its messages on stderr are passed on only when it fails. `variables` are added to its environment.
-
-    Raises:
-        WorkerError: It printed no object, or exceeded `timeout_s`.
-    """
-    words = [*map(str, arguments), "--threads", str(threads)]
-    return _run_json(f"benchmarks.{module}", words, threads, timeout_s, variables)
-
-
-def run_script_peak(script: Path, arguments: list[str], *, threads: int, timeout_s: float) -> int:
-    """Run an ordinary script under the allocator meter and return its peak in bytes.
-
-    Raises:
-        WorkerError: It failed, or exceeded `timeout_s`.
-    """
-    return _run_json("benchmarks.script_peak", [str(script), *arguments], threads, timeout_s)["peak_bytes"]
-
-
-def _run_json(
-    module: str, words: list[str], threads: int, timeout_s: float, variables: dict[str, str] | None = None
-) -> dict[str, Any]:
-    command = [sys.executable, "-m", module, *words]
+    command = worker_command(function, threads=threads, **options)
+    words = " ".join(command[3:])
     try:
         finished = subprocess.run(
             command,
@@ -84,10 +64,10 @@ def _run_json(
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
-        raise WorkerTimeoutError(f"{module} {' '.join(words)}: not finished after {timeout_s:.0f} s") from error
+        raise WorkerTimeoutError(f"{words}: not finished after {timeout_s:.0f} s") from error
     lines = [line for line in finished.stdout.splitlines() if line.startswith("{")]
-    if not lines:
+    if finished.returncode or not lines:
         # Where it happened and what it was; the whole traceback comes back by running the command by hand.
         tail = " | ".join(line.strip() for line in finished.stderr.splitlines()[-4:])
-        raise WorkerError(f"{module} {' '.join(words)}: exit code {finished.returncode}: {tail}")
+        raise WorkerError(f"{words}: exit code {finished.returncode}: {tail}")
     return json.loads(lines[-1])

@@ -3,17 +3,11 @@
 Two kinds. RLIMIT_DATA needs no rights: it bounds the private writable memory that a process has mapped (heap,
 anonymous maps, thread stacks; `VmData` in /proc/PID/status), and an allocation beyond it fails. A memory cgroup bounds
 resident memory, and the kernel kills what passes it; it needs a group that the caller may write to.
-
-`python -m benchmarks.limits --data-bytes N -- COMMAND` replaces itself with the command under the first kind: the limit
-is then set in the process that it is for, before that has any thread.
 """
 
 from __future__ import annotations
 
-import os
-import resource
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -42,7 +36,7 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class DataLimit:
-    """RLIMIT_DATA of so many bytes."""
+    """RLIMIT_DATA of so many bytes, rounded down to KiB."""
 
     size_bytes: int
     kind: str = "RLIMIT_DATA"
@@ -50,7 +44,7 @@ class DataLimit:
     @contextmanager
     def wrap(self, command: list[str]) -> Generator[list[str]]:
         """Give the command that runs `command` under the limit."""
-        yield [sys.executable, "-m", "benchmarks.limits", "--data-bytes", str(self.size_bytes), "--", *command]
+        yield ["/bin/sh", "-c", f'ulimit -d {self.size_bytes // 1024} && exec "$@"', "sh", *command]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +115,3 @@ def _watch(pid: int, peaks: dict[str, int], ended: threading.Event) -> None:
             key, _, rest = line.partition(":")
             if key in peaks:
                 peaks[key] = max(peaks[key], int(rest.split()[0]) * 1024)
-
-
-def main() -> None:
-    """Set RLIMIT_DATA on this process and become the command."""
-    arguments = sys.argv[1:]
-    if len(arguments) < 4 or arguments[0] != "--data-bytes" or arguments[2] != "--":
-        sys.exit("usage: python -m benchmarks.limits --data-bytes N -- COMMAND")
-    size_bytes = int(arguments[1])
-    resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, size_bytes))
-    os.execvp(arguments[3], arguments[3:])  # noqa: S606 - the command is the caller's own
-
-
-if __name__ == "__main__":
-    main()

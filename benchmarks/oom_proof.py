@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.launch import REPOSITORY, run_script_peak, worker_environment
+from benchmarks.launch import REPOSITORY, run_worker, worker_environment
 from benchmarks.limits import CgroupLimit, DataLimit, Finished, run_watched
 from benchmarks.outcome import Outcome, format_table
 
@@ -51,14 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-share", type=float, default=BUDGET_SHARE, help="of the plain peak at the allocator")
     parser.add_argument("--limit-bytes", type=int, help="this limit (default: found from the two unlimited runs)")
     parser.add_argument("--cgroup-parent", type=Path, help="limit by a memory cgroup made below this group")
-    parser.add_argument("--plain-only", action="store_true", help="run plain with and without a limit of 75 %%")
 
 
 def run(options: argparse.Namespace) -> Outcome:
     """Run the four and check the two under the limit."""
     outcome = Outcome()
     proof = Proof(options)
-    peak_bytes = run_script_peak(SCRIPT, proof.arguments, threads=options.threads, timeout_s=options.timeout)
+    peak_bytes = run_worker(
+        "steps:script_peak",
+        threads=options.threads,
+        timeout_s=options.timeout,
+        script=str(SCRIPT),
+        arguments=proof.arguments,
+    )["peak_bytes"]
     budget_bytes = int(options.budget_share * peak_bytes)
     print(f"plain peak at the allocator {peak_bytes / MIB:.0f} MiB, budget {budget_bytes / MIB:.0f} MiB", flush=True)
     budgeted = [sys.executable, "-m", "torchdelta", "run", "--memory-budget", str(budget_bytes), str(SCRIPT)]
@@ -66,29 +71,25 @@ def run(options: argparse.Namespace) -> Outcome:
 
     free_plain = proof.run("plain", plain, None)
     outcome.check("plain, no limit", final_loss(free_plain) or tail(free_plain), passed=bool(final_loss(free_plain)))
-    if options.plain_only:
-        limit_bytes = options.limit_bytes or int(free_plain.data_peak_bytes - 0.5 * (peak_bytes - budget_bytes))
-    else:
-        free_budgeted = proof.run("torchdelta run", budgeted, None)
-        passed = final_loss(free_budgeted) == final_loss(free_plain)
-        outcome.check("torchdelta run, no limit", final_loss(free_budgeted) or tail(free_budgeted), passed=passed)
-        if not passed:
-            print(free_budgeted.stderr[-2000:])
-            return outcome
-        used = [proof.used_bytes(finished) for finished in (free_plain, free_budgeted)]
-        limit_bytes = options.limit_bytes or int(used[1] + LIMIT_POSITION * (used[0] - used[1]))
-        margin = used[0] - limit_bytes
-        detail = f"{margin / MIB:.0f} MiB below what plain uses"
-        outcome.check("the limit bites", detail, passed=margin >= LEAST_MARGIN_BYTES)
+    free_budgeted = proof.run("torchdelta run", budgeted, None)
+    passed = final_loss(free_budgeted) == final_loss(free_plain)
+    outcome.check("torchdelta run, no limit", final_loss(free_budgeted) or tail(free_budgeted), passed=passed)
+    if not passed:
+        print(free_budgeted.stderr[-2000:])
+        return outcome
+    used = [proof.used_bytes(finished) for finished in (free_plain, free_budgeted)]
+    limit_bytes = options.limit_bytes or int(used[1] + LIMIT_POSITION * (used[0] - used[1]))
+    margin = used[0] - limit_bytes
+    detail = f"{margin / MIB:.0f} MiB below what plain uses"
+    outcome.check("the limit bites", detail, passed=margin >= LEAST_MARGIN_BYTES)
 
     stopped = proof.run("plain", plain, limit_bytes)
     detail = f"exit code {stopped.exit_code}: {tail(stopped)}"
     outcome.check("plain, limited: killed or fails", detail, passed=stopped.exit_code != 0)
-    if not options.plain_only:
-        survived = proof.run("torchdelta run", budgeted, limit_bytes)
-        same = survived.exit_code == 0 and final_loss(survived) == final_loss(free_plain) != ""
-        detail = final_loss(survived) or f"exit code {survived.exit_code}: {tail(survived)}"
-        outcome.check("torchdelta run, limited: same final loss", detail, passed=same)
+    survived = proof.run("torchdelta run", budgeted, limit_bytes)
+    same = survived.exit_code == 0 and final_loss(survived) == final_loss(free_plain) != ""
+    detail = final_loss(survived) or f"exit code {survived.exit_code}: {tail(survived)}"
+    outcome.check("torchdelta run, limited: same final loss", detail, passed=same)
     header = ["run", "limit MiB", "exit code", "final loss", "data peak MiB", "RSS peak MiB", "time s"]
     print("\n" + format_table(header, proof.rows))
     outcome.data = {

@@ -1,6 +1,6 @@
 """Step times of every reactive policy against plain, and the cost of recording alone.
 
-One process for each model and budget, in which plain and the policies take turns (see `interleaved`). Checked: a
+One process for each model and budget, in which plain and the policies take turns (see `turns`). Checked: a
 record-only step costs at most 1.05 of plain, and the default policy is never worse than the better of recompute-only
 and swap-only by more than 5 %. Swap figures are only worth something beside the disk's bandwidth: it is measured
 through the tier before and after each contest.
@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.interleaved import PLAIN, RECORD_ONLY, ratios
-from benchmarks.intervals import median_interval
-from benchmarks.launch import run_module, run_worker
+from benchmarks.launch import run_worker
 from benchmarks.outcome import Outcome, format_table
+from benchmarks.turns import PLAIN, median_interval, ratios
 from torchdelta.config import POLICIES, Config
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ SHARES = (0.8, 0.6, 0.5, 0.4)
 DEFAULT = Config().policy
 SIMPLE = ("recompute-only", "swap-only")
 WORSE_TOLERANCE = 1.05
+RECORD_ONLY = "record-only"
 RECORD_ONLY_BOUND = 1.05
 RECORD_ONLY_MODEL = "gpt2-like"
 CONTEST_TIMEOUT_S = 7200
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> Outcome:
     rows: list[list[str]] = []
     bandwidths: list[dict[str, float]] = []
     for model in options.models:
-        plain = run_worker("--model", model, "--steps", 2, "--no-gradients", threads=options.threads)
+        plain = run_worker("steps:run", threads=options.threads, model=model, num_steps=2, with_gradients=False)
         plain_peak_bytes = plain["scope_peak_bytes"]
         data: dict[str, Any] = {"plain_peak_bytes": plain_peak_bytes}
         outcome.data[model] = data
@@ -55,12 +55,15 @@ def run(options: argparse.Namespace) -> Outcome:
         if options.record_only:
             continue
         for share in shares:
-            contest = run_module(
-                "interleaved",
-                *("--model", model, "--budget-bytes", int(share * plain_peak_bytes), "--rounds", rounds),
-                *("--contenders", *options.policies),
+            contest = run_worker(
+                "turns:run",
                 threads=options.threads,
                 timeout_s=CONTEST_TIMEOUT_S,
+                model=model,
+                contenders={PLAIN: None, **{policy: {"policy": policy} for policy in options.policies}},
+                budget_bytes=int(share * plain_peak_bytes),
+                num_rounds=rounds,
+                with_disk=True,
             )
             data[str(share)] = contest
             bandwidths += contest["disk"]
@@ -78,15 +81,18 @@ def measure_record_only(
     outcome: Outcome, model: str, plain_peak_bytes: int, rounds: int, threads: int
 ) -> dict[str, Any]:
     """Compare a budget that never binds with plain."""
-    contest = run_module(
-        "interleaved",
-        *("--model", model, "--budget-bytes", 4 * plain_peak_bytes, "--rounds", rounds, "--steps", 4),
-        *("--contenders", RECORD_ONLY, "--no-disk"),
+    contest = run_worker(
+        "turns:run",
         threads=threads,
         timeout_s=CONTEST_TIMEOUT_S,
+        model=model,
+        contenders={PLAIN: None, RECORD_ONLY: {}},
+        budget_bytes=4 * plain_peak_bytes,
+        num_rounds=rounds,
+        num_steps=4,
     )
-    wall = median_interval(ratios(contest["rounds"], RECORD_ONLY, PLAIN))
-    processor = median_interval(ratios(contest["rounds"], RECORD_ONLY, PLAIN, "cpu_times_s"))
+    wall = median_interval(ratios(contest["rounds"], RECORD_ONLY))
+    processor = median_interval(ratios(contest["rounds"], RECORD_ONLY, key="cpu_times_s"))
     detail = f"{wall} of plain, processor time {processor}, {wall.num_samples} rounds"
     required = model == RECORD_ONLY_MODEL
     outcome.check(f"{model}: record-only step", detail, passed=wall.median <= RECORD_ONLY_BOUND, required=required)
@@ -99,12 +105,12 @@ def contest_rows(label: str, contest: dict[str, Any], policies: list[str]) -> li
     contest["intervals"] = {}
     bandwidth = ", ".join(f"{min(disk[key] for disk in contest['disk']) / 1e6:.0f}" for key in contest["disk"][0])
     for policy in policies:
-        samples = ratios(contest["rounds"], policy, PLAIN)
+        samples = ratios(contest["rounds"], policy)
         if policy in contest["refused"] or not samples:
             rows.append([label, policy, "-", "-", "-", "-", "-", bandwidth])
             continue
         wall = median_interval(samples)
-        processor = median_interval(ratios(contest["rounds"], policy, PLAIN, "cpu_times_s"))
+        processor = median_interval(ratios(contest["rounds"], policy, key="cpu_times_s"))
         first = median_interval(
             [blocks[policy]["times_s"][0] / blocks[PLAIN]["times_s"][0] for blocks in contest["rounds"]]
         )
@@ -121,9 +127,9 @@ def check_default(outcome: Outcome, label: str, contest: dict[str, Any]) -> None
     for policy, message in contest["crashed"].items():
         outcome.check(f"{label}: {policy}", message, passed=False)
     medians = {
-        policy: median_interval(ratios(contest["rounds"], policy, PLAIN)).median
+        policy: median_interval(ratios(contest["rounds"], policy)).median
         for policy in SIMPLE
-        if policy not in contest["refused"] and ratios(contest["rounds"], policy, PLAIN)
+        if policy not in contest["refused"] and ratios(contest["rounds"], policy)
     }
     name = f"{label}: default against the better simple policy"
     if not medians:

@@ -7,10 +7,16 @@ import os
 import platform
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.launch import REPOSITORY
+
+if TYPE_CHECKING:
+    import argparse
+
+    from benchmarks.outcome import Outcome
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
@@ -20,7 +26,7 @@ def commit() -> str:
     git = ["git", "-C", str(REPOSITORY)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True, text=True).stdout.strip()
-        paths = ["--", "src", "benchmarks", ":!benchmarks/results"]
+        paths = ["--", "src", "benchmarks", "tools", ":!benchmarks/results"]
         dirty = subprocess.run([*git, "status", "--porcelain", *paths], capture_output=True, check=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -59,6 +65,34 @@ def environment(threads: int) -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark has."""
+    parser.add_argument("--quick", action="store_true", help="a small part, for trying")
+    parser.add_argument("--threads", type=int, default=1, help="intra-op threads of the measured processes")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that one measured process may take")
+    parser.add_argument("--tag", default="", help="ending of the results file's name")
+    parser.add_argument("--no-write", action="store_true", help="leave benchmarks/results as it is")
+
+
+def conclude(outcome: Outcome, name: str, command: str, options: argparse.Namespace) -> int:
+    """State the checks and write the results. Returns the exit code: 1 when a promise is broken."""
+    failed = [check for check in outcome.checks if check.required and not check.passed]
+    print(f"\n{len(outcome.checks)} checks, {len(failed)} failed")
+    for check in failed:
+        print(f"  {check.name}: {check.detail}")
+    if not options.no_write:
+        checks = [asdict(check) for check in outcome.checks]
+        data = {"passed": outcome.passed, "checks": checks, "data": outcome.data}
+        path = write(file_name(name, options), command=command, threads=options.threads, disk=outcome.disk, data=data)
+        print(f"raw figures in {path.relative_to(REPOSITORY)}")
+    return 0 if outcome.passed else 1
+
+
+def file_name(name: str, options: argparse.Namespace) -> str:
+    """Return the name of a benchmark's results file, without its ending."""
+    return name + ("-quick" if options.quick else "") + (f"-{options.tag}" if options.tag else "")
 
 
 def write(name: str, *, command: str, threads: int, disk: dict[str, float] | None, data: dict[str, Any]) -> Path:

@@ -73,7 +73,7 @@ def test_all_of_each_module_is_complete():
 def test_tests_and_benchmarks_import_what_exists():
     """A module or name of the package that moved is missed in a test that needs a device, too."""
     offenders = []
-    for path in sorted([*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]):
+    for path in sorted(p for folder in ("tests", "benchmarks", "tools") for p in (REPOSITORY / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names = [(alias.name, "") for alias in node.names]

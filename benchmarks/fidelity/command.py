@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.launch import run_module
+from benchmarks.launch import run_worker
 from benchmarks.outcome import Outcome, format_table
 
 if TYPE_CHECKING:
@@ -30,11 +30,12 @@ def run(options: argparse.Namespace) -> Outcome:
     rounds = 3 if options.quick else options.rounds
     rows: list[list[str]] = []
     for model in options.models:
-        data = run_module(
-            "fidelity.contest",
-            *("--model", model, "--rounds", rounds),
+        data = run_worker(
+            "fidelity.contest:run",
             threads=options.threads,
             timeout_s=CONTEST_TIMEOUT_S,
+            model=model,
+            num_rounds=rounds,
         )
         outcome.data[model] = data
         rows += compare(outcome, model, data)

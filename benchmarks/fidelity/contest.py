@@ -1,22 +1,18 @@
-"""Takes turns between plain, recorded and forced steps of one model: `python -m benchmarks.fidelity.contest ...`."""
+"""Takes turns between plain, recorded and forced steps of one model, in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import random
 import statistics
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
 from msgspec import structs
 
 from benchmarks import models
 from benchmarks.fidelity.copies import Copies
+from benchmarks.turns import Block, take_turns, timed_steps
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import InfeasibleError, NativeError
 from torchdelta.machine.model import Machine
@@ -140,26 +136,22 @@ class Contest:
         scope: Any = contextlib.nullcontext()
         if name != "plain":
             scope = MemoryBudget(NO_LIMIT_BYTES, Config(decisions=self.choices[name], tier="memory"))
-        times_s: list[tuple[float, float]] = []
         with scope as budget:
             self.step()  # opens the tier, and is traced
-            for _ in range(self.num_steps):
-                began_cpu_s, began_s = time.process_time(), time.perf_counter()
-                self.step()
-                times_s.append((time.process_time() - began_cpu_s, time.perf_counter() - began_s))
-        self.times_s[name].append(times_s)
+            block = timed_steps(self.step, self.num_steps)
+        self.times_s[name].append(list(zip(block["cpu_times_s"], block["times_s"], strict=True)))
         if budget is not None:
             summary = budget.summary()
             self.work[name] = {key: getattr(summary, key) // (self.num_steps + 1) for key in WORK}
 
     def run(self, num_rounds: int) -> None:
-        """Run the rounds, in an order drawn anew each time."""
-        generator = random.Random(0)
-        for _ in range(num_rounds):
-            turns = list(CONTENDERS)
-            generator.shuffle(turns)
-            for name in turns:
-                self.turn(name)
+        """Run the rounds."""
+
+        def run_block(name: str) -> Block:
+            self.turn(name)
+            return {}
+
+        take_turns(CONTENDERS, num_rounds, run_block)
 
     def measured_s(self, name: str, clock: int) -> float:
         """Return the median step of a contender."""
@@ -235,23 +227,9 @@ def _machine(out_bytes_per_s: float, in_bytes_per_s: float) -> Machine:
     )
 
 
-def main() -> int:
-    """Run one contest and print it as JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity.contest", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--model", choices=list(models.MODELS), required=True)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2, help="measured steps a block; one before them is kept apart")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def run(model: str, num_rounds: int, num_steps: int = 2) -> dict[str, Any]:
+    """Run one contest, as a worker: `num_steps` measured steps a block; one before them is kept apart."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # what the tier's thread copies is not hidden
-    contest = Contest(options.model, options.steps)
-    contest.run(options.rounds)
-    print(json.dumps(contest.document()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    contest = Contest(model, num_steps)
+    contest.run(num_rounds)
+    return contest.document()

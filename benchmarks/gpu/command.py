@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import statistics
 import subprocess
 import time
@@ -15,8 +14,8 @@ import torch
 
 from benchmarks.gpu import overlap
 from benchmarks.gpu.subjects import SUBJECTS, Subject, checkpointed, deterministic
-from benchmarks.intervals import median_interval
 from benchmarks.outcome import Outcome, format_table
+from benchmarks.turns import median_interval, take_turns
 from torchdelta import Config, MemoryBudget
 from torchdelta.cli.allocator_peak import AllocatorPeak, MeterError
 
@@ -165,10 +164,7 @@ class Case:
         """Time plain, ours and the peers in turns. Returns the rows of the table."""
         subject = self.build()
         subject.step()
-        order = random.Random(0)
-        rounds = [
-            {peer: self._block(subject, peer) for peer in order.sample(PEERS, len(PEERS))} for _ in range(num_rounds)
-        ]
+        rounds = take_turns(PEERS, num_rounds, lambda peer: self._block(subject, peer))
         self.data["rounds"] = rounds
         rows = []
         for peer in PEERS:

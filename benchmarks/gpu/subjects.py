@@ -1,4 +1,4 @@
-"""What is trained on the GPU: GPT-2 and ResNet-50, with seeds, sizes and the peers' ways to save memory."""
+"""What is trained on the GPU: GPT-2 and ResNet-50, and the peers' ways to save memory."""
 
 from __future__ import annotations
 
@@ -8,28 +8,34 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpt2 import GPT2, Block
-from benchmarks.resnet import Bottleneck, resnet50
+from benchmarks import models
+from benchmarks.networks.language import Block
+from benchmarks.networks.vision import Bottleneck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import nn
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model on its device, and the loss of one fixed batch."""
+    """A workload on its device, with its optimizer."""
 
     name: str
-    model: nn.Module
+    workload: models.Workload
     optimizer: torch.optim.Optimizer
-    compute_loss: Callable[[], torch.Tensor]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.workload.model
 
     def step(self) -> torch.Tensor:
         """Train one step and return its loss."""
-        loss = self.compute_loss()
+        loss = self.workload.loss()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -50,30 +56,17 @@ class Subject:
 
 def gpt2(device: torch.device, *, is_tiny: bool) -> Subject:
     """Build GPT-2 (124 million parameters, 1,024 tokens, batch 8) with AdamW."""
-    torch.manual_seed(0)
-    layers, width, heads, vocabulary, length, batch = (
-        (2, 32, 2, 64, 32, 2) if is_tiny else (12, 768, 12, 50257, 1024, 8)
-    )
-    model = GPT2(layers, width, heads, vocabulary, length).to(device).train()
-    tokens = torch.randint(vocabulary, (batch, length), device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return Subject(name="gpt2", model=model, optimizer=optimizer, compute_loss=lambda: model(tokens))
+    workload = models.build("gpt2-nano" if is_tiny else "gpt2-124m", device=str(device))
+    optimizer = torch.optim.AdamW(workload.model.parameters(), lr=1e-4)
+    return Subject(name="gpt2", workload=workload, optimizer=optimizer)
 
 
 def resnet(device: torch.device, *, is_tiny: bool) -> Subject:
     """Build ResNet-50 (224 pixels, batch 64) with SGD and momentum."""
-    torch.manual_seed(0)
-    batch, pixels = (2, 32) if is_tiny else (64, 224)
-    model = resnet50(10 if is_tiny else 1000).to(device).train()
-    pictures = torch.randn(batch, 3, pixels, pixels, device=device)
-    labels = torch.randint(10, (batch,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    return Subject(
-        name="resnet50",
-        model=model,
-        optimizer=optimizer,
-        compute_loss=lambda: nn.functional.cross_entropy(model(pictures), labels),
-    )
+    batch_size, size = (2, 32) if is_tiny else (64, 224)
+    workload = models.build("resnet50", batch_size, size=size, device=str(device))
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-3, momentum=0.9)
+    return Subject(name="resnet50", workload=workload, optimizer=optimizer)
 
 
 SUBJECTS: dict[str, Callable[..., Subject]] = {"gpt2": gpt2, "resnet50": resnet}

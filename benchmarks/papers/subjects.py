@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import zoo
+from benchmarks import models
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.trace.model import peak
@@ -65,7 +65,7 @@ def traced(model: str, batch_size: int, *, with_optimizer: bool) -> Trace:
     optimizer: OptimizerName = "sgd"
     if with_optimizer:
         optimizer = "sgd-momentum" if model in _VISION else "adamw"
-    return trace_step(getattr(zoo, model), batch_size=batch_size, optimizer=optimizer, comment=model)
+    return trace_step(getattr(models, model), batch_size=batch_size, optimizer=optimizer, comment=model)
 
 
 def step(model: str, machine: Machine, batch_size: int, *, with_optimizer: bool) -> Trace:

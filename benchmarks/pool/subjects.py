@@ -7,158 +7,100 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import resnet
-from benchmarks.models import seed_everything
-from benchmarks.unet import UNet
+from benchmarks.models import Recipe, classifier, denoiser, encoder, gpt2, loss_of, of_transformers, seed_everything
+from benchmarks.networks import language, vision
 from torchdelta import MemoryBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchdelta.trace.model import Trace
 
-Step = tuple[nn.Module, "Callable[[], Tensor]"]
-_VOCABULARY = 500
 
+class _Scores(nn.Module):
+    """Takes the scores out of what a model of transformers returns."""
 
-class Recurrence(nn.Module):
-    """A gated cell with layer norm, unrolled op by op, with a loss at every step."""
-
-    def __init__(self, num_steps: int, width: int = 48) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.num_steps = num_steps
-        self.inward, self.across = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
-        self.norm, self.dropout, self.out = nn.LayerNorm(4 * width), nn.Dropout(0.1), nn.Linear(width, 10)
+        self.model = model
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the mean loss over all steps."""
-        hidden = cell = torch.zeros_like(x[:, 0])
-        losses: list[Tensor] = []
-        for step in range(self.num_steps):
-            gates = self.norm(self.inward(x[:, step % x.shape[1]]) + self.across(hidden))
-            first, second, third, fourth = gates.chunk(4, 1)
-            cell = torch.sigmoid(first) * cell + torch.sigmoid(second) * torch.tanh(third)
-            hidden = torch.sigmoid(fourth) * torch.tanh(cell)
-            losses.append(self.out(self.dropout(hidden)).square().mean())
-        return torch.stack(losses).mean()
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.model(pictures).logits
 
 
-def _recurrence(num_steps: int) -> Step:
-    model, x = Recurrence(num_steps), torch.randn(8, 32, 48)
-    return model, lambda: model(x)
+def _tokens(class_name: str, num_layers: int | None = None, **settings: Any) -> Recipe:
+    if num_layers is not None:
+        settings["num_hidden_layers"] = num_layers
+    return of_transformers(class_name, batch_size=2, size=48, vocab_size=500, **settings)
 
 
-def _cells(kind: type[nn.Module], num_steps: int) -> Step:
-    cell, head, x = kind(32, 64), nn.Linear(64, 20), torch.randn(num_steps, 8, 32)
-
-    def loss() -> Tensor:
-        state: Any = None
-        outputs: list[Tensor] = []
-        for each in x:
-            state = cell(each, state)
-            outputs.append(head(state[0] if isinstance(state, tuple) else state))
-        return torch.stack(outputs).square().mean()
-
-    return nn.ModuleList([cell, head]), loss
+def _gpt2(num_layers: int) -> Recipe:
+    return gpt2(batch_size=2, size=48, vocab_size=500, n_layer=num_layers, n_embd=64, n_head=4)
 
 
-def _language(name: str, **sizes: Any) -> Step:
-    import transformers
+def _pictures(class_name: str, size: int, **settings: Any) -> Recipe:
+    def network() -> nn.Module:
+        import transformers
 
-    config = transformers.AutoConfig.for_model(name, vocab_size=_VOCABULARY, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    tokens = torch.randint(_VOCABULARY, (2, 48))
-    return model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        model_class = getattr(transformers, class_name)
+        return _Scores(model_class(model_class.config_class(image_size=size, num_labels=10, **settings)))
 
-
-def _masked(name: str, **sizes: Any) -> Step:
-    import transformers
-
-    config = transformers.AutoConfig.for_model(name, vocab_size=_VOCABULARY, **sizes)
-    model = transformers.AutoModelForMaskedLM.from_config(config)
-    tokens = torch.randint(_VOCABULARY, (2, 48))
-    return model, lambda: model(input_ids=tokens, labels=tokens).loss
+    return classifier(network, batch_size=4, size=size, num_classes=10)
 
 
-def _translation(**sizes: Any) -> Step:
-    import transformers
-
-    config = transformers.T5Config(vocab_size=_VOCABULARY, decoder_start_token_id=0, **sizes)
-    model = transformers.T5ForConditionalGeneration(config)
-    tokens = torch.randint(_VOCABULARY, (2, 48))
-    return model, lambda: model(input_ids=tokens, labels=tokens).loss
+def _resnet(*num_blocks_by_stage: int) -> Recipe:
+    return classifier(lambda: vision.build_resnet(num_blocks_by_stage, 10), batch_size=4, size=64, num_classes=10)
 
 
-def _pictures(model: nn.Module, size: int, batch_size: int = 4) -> Step:
-    pictures = torch.randn(batch_size, 3, size, size)
-
-    def loss() -> Tensor:
-        output = model(pictures)
-        scores = output if isinstance(output, Tensor) else output.logits
-        return nn.functional.cross_entropy(scores, torch.zeros(batch_size, dtype=torch.long))
-
-    return model, loss
+def _unet(width: int) -> Recipe:
+    return denoiser(batch_size=2, size=32, width=width, multiples=(1, 2, 2), num_blocks=2)
 
 
-def _vision(name: str, size: int, **sizes: Any) -> Step:
-    import transformers
-
-    config = transformers.AutoConfig.for_model(name, image_size=size, num_labels=10, **sizes)
-    return _pictures(transformers.AutoModelForImageClassification.from_config(config), size)
-
-
-def _unet(width: int) -> Step:
-    model = UNet(width=width, multiples=(1, 2, 2), num_blocks=2)
-    noisy, noise = torch.randn(2, 2, 3, 32, 32)
-    return model, lambda: nn.functional.mse_loss(model(noisy, torch.randint(1000, (2,))), noise)
-
-
-def _encoder(num_layers: int) -> Step:
-    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False), torch.randn(4, 32, 64)
-    return model, lambda: model(x).square().mean()
+def _unrolled(network: Any, num_steps: int, width: int, *arguments: Any) -> Recipe:
+    return Recipe(
+        network=lambda: network(*arguments, num_steps),
+        draw=lambda num_samples, length: (torch.randn(num_samples, length, width),),
+        batch_size=8,
+        size=32,
+    )
 
 
 _BERT = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 _LLAMA = _BERT | {"num_key_value_heads": 2}
 _EXPERTS = _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
-_GPT2 = {"n_embd": 64, "n_head": 4}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 8, "num_heads": 4, "decoder_start_token_id": 0}
 
-SUBJECTS: dict[str, Callable[[], Step]] = {
-    "gpt2, 6 layers": lambda: _language("gpt2", n_layer=6, **_GPT2),
-    "gpt2, 48 layers": lambda: _language("gpt2", n_layer=48, **_GPT2),
-    "gpt2, 200 layers": lambda: _language("gpt2", n_layer=200, **_GPT2),
-    "llama, 24 layers": lambda: _language("llama", num_hidden_layers=24, **_LLAMA),
-    "qwen2, 64 layers": lambda: _language("qwen2", num_hidden_layers=64, **_LLAMA),
-    "mixtral, 12 layers": lambda: _language("mixtral", num_hidden_layers=12, **_EXPERTS),
-    "bert, 24 layers": lambda: _masked("bert", num_hidden_layers=24, **_BERT),
-    "roberta, 12 layers": lambda: _masked("roberta", num_hidden_layers=12, **_BERT),
-    "t5, 8 + 8 layers": lambda: _translation(d_model=64, d_kv=16, d_ff=128, num_layers=8, num_heads=4),
-    "vit, 24 layers": lambda: _vision("vit", 32, patch_size=8, num_hidden_layers=24, **_BERT),
-    "convnext": lambda: _vision("convnext", 64, hidden_sizes=[16, 32, 64, 128]),
-    "swin": lambda: _vision("swin", 128, embed_dim=24, window_size=4, num_heads=[2, 2, 4, 8]),
-    "resnet-50": lambda: _pictures(resnet.resnet50(10), 64),
-    "resnet-101": lambda: _pictures(resnet.resnet101(10), 64),
-    "u-net, width 16": lambda: _unet(16),
-    "u-net, width 32": lambda: _unet(32),
-    "encoder, 24 layers": lambda: _encoder(24),
-    "lstm cells, 300 steps": lambda: _cells(nn.LSTMCell, 300),
-    "gru cells, 1000 steps": lambda: _cells(nn.GRUCell, 1000),
-    "recurrence, 100 steps": lambda: _recurrence(100),
-    "recurrence, 350 steps": lambda: _recurrence(350),
-    "recurrence, 1000 steps": lambda: _recurrence(1000),
-    "recurrence, 1900 steps": lambda: _recurrence(1900),
+SUBJECTS: dict[str, Recipe] = {
+    "gpt2, 6 layers": _gpt2(6),
+    "gpt2, 48 layers": _gpt2(48),
+    "gpt2, 200 layers": _gpt2(200),
+    "llama, 24 layers": _tokens("LlamaForCausalLM", 24, **_LLAMA),
+    "qwen2, 64 layers": _tokens("Qwen2ForCausalLM", 64, **_LLAMA),
+    "mixtral, 12 layers": _tokens("MixtralForCausalLM", 12, **_EXPERTS),
+    "bert, 24 layers": _tokens("BertForMaskedLM", 24, **_BERT),
+    "roberta, 12 layers": _tokens("RobertaForMaskedLM", 12, **_BERT),
+    "t5, 8 + 8 layers": _tokens("T5ForConditionalGeneration", **_T5),
+    "vit, 24 layers": _pictures("ViTForImageClassification", 32, patch_size=8, num_hidden_layers=24, **_BERT),
+    "convnext": _pictures("ConvNextForImageClassification", 64, hidden_sizes=[16, 32, 64, 128]),
+    "swin": _pictures("SwinForImageClassification", 128, embed_dim=24, window_size=4, num_heads=[2, 2, 4, 8]),
+    "resnet-50": _resnet(3, 4, 6, 3),
+    "resnet-101": _resnet(3, 4, 23, 3),
+    "u-net, width 16": _unet(16),
+    "u-net, width 32": _unet(32),
+    "encoder, 24 layers": encoder(24, 64, 4, 128, batch_size=4, size=32),
+    "lstm cells, 300 steps": _unrolled(language.Cells, 300, 32, nn.LSTMCell),
+    "gru cells, 1000 steps": _unrolled(language.Cells, 1000, 32, nn.GRUCell),
+    **{f"recurrence, {num} steps": _unrolled(language.Recurrence, num, 48) for num in (100, 350, 1000, 1900)},
 }
 
 
 def record(name: str) -> Trace:
     """Record one step of a subject, its optimizer included: the second one, in which the states exist."""
     seed_everything(0)
-    model, loss = SUBJECTS[name]()
+    recipe = SUBJECTS[name]
+    model, inputs = recipe(recipe.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> None:
-        loss().backward()
+        loss_of(model, inputs).backward()
         optimizer.step()
         optimizer.zero_grad()
 

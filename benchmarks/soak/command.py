@@ -6,13 +6,12 @@ import contextlib
 import json
 import statistics
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
-from benchmarks.growth import describe_types
-from benchmarks.launch import REPOSITORY, worker_environment
+from benchmarks.held import describe_types
+from benchmarks.launch import REPOSITORY, worker_command, worker_environment
 from benchmarks.outcome import Outcome
 from benchmarks.soak import schedule
 
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace) -> Outcome:
     tally = Tally()
     outcome = Outcome()
     error = ""
-    with _worker(options, minutes) as ours, _worker(options, minutes, "--plain") as plain:
+    with _worker(options, minutes) as ours, _worker(options, minutes, plain=True) as plain:
         for record in _records(ours):
             if record["kind"] == "end":
                 break
@@ -80,12 +79,11 @@ def run(options: argparse.Namespace) -> Outcome:
 
 
 @contextlib.contextmanager
-def _worker(options: argparse.Namespace, minutes: float, *words: str) -> Iterator[subprocess.Popen[str]]:
+def _worker(options: argparse.Namespace, minutes: float, *, plain: bool = False) -> Iterator[subprocess.Popen[str]]:
     # The plain one is ended from here: it has no reason to stop where the other does.
-    seconds = minutes * 60 * (10 if words else 1)
-    arguments = ["--seed", str(options.seed), "--seconds", str(seconds), "--threads", str(options.threads), *words]
+    seconds = minutes * 60 * (10 if plain else 1)
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.soak.worker", *arguments],
+        worker_command("soak.trainer:run", threads=options.threads, seed=options.seed, seconds=seconds, plain=plain),
         cwd=REPOSITORY,
         env=worker_environment(options.threads),
         stdout=subprocess.PIPE,
@@ -220,7 +218,8 @@ def judge(outcome: Outcome, tally: Tally) -> None:
 def _judge_growth(outcome: Outcome, tally: Tally) -> None:
     """Compare the second quarter of the episodes with the last one; the first may fill caches."""
     quarter = len(tally.episodes) // 4
-    if quarter < 2:
+    # A model that is met later makes its optimizer's states then.
+    if {episode["model"] for episode in tally.episodes[:quarter]} < set(schedule.MODELS):
         outcome.check("growth", f"{len(tally.episodes)} episodes are too few to tell", passed=False, required=False)
         return
     early, late = tally.episodes[quarter : 2 * quarter], tally.episodes[-quarter:]

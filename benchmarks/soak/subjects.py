@@ -6,24 +6,42 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks.models import LEARNING_RATE, seed_everything
-from benchmarks.unet import UNet
+from benchmarks.models import LEARNING_RATE, Recipe, classifier, denoiser, gpt2, loss_of, seed_everything
+from benchmarks.networks.vision import ConvNet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VOCABULARY = 2000
-LENGTH_UNIT = 32
+    from torch import Tensor, nn
+
 # A batch whose largest single tensor is more than any budget here.
 TOO_LARGE = (256, 4)
 LARGEST = (8, 4)
 
+# How to build it, the size of a sample by its length, and the optimizer. The U-Net's attention is square in the pixels.
+_SUBJECTS: dict[str, tuple[Recipe, Callable[[int], int], Callable[..., torch.optim.Optimizer]]] = {
+    "gpt": (
+        gpt2(size=128, vocab_size=2000, n_layer=4, n_embd=128, n_head=4),
+        lambda length: 32 * length,
+        lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE / 10),
+    ),
+    "unet": (
+        denoiser(batch_size=8, size=32, width=16, multiples=(1, 2), num_blocks=1),
+        lambda length: 16 + 4 * length,
+        lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9),
+    ),
+    "conv": (
+        classifier(ConvNet, batch_size=8, size=48, num_classes=100),
+        lambda length: 16 + 8 * length,
+        lambda parameters: torch.optim.Adam(parameters, lr=LEARNING_RATE / 10, foreach=True),
+    ),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, its optimizer, the modules in which faults happen, and how a batch becomes a loss."""
+    """A model, its optimizer, the modules in which faults happen, and how a drawn batch becomes a loss."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -31,81 +49,21 @@ class Subject:
     loss: Callable[[int, int], Tensor]
 
 
-class ConvNet(nn.Module):
-    """Convolutions with batch norm, in-place activations and skips."""
-
-    def __init__(self, width: int = 24, depth: int = 5) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(width, width, 3, padding=1),
-                nn.BatchNorm2d(width),
-                nn.ReLU(inplace=True),
-                nn.Conv2d(width, width, 3, padding=1),
-                nn.BatchNorm2d(width),
-                nn.Dropout2d(0.1),
-            )
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(width, 100)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the scores of pictures."""
-        hidden = self.stem(x)
-        for block in self.blocks:
-            hidden = torch.relu_(hidden + block(hidden))
-        return self.head(hidden.mean((2, 3)))
-
-
 def build(name: str, seed: int) -> Subject:
     """Build a subject from fixed seeds."""
     seed_everything(seed)
-    return {"gpt": _gpt, "unet": _unet, "conv": _conv}[name]()
-
-
-def _gpt() -> Subject:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=4,
-        n_embd=128,
-        n_head=4,
-        vocab_size=VOCABULARY,
-        n_positions=4 * LENGTH_UNIT,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
+    recipe, size_of, new_optimizer = _SUBJECTS[name]
+    model = recipe.network().train()
+    return Subject(
+        model=model,
+        optimizer=new_optimizer(model.parameters()),
+        blocks=_blocks(name, model),
+        loss=lambda batch_size, length: loss_of(model, recipe.draw(batch_size, size_of(length))),
     )
-    model = GPT2LMHeadModel(config).train()
-
-    def loss(batch_size: int, length: int) -> Tensor:
-        tokens = torch.randint(VOCABULARY, (batch_size, length * LENGTH_UNIT))
-        return model(input_ids=tokens, labels=tokens).loss
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE / 10)
-    return Subject(model=model, optimizer=optimizer, blocks=tuple(model.transformer.h), loss=loss)
 
 
-def _unet() -> Subject:
-    model = UNet(width=16, multiples=(1, 2), num_blocks=1).train()
-
-    def loss(batch_size: int, length: int) -> Tensor:
-        size = 16 + 4 * length  # attention is square in the number of pixels
-        noisy, noise = torch.randn(2, batch_size, 3, size, size)
-        return nn.functional.mse_loss(model(noisy, torch.randint(1000, (batch_size,))), noise)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    return Subject(model=model, optimizer=optimizer, blocks=(*model.down, *model.middle, *model.up), loss=loss)
-
-
-def _conv() -> Subject:
-    model = ConvNet().train()
-
-    def loss(batch_size: int, length: int) -> Tensor:
-        size = 16 + 8 * length
-        pictures, labels = torch.randn(batch_size, 3, size, size), torch.randint(100, (batch_size,))
-        return nn.functional.cross_entropy(model(pictures), labels)
-
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE / 10, foreach=True)
-    return Subject(model=model, optimizer=optimizer, blocks=tuple(model.blocks), loss=loss)
+def _blocks(name: str, model: nn.Module) -> tuple[nn.Module, ...]:
+    if name == "gpt":
+        return tuple(model.transformer.h)
+    network = model.network
+    return (*network.down, *network.middle, *network.up) if name == "unet" else tuple(network.blocks)

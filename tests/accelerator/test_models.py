@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
 
-from benchmarks.gpt2 import GPT2
-from benchmarks.resnet import Bottleneck
+from benchmarks.networks.language import GPT2
+from benchmarks.networks.vision import Bottleneck
 from tests.same_bits.judge import DEVICE, Scope, Step, assert_same_bits, run, state_of
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.device import allocator_statistics, reset_allocator_peak

@@ -21,10 +21,9 @@ class Library:
     def __init__(self, *, named_bytes: int, freeing_bytes: int) -> None:
         self.named = {"least_budget_bytes": named_bytes, "least_freeing_gradients_bytes": freeing_bytes}
 
-    def run(self, *arguments: Any, **_options: Any) -> dict[str, Any]:
+    def run(self, _function: str, *, budget_bytes: int, keeps_gradients: bool = False, **_: Any) -> dict[str, Any]:
         """Run a worker."""
-        budget_bytes = arguments[arguments.index("--budget-bytes") + 1]
-        needed_bytes = KEEPING_BYTES if "--keep-gradients" in arguments else LEAST_BYTES
+        needed_bytes = KEEPING_BYTES if keeps_gradients else LEAST_BYTES
         if budget_bytes >= needed_bytes:
             return {"outcome": "finished", "budget_bytes": budget_bytes}
         error = {"type": "BudgetError", "step": 0, "since_scope_s": 0.1, **self.named}

@@ -132,7 +132,7 @@ def test_gpt2_xl_takes_little_memory(tmp_path):
         "subprocess.run([sys.executable, '-m', 'torchdelta', *sys.argv[1:]], check=True);"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    arguments = ["trace", "benchmarks.zoo:gpt2_xl", "-o", str(tmp_path / "xl.trace"), "--batch-size", "2", "--json"]
+    arguments = ["trace", "benchmarks.models:gpt2_xl", "-o", str(tmp_path / "xl.trace"), "--batch-size", "2", "--json"]
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}

@@ -7,9 +7,8 @@ import functools
 import torch
 from torch import nn
 
-from benchmarks import resnet
-from benchmarks.gpt2 import GPT2
-from benchmarks.unet import UNet
+from benchmarks.networks.language import GPT2
+from benchmarks.networks.vision import UNet, build_resnet
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.trace.symbolic import trace_step
@@ -37,7 +36,7 @@ def small_resnet(batch_size):
         model.zero_grad()
 
     inputs = (torch.randn(batch_size, 3, 96, 96), torch.randint(10, (batch_size,)))
-    return resnet.build_resnet((2, 2, 2, 2), 10), inputs, step
+    return build_resnet((2, 2, 2, 2), 10), inputs, step
 
 
 def unet(batch_size):

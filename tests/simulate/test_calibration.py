@@ -9,7 +9,7 @@ import functools
 import pytest
 from msgspec import structs
 
-from benchmarks import zoo
+from benchmarks import models
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.planners import get
@@ -26,7 +26,7 @@ SWAP_ALL, PER_BLOCK = 6.46, 0.374  # overheads that the findings print
 @functools.cache
 def traced():
     """The step at the batch size of the findings."""
-    return trace_step(zoo.gpt2_large, batch_size=2, optimizer="none")
+    return trace_step(models.gpt2_large, batch_size=2, optimizer="none")
 
 
 def overhead(name, step):

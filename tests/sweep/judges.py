@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.sweep.pool import Report
-    from benchmarks.sweep.subjects import Subject
+    from tools.sweep.pool import Report
+    from tools.sweep.subjects import Subject
 
 EQUAL = {"verdict": "equal", "num_recomputed_ops": 1, "swapped_out_bytes": 0}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.sweep import catalog, tiny_configs, torch_modules, transformers_classes
 from tests.same_bits import op_database
+from tools.sweep import catalog, tiny_configs, torch_modules, transformers_classes
 
 
 @pytest.mark.parametrize("family", catalog.FAMILIES)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.sweep import command, pool
-from benchmarks.sweep.journal import Journal, describe, read
-from benchmarks.sweep.subjects import Subject
 from tests.sweep import judges
+from tools.sweep import command, pool
+from tools.sweep.journal import Journal, describe, read
+from tools.sweep.subjects import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sweep import command, pool, report
-from benchmarks.sweep.journal import Journal
-from benchmarks.sweep.subjects import Subject
 from tests.sweep import judges
+from tools.sweep import command, pool, report
+from tools.sweep.journal import Journal
+from tools.sweep.subjects import Subject
 
 MODES = ("recompute", "swap", "mixed")
 HARMS = ("crash in plain", "crash", "hang", "exit", "swallow memory")
@@ -63,10 +63,10 @@ def test_a_crash_of_plain_eager_is_no_failure(harmed: dict[str, Any]) -> None:
 
 def test_a_whole_class_through_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One real class goes the whole way from its name to its verdicts, and something was really recomputed."""
-    from benchmarks.__main__ import build_parser
+    from tools.sweep.__main__ import build_parser
 
     monkeypatch.setattr(Journal, "_write", None)  # --only writes nothing
-    options = build_parser({"sweep": command}).parse_args(["sweep", "--only", "GPT2Model", "--workers", "1"])
+    options = build_parser().parse_args(["--only", "GPT2Model", "--workers", "1"])
     outcome = command.run(options)
     assert outcome.passed
     modes = outcome.data["families"]["transformers_classes"]["modes"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.sweep import judging, report
-from benchmarks.sweep.journal import Journal
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN, Subject
 from tests.faults.switches import disabled
 from tests.same_bits.judge import Scope, comparable_conditions, state_of
+from tools.sweep import judging, report
+from tools.sweep.journal import Journal
+from tools.sweep.subjects import AUTOCAST, PLAIN, Subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

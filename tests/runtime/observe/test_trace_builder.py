@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import build_optimizer, seed_everything
-from benchmarks.resnet import Bottleneck
+from benchmarks.networks.vision import Bottleneck
 from tests.runtime.parts import running_session
 from tests.runtime.programs import Attention, mlp, running
 from torchdelta import Config, MemoryBudget

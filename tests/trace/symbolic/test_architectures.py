@@ -86,11 +86,11 @@ def test_the_peak_of_a_benchmark_model(name):
         optimizer = torch.optim.AdamW(workload.model.parameters())
 
         def train(model: torch.nn.Module, batch: Any) -> None:
-            workload.compute_loss(model, batch).backward()
+            models.loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return workload.model, workload.batch, train
+        return workload.model, workload.inputs, train
 
     trace = trace_step(build, device="cpu")
     assert peak(trace, with_workspace=True).size_bytes == pytest.approx(real_peak_bytes(build), rel=0.02)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import zoo
+from benchmarks import models
 from tests.sampling import keep
 from torchdelta.trace.model import BEFORE_STEP, counts
 from torchdelta.trace.scale import scale
@@ -16,11 +16,11 @@ GIB = 2**30
 # Two things differ from what we count: their dropout masks are the CPU's, in float32, and their saved bytes have the
 # input images in them, where ours are the saved buffers that are born in the step.
 FINDINGS = [
-    (zoo.resnet50, 64, 0.10, 5.27, 5.12, 24),
-    (zoo.resnet101, 64, 0.17, 7.78, 7.56, 47),
-    (zoo.bert_large, 8, 1.25, 12.49, 10.55, 814),
-    (zoo.gpt2_large, 2, 2.88, 31.49, 27.84, 5324),
-    (zoo.gpt2_xl, 2, 5.80, 52.69, 46.12, 10520),
+    (models.resnet50, 64, 0.10, 5.27, 5.12, 24),
+    (models.resnet101, 64, 0.17, 7.78, 7.56, 47),
+    (models.bert_large, 8, 1.25, 12.49, 10.55, 814),
+    (models.gpt2_large, 2, 2.88, 31.49, 27.84, 5324),
+    (models.gpt2_xl, 2, 5.80, 52.69, 46.12, 10520),
 ]
 
 
@@ -36,12 +36,10 @@ def test_the_table_of_the_findings(model, batch_size, params, peak, saved, gflop
     assert sum(op.flops for op in trace.ops) / batch_size / 1e9 == pytest.approx(gflops, abs=0.6)
 
 
-def small_gpt2(batch_size: int) -> zoo.Step:
-    """Three blocks of GPT-2."""
-    return zoo.build_gpt2(batch_size, "sdpa", n_embd=96, n_layer=3, n_head=3)
+small_gpt2 = models.gpt2(size=1024, vocab_size=50257, n_embd=96, n_layer=3, n_head=3, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("model", keep([zoo.alexnet, small_gpt2], [small_gpt2]))
+@pytest.mark.parametrize("model", keep([models.alexnet, small_gpt2], [small_gpt2]))
 def test_any_batch_from_two(model):
     """A step priced from batches 2 and 4 is the step traced at 6, number by number."""
     two, four, six = (trace_step(model, batch_size=size, optimizer="adamw") for size in (2, 4, 6))
@@ -50,16 +48,16 @@ def test_any_batch_from_two(model):
 
 def test_dropout_saves_a_bool_mask_on_cuda():
     """On CUDA each mask is a quarter of the float32 one that the CPU saves, and dropout is one op."""
-    cuda = trace_step(zoo.vgg16, batch_size=2, optimizer="none")
+    cuda = trace_step(models.vgg16, batch_size=2, optimizer="none")
     drops = [op for op in cuda.ops if op.name == "aten.native_dropout.default"]
     assert [[cuda.buffers[id_].size_bytes for id_ in op.writes] for op in drops] == [[4 * 2 * 4096, 2 * 4096]] * 2
     assert all(op.random and op.recomputable for op in drops)
-    cpu = trace_step(zoo.vgg16, batch_size=2, device="cpu", optimizer="none")
+    cpu = trace_step(models.vgg16, batch_size=2, device="cpu", optimizer="none")
     assert not any("native_dropout" in op.name for op in cpu.ops)
     assert counts(cpu).saved_bytes - counts(cuda).saved_bytes == 2 * (4 - 1) * 2 * 4096
 
 
-def small_llama(batch_size: int) -> zoo.Step:
+def small_llama(batch_size: int) -> models.Step:
     """Two blocks of Llama in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

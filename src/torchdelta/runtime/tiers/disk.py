@@ -179,7 +179,7 @@ class DiskTier(PooledTier):
         host_budget_bytes: The most that staging may take; smaller budgets make smaller parts and slower transfers.
         checksum: Keep a CRC-32 of every part written and compare it when the part is read. Off by default: it runs
             at a few GB/s on a core that the training could use, which is more than 2 % of a step that swaps much
-            (benchmarks/checksum.py).
+            (benchmarks/overheads.py).
         device: The device whose storages it copies; None for the CPU.
         new_medium: Makes the medium, from the file and the options: `DiskMedium`, or one that knows the device.
     """

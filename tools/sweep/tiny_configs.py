@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sweep.special_configs import SPECIAL
 from tests.same_bits.architectures import SIZES
+from tools.sweep.special_configs import SPECIAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

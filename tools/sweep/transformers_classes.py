@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.sweep import tiny_configs, training_inputs
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 from tests.same_bits import judge
+from tools.sweep import tiny_configs, training_inputs
+from tools.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -84,14 +84,14 @@ def build(subject: Subject) -> tuple[dict[str, Step], dict[str, Any]]:
     """
     import transformers
 
-    model_class = getattr(transformers, subject.name, None)
+    model_class: Any = getattr(transformers, subject.name, None)
     if model_class is None:
         raise NotConstructibleError("transformers does not export it")
     try:  # a class whose packages are missing is a stand-in that raises whatever is asked of it
-        is_model = inspect.isclass(model_class) and hasattr(model_class, "forward")
-        if not (is_model and hasattr(model_class, "config_class")):
+        config_class = getattr(model_class, "config_class", None)
+        if not (inspect.isclass(model_class) and hasattr(model_class, "forward") and config_class is not None):
             raise NotConstructibleError(NO_MODEL)
-        model_class.config_class.model_type  # noqa: B018
+        config_class.model_type  # noqa: B018
     except ImportError as error:
         raise NotConstructibleError(describe(error)) from None
     reasons: list[str] = []

@@ -6,16 +6,16 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
-from benchmarks.sweep.catalog import HARNESS_FAILED, JUDGED
-from benchmarks.sweep.judging import BROKEN, EQUAL, NOT_REPRODUCIBLE, PLAIN_FAILS
-from benchmarks.sweep.pool import BUILD, CRASHED, TIMEOUT
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN
+from tools.sweep.catalog import HARNESS_FAILED, JUDGED
+from tools.sweep.judging import BROKEN, EQUAL, NOT_REPRODUCIBLE, PLAIN_FAILS
+from tools.sweep.pool import BUILD, CRASHED, TIMEOUT
+from tools.sweep.subjects import AUTOCAST, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.sweep.journal import Journal
-    from benchmarks.sweep.subjects import Subject
+    from tools.sweep.journal import Journal
+    from tools.sweep.subjects import Subject
 
 Record = dict[str, Any]
 

@@ -7,14 +7,14 @@ import importlib
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sweep import judging
-from benchmarks.sweep.subjects import NotConstructibleError
+from tools.sweep import judging
+from tools.sweep.subjects import NotConstructibleError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.sweep.pool import Report
-    from benchmarks.sweep.subjects import Family, Subject
+    from tools.sweep.pool import Report
+    from tools.sweep.subjects import Family, Subject
 
 FAMILIES = ("transformers_classes", "torch_modules")
 
@@ -26,7 +26,7 @@ HARNESS_FAILED = "harness failed"
 
 def family(name: str) -> Family:
     """Import a family's module."""
-    return importlib.import_module(f"benchmarks.sweep.{name}")  # type: ignore[return-value]
+    return importlib.import_module(f"tools.sweep.{name}")  # type: ignore[return-value]
 
 
 def judge(subject: Subject, modes: Sequence[str], report: Report) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from multiprocessing import connection as mp_connection
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.launch import worker_environment
-from benchmarks.sweep.subjects import Subject
+from tools.sweep.subjects import Subject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from multiprocessing.connection import Connection
 
 Record = dict[str, Any]
@@ -33,7 +33,7 @@ Report = Callable[[str, Record], None]
 Judge = Callable[[Subject, Sequence[str], Report], Record]
 
 BUILD = "build"
-PRELOADED = "benchmarks.sweep.preload"
+PRELOADED = "tools.sweep.preload"
 CRASHED = "crashed"
 TIMEOUT = "timeout"
 _DONE = ""
@@ -164,7 +164,7 @@ def _work(connection: Connection, judge: Judge, subjects: list[Subject], modes: 
 
 
 @contextlib.contextmanager
-def _environment(threads: int) -> Iterator[None]:
+def _environment(threads: int) -> Generator[None]:
     """Give the fork server, which starts with the first process, the environment of a measured one."""
     before = dict(os.environ)
     os.environ.update(worker_environment(threads))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.counting import unit_times_s
+from benchmarks.overheads import unit_times_s
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import new_counter
 
@@ -13,4 +13,4 @@ def test_units_of_counting_can_be_timed() -> None:
     if isinstance(counter, NativeError):
         pytest.skip(str(counter))
     times_s = unit_times_s(counter, num_calls=10)
-    assert times_s.keys() == {"allocation", "op"}
+    assert times_s.keys() == {"allocation_s", "op_s"}

@@ -9,9 +9,9 @@ import warnings
 MODULES = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
-    "benchmarks.sweep.catalog",
-    "benchmarks.sweep.transformers_classes",
-    "benchmarks.sweep.torch_modules",
+    "tools.sweep.catalog",
+    "tools.sweep.transformers_classes",
+    "tools.sweep.torch_modules",
 )
 
 for name in MODULES:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 from tests.same_bits import judge, op_database
+from tools.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
 
 if TYPE_CHECKING:
     from tests.same_bits.judge import Scope, Step
@@ -114,7 +114,8 @@ SAMPLES: dict[str, list[Sample]] = {
     "MaxUnpool3d": [(lambda: nn.MaxUnpool3d(2), lambda: pooled(nn.MaxPool3d, 2, 3, 4, 4, 4))],
     "ModuleDict": [(lambda: Summed(nn.ModuleDict(dict(zip("abc", parts(), strict=True)))), lambda: (real(4, 6),))],
     "ModuleList": [(lambda: Summed(nn.ModuleList(parts())), lambda: (real(4, 6),))],
-    "NLLLoss2d": [(nn.NLLLoss2d, lambda: (real(2, 4, 3, 3), torch.randint(0, 4, (2, 3, 3))))],
+    "NLLLoss2d": [(nn.NLLLoss2d,  # pyright: ignore[reportDeprecated] - swept as long as torch exports it
+                   lambda: (real(2, 4, 3, 3), torch.randint(0, 4, (2, 3, 3))))],
     "PairwiseDistance": [(nn.PairwiseDistance, lambda: (real(4, 6), real(4, 6)))],
     "ParameterDict": [(lambda: Summed(nn.ParameterDict(dict(zip("abc", parameters(), strict=True)))),
                        lambda: (real(4, 6),))],

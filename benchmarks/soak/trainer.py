@@ -1,4 +1,4 @@
-"""One of the two processes of the soak: `python -m benchmarks.soak.worker --seed 0 --seconds 60 [--plain]`.
+"""One of the two processes of the soak: `python -m benchmarks.worker soak.trainer:run seed=0 seconds=60 plain=false`.
 
 It prints one JSON object a line: a record of each step, and one of each episode. Nothing is remembered here: what a
 long run keeps would hide what leaks.
@@ -6,12 +6,10 @@ long run keeps would hide what leaks.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import gc
 import json
-import sys
 import tempfile
 import threading
 import time
@@ -21,10 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks import bits
-from benchmarks.long_run import count_held
+from benchmarks.held import count_held, live_storages
 from benchmarks.models import seed_everything
 from benchmarks.soak import faults, schedule, subjects
-from benchmarks.storages import live_storages
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.errors import TierError
 
@@ -37,23 +34,24 @@ _TYPES_EVERY = 4
 class Trainer:
     """Trains the subjects as the schedule says."""
 
-    def __init__(self, options: argparse.Namespace, swap_dir: str) -> None:
-        self.options = options
+    def __init__(self, seed: int, swap_dir: str, *, plain: bool) -> None:
+        self.seed = seed
+        self.plain = plain
         self.swap_dir = swap_dir
-        self.measured = {} if options.plain else {name: self._measure(name) for name in schedule.MODELS}
-        self.subjects = {name: subjects.build(name, options.seed) for name in schedule.MODELS}
+        self.measured = {} if plain else {name: self._measure(name) for name in schedule.MODELS}
+        self.subjects = {name: subjects.build(name, seed) for name in schedule.MODELS}
         self.peak_is_tainted = False
         self.kept: list[tuple[int, torch.Tensor]] = []  # graphs that live on, and until which step
 
     def _measure(self, name: str) -> tuple[int, int]:
         """Return what the largest batch takes above a subject at rest, and what all subjects have at rest."""
-        subject = subjects.build(name, self.options.seed)
+        subject = subjects.build(name, self.seed)
         with MemoryBudget("1TiB") as budget:
             for _ in range(2):
                 subject.loss(*subjects.LARGEST).backward()
                 subject.optimizer.step()
                 subject.optimizer.zero_grad()
-        everything = [subjects.build(each, self.options.seed) for each in schedule.MODELS]
+        everything = [subjects.build(each, self.seed) for each in schedule.MODELS]
         return (
             budget.summary().steps[-1].peak_bytes - resting_bytes(subject),
             sum(resting_bytes(each) for each in everything),
@@ -63,21 +61,21 @@ class Trainer:
         step_bytes, rest_bytes = self.measured[episode.model]
         return rest_bytes + int(episode.share * step_bytes)
 
-    def run(self) -> None:
-        """Train until the time is over, at the end of an episode."""
-        end_s = time.monotonic() + self.options.seconds
+    def run(self, seconds: float) -> int:
+        """Train until the time is over, at the end of an episode. Returns the number of episodes."""
+        end_s = time.monotonic() + seconds
         index = first_step = 0
         while time.monotonic() < end_s:
-            episode = schedule.draw(self.options.seed, index, first_step)
+            episode = schedule.draw(self.seed, index, first_step)
             self._run_episode(episode)
             index += 1
             first_step += len(episode.steps)
-        say({"kind": "end", "num_episodes": index})
+        return index
 
     def _run_episode(self, episode: schedule.Episode) -> None:
         subject = self.subjects[episode.model]
         scope: Any = contextlib.nullcontext()
-        if not self.options.plain:
+        if not self.plain:
             config = Config(policy=episode.policy, tier=episode.tier, swap_dir=self.swap_dir)
             scope = MemoryBudget(self._budget_bytes(episode), config)
         if not episode.collects:
@@ -310,21 +308,7 @@ def say(record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)
 
 
-def main() -> int:
-    """Run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak.worker", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def run(seed: int, seconds: float, *, plain: bool) -> dict[str, Any]:
+    """Train, with budgets or plainly. The returned record is the last one."""
     with tempfile.TemporaryDirectory(prefix="torchdelta-soak-") as swap_dir:
-        Trainer(options, swap_dir).run()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return {"kind": "end", "num_episodes": Trainer(seed, swap_dir, plain=plain).run(seconds)}

@@ -8,7 +8,3 @@ What plain eager does not do twice alike, and what cannot be built, is listed ap
 `sweep.jsonl` holds one line a class. A sweep that was stopped goes on where it stopped, as long as neither the sources
 nor the limits have changed.
 """
-
-from benchmarks.sweep.command import add_arguments, run
-
-__all__ = ["add_arguments", "run"]

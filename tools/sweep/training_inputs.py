@@ -107,9 +107,9 @@ class Source:
             # Sequence-to-sequence models classify at the end token, of which each example must have as many.
             tokens[tokens == self.eos_token_id] = 3 if self.eos_token_id != 3 else 4
             tokens[:, -1] = self.eos_token_id
-        if "global_attention_mask" in self.parameters and number(self.config, "sep_token_id") is not None:
+        separator = number(self.config, "sep_token_id")
+        if "global_attention_mask" in self.parameters and separator is not None:
             # Longformer looks for the question between three separators.
-            separator = number(self.config, "sep_token_id")
             tokens[tokens == separator] = 4
             tokens[..., [3, 4, -1]] = separator
         return tokens
@@ -264,7 +264,7 @@ class Source:
         channels = number(self.config, "num_input_channels")
         return [channels] if channels and not getattr(self.config, "lags_sequence", None) else []
 
-    def _past_values(self) -> torch.Tensor:
+    def _past_values(self) -> torch.Tensor | list[torch.Tensor]:
         length, channels = self.past_length(), self.series_channels()
         return self.styled(
             plain=torch.randn(BATCH, length, *channels),

@@ -1,4 +1,4 @@
-"""The sweep as a benchmark: its options, what is still to be judged, and its progress on stderr."""
+"""The sweep: its options, what is still to be judged, and its progress on stderr."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks import results
-from benchmarks.sweep import catalog, pool
-from benchmarks.sweep.journal import Journal, describe, key_of, read
-from benchmarks.sweep.report import is_failed, sum_up
+from tools.sweep import catalog, pool
+from tools.sweep.journal import Journal, describe, key_of, read
+from tools.sweep.report import is_failed, sum_up
 
 if TYPE_CHECKING:
     import argparse
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.outcome import Outcome
-    from benchmarks.sweep.pool import Judge, Limits
-    from benchmarks.sweep.subjects import Subject
+    from tools.sweep.pool import Judge, Limits
+    from tools.sweep.subjects import Subject
 
+NAME = "sweep"
 GIB = 2**30
 MODES = ("recompute", "swap", "mixed", "bf16")
 # A quick sweep judges every so many groups.
@@ -74,8 +75,7 @@ def run(options: argparse.Namespace) -> Outcome:
 
 def raw_path(options: argparse.Namespace) -> Path:
     """Return the raw file that stands beside the summary."""
-    name = "sweep" + ("-quick" if options.quick else "") + (f"-{options.tag}" if options.tag else "")
-    return results.RESULTS / f"{name}.jsonl"
+    return results.RESULTS / f"{results.file_name(NAME, options)}.jsonl"
 
 
 def group_up(subjects: Sequence[Subject]) -> list[list[Subject]]:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-    from benchmarks.sweep.pool import Limits
+    from tools.sweep.pool import Limits
 
 Record = dict[str, Any]
 Key = tuple[str, str]
 
 # What a result depends on. A commit that changes only words elsewhere does not make the results old.
-SOURCES = ("src/torchdelta/**/*.py", "benchmarks/sweep/*.py", "tests/same_bits/*.py")
+SOURCES = ("src/torchdelta/**/*.py", "tools/sweep/*.py", "tests/same_bits/*.py")
 PACKAGES = ("torch", "transformers", "numpy", "scipy")
 
 

@@ -10,16 +10,16 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sweep.pool import CRASHED, TIMEOUT
-from benchmarks.sweep.subjects import AUTOCAST, PLAIN
 from tests.same_bits import judge
+from tools.sweep.pool import CRASHED, TIMEOUT
+from tools.sweep.subjects import AUTOCAST, PLAIN
 from torchdelta import Config, MemoryBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Sequence
 
-    from benchmarks.sweep.pool import Report
-    from benchmarks.sweep.subjects import Steps
+    from tools.sweep.pool import Report
+    from tools.sweep.subjects import Steps
     from torchdelta import SavedBuffer
 
 
@@ -90,7 +90,7 @@ def judge_mode(step: judge.Step, decisions: judge.Decisions, expected: judge.Out
     budgets: list[MemoryBudget] = []
 
     @contextlib.contextmanager
-    def scope() -> Iterator[MemoryBudget]:
+    def scope() -> Generator[MemoryBudget]:
         budgets.append(MemoryBudget(judge.UNLIMITED, Config(decisions=decisions, tier="memory")))
         with budgets[-1] as budget:
             yield budget

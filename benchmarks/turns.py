@@ -1,0 +1,134 @@
+"""Takes turns between ways to train in one process, and states medians of ratios with a bootstrap interval.
+
+A round runs a short block of steps for every contender, in an order drawn anew each round; a contender's ratio is its
+block against another's of the same round. Slow drifts of a shared machine (other jobs, clock frequency) then fall on
+both sides. The first step of a block opens the scope and its tier; it is kept apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NUM_RESAMPLES = 2000
+PLAIN = "plain"
+
+Block = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A median and the 2.5 % and 97.5 % quantiles of its bootstrap distribution."""
+
+    median: float
+    low: float
+    high: float
+    num_samples: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def median_interval(samples: Sequence[float]) -> Interval:
+    """Return the median with its 95 % percentile-bootstrap interval (seeded: the same samples give the same)."""
+    if not samples:
+        raise ValueError("no samples: an interval needs at least one")
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(samples, k=len(samples))) for _ in range(NUM_RESAMPLES))
+    return Interval(
+        median=statistics.median(samples),
+        low=medians[int(0.025 * NUM_RESAMPLES)],
+        high=medians[int(0.975 * NUM_RESAMPLES) - 1],
+        num_samples=len(samples),
+    )
+
+
+def take_turns(
+    contenders: Sequence[str], num_rounds: int, run_block: Callable[[str], Block | None]
+) -> list[dict[str, Block]]:
+    """Run the rounds. A contender whose block is None is left out from then on."""
+    generator = random.Random(0)
+    in_race = list(contenders)
+    rounds: list[dict[str, Block]] = []
+    for _ in range(num_rounds):
+        blocks = {name: run_block(name) for name in generator.sample(in_race, len(in_race))}
+        rounds.append({name: block for name, block in blocks.items() if block is not None})
+        in_race = [name for name in in_race if blocks[name] is not None]
+    return rounds
+
+
+def timed_steps(step: Callable[[], object], num_steps: int) -> Block:
+    """Run steps and return the wall and processor time of each."""
+    times_s, cpu_times_s = [], []
+    for _ in range(num_steps):
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        step()
+        times_s.append(time.perf_counter() - began_s)
+        cpu_times_s.append(time.process_time() - began_cpu_s)
+    return {"times_s": times_s, "cpu_times_s": cpu_times_s}
+
+
+def ratios(
+    rounds: Sequence[dict[str, Block]], contender: str, baseline: str = PLAIN, key: str = "times_s"
+) -> list[float]:
+    """Return, for each round that both took part in, the contender's median step over the baseline's."""
+    return [
+        statistics.median(blocks[contender][key][1:]) / statistics.median(blocks[baseline][key][1:])
+        for blocks in rounds
+        if contender in blocks and baseline in blocks
+    ]
+
+
+def run(
+    model: str,
+    contenders: dict[str, dict[str, Any] | None],
+    budget_bytes: int = 1 << 40,
+    num_rounds: int = 5,
+    num_steps: int = 3,
+    *,
+    with_disk: bool = False,
+) -> dict[str, Any]:
+    """Train one model in turns, as a worker: each contender under the `Config` of these settings, None without us."""
+    from benchmarks import models
+    from benchmarks.disk import measure_disk
+
+    workload = models.build(model)
+    optimizer = models.build_optimizer("sgd", workload.model)
+    found: dict[str, Any] = {"summaries": {}, "refused": {}, "crashed": {}}
+
+    def run_block(name: str) -> Block | None:
+        settings = contenders[name]
+        scope: Any = contextlib.nullcontext()
+        if settings is not None:
+            from torchdelta import Config, MemoryBudget
+
+            scope = MemoryBudget(budget_bytes, Config(**settings))
+        try:
+            with scope as budget:
+                block = timed_steps(lambda: workload.train(optimizer), num_steps)
+            if budget is not None:
+                found["summaries"][name] = budget.summary().as_dict()
+        except torch.OutOfMemoryError as error:
+            found["refused"][name] = str(error)
+        except Exception as error:  # noqa: BLE001 - one that crashes is a finding, the others go on
+            found["refused"][name] = found["crashed"][name] = f"{type(error).__name__}: {error}"
+        else:
+            return block
+        optimizer.zero_grad()
+        gc.collect()
+        return None
+
+    disk = [measure_disk()] if with_disk else []
+    timed_steps(lambda: workload.train(optimizer), num_steps)
+    found["rounds"] = take_turns(list(contenders), num_rounds, run_block)
+    return {**found, "disk": [*disk, measure_disk()] if with_disk else []}

@@ -1,0 +1,1 @@
+"""Long checks of the whole library that are no measurements: `python -m tools.sweep`."""
