@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
 from benchmarks.papers import tables
-from torchdelta.planners.autoswap import SCORES
+from torchdelta.planners.literature.autoswap import SCORES
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from benchmarks.papers.subjects import CASES, Case, largest_plain_batch, step
 from torchdelta.bounds.lp_bound import bound, least_peak_bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.planners import get
-from torchdelta.planners.autoswap import SCORES
 from torchdelta.planners.fitting import BatchSearch, least_budget
+from torchdelta.planners.literature.autoswap import SCORES
 from torchdelta.simulate import Options, simulate_plan
 from torchdelta.trace.model import peak
 

@@ -18,7 +18,7 @@ from tests.planners.chains import MACHINE, MIB, blocks, chain
 from tests.planners.tangles import tangles
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
-from torchdelta.planners.torchdelta import least_peak
+from torchdelta.planners.default.search_planner import least_peak
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import peak
 

@@ -16,7 +16,7 @@ from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners import get, names
-from torchdelta.planners.torchdelta import choose, least_peak
+from torchdelta.planners.default.search_planner import choose, least_peak
 from torchdelta.simulate import execute, simulate_plan
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import peak

@@ -6,9 +6,9 @@ import pytest
 from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta.errors import InfeasibleError
 from torchdelta.planners import get, names
-from torchdelta.planners.checkpoint_rules import block_of, decisions
-from torchdelta.planners.delta_2022_released import OPTIONS, recomputes
-from torchdelta.planners.ideal import LinkSlack
+from torchdelta.planners.literature.checkpoint_rules import block_of, decisions
+from torchdelta.planners.literature.delta_2022_released import OPTIONS, recomputes
+from torchdelta.planners.literature.ideal import LinkSlack
 from torchdelta.simulate import simulate_plan
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import peak

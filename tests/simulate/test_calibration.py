@@ -13,7 +13,7 @@ from benchmarks import zoo
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.planners import get
-from torchdelta.planners.checkpoint_rules import decisions
+from torchdelta.planners.literature.checkpoint_rules import decisions
 from torchdelta.simulate import simulate_plan
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import peak

@@ -67,7 +67,7 @@ def plan(
         from torchdelta.bounds.lp_bound import bound
         from torchdelta.plan.file import write_plan
         from torchdelta.planners import get
-        from torchdelta.planners.torchdelta import NEAR_LEAST, least_peak
+        from torchdelta.planners.default.search_planner import NEAR_LEAST, least_peak
         from torchdelta.simulate import execute
         from torchdelta.simulate.problem import Problem
 

@@ -21,17 +21,22 @@ Effort = Literal["fast", "best"]
 """How long a planner may think; one that knows a single effort ignores it."""
 
 _MODULES = (
-    "autoswap",
-    "capuchin",
-    "checkpoint",
-    "delta_2022",
-    "delta_2022_released",
-    "delta_2024",
-    "dtr",
     "keep",
-    "mu_two",
-    "swap_all",
-    "torchdelta",
+    "default.search_planner",
+    *(
+        f"literature.{name}"
+        for name in (
+            "autoswap",
+            "capuchin",
+            "checkpoint",
+            "delta_2022",
+            "delta_2022_released",
+            "delta_2024",
+            "dtr",
+            "mu_two",
+            "swap_all",
+        )
+    ),
 )
 """The modules of this package that hold planners."""
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.delta_2022 import FilterAndDirector
-from torchdelta.planners.online import frugal, play
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import finished
+from torchdelta.planners.literature.delta_2022 import FilterAndDirector
+from torchdelta.planners.literature.lower_limit import tighten
+from torchdelta.planners.literature.online import frugal, play
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import tighten
 from torchdelta.simulate.model import Options
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.ideal import IdealLoad, in_s, out_s, start_times_s
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import finished
+from torchdelta.planners.literature.ideal import IdealLoad, in_s, out_s, start_times_s
+from torchdelta.planners.literature.lower_limit import NoChoiceError, tighten
 from torchdelta.planners.registry import Effort, Planner, register
-from torchdelta.planners.tighten import NoChoiceError, tighten
 from torchdelta.simulate.gaps import Gap
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem

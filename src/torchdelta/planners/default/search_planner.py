@@ -25,11 +25,11 @@ from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass, Plan
-from torchdelta.planners import search
-from torchdelta.planners.anneal import anneal
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.default import search
+from torchdelta.planners.default.anneal import anneal
+from torchdelta.planners.default.windows import try_windows
+from torchdelta.planners.feasible_plan import finished
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.windows import try_windows
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace

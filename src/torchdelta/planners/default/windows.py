@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.planners.search import Flags, is_better
+from torchdelta.planners.default.search import Flags, is_better
 from torchdelta.simulate.arrays import Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 

@@ -12,10 +12,10 @@ from tests.sampling import keep
 from torchdelta import planners
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
-from torchdelta.planners import search
-from torchdelta.planners.anneal import anneal
-from torchdelta.planners.torchdelta import choose, least_peak
-from torchdelta.planners.windows import try_windows
+from torchdelta.planners.default import search
+from torchdelta.planners.default.anneal import anneal
+from torchdelta.planners.default.search_planner import choose, least_peak
+from torchdelta.planners.default.windows import try_windows
 from torchdelta.simulate import simulate_plan
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
@@ -147,7 +147,7 @@ def test_where_memory_is_short_large_buffers_are_decided_first(monkeypatch):
     problem = Problem.of(chain([(size * MIB, *times_s) for size, *times_s in drawn]), MACHINE)
     budget_bytes = int(1.3 * least_peak(problem))
     with_it = problem.score(choose(problem, budget_bytes, "fast"), budget_bytes)
-    monkeypatch.setattr("torchdelta.planners.torchdelta._Hunt.rebuild", lambda _hunt: None)
+    monkeypatch.setattr("torchdelta.planners.default.search_planner._Hunt.rebuild", lambda _hunt: None)
     without = problem.score(choose(problem, budget_bytes, "fast"), budget_bytes)
     assert with_it.is_feasible
     assert with_it.time_s < without.time_s

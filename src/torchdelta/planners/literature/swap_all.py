@@ -8,7 +8,7 @@ import numpy as np
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import finished
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.planners.search import Flags
+from torchdelta.planners.default.search import Flags
 from torchdelta.simulate.arrays import Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 

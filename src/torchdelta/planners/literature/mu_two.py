@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.capuchin import RecomputeTimes
-from torchdelta.planners.ideal import IdealLoad, LinkSlack, in_s, start_times_s
-from torchdelta.planners.lineage import Lineage
+from torchdelta.planners.literature.capuchin import RecomputeTimes
+from torchdelta.planners.literature.ideal import IdealLoad, LinkSlack, in_s, start_times_s
+from torchdelta.planners.literature.lineage import Lineage, plan_by_lineage
+from torchdelta.planners.literature.lower_limit import NoChoiceError
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import NoChoiceError
-from torchdelta.planners.tightened import plan_by_lineage
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace

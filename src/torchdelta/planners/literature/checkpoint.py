@@ -7,8 +7,8 @@ it), everything is kept.
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.checkpoint_rules import decisions
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import finished
+from torchdelta.planners.literature.checkpoint_rules import decisions
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.problem import Problem
 from torchdelta.trace.model import Trace

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchdelta.planners.tighten import NoChoiceError
+from torchdelta.planners.literature.lower_limit import NoChoiceError
 from torchdelta.simulate.gaps import Gap
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import Problem
