@@ -15,7 +15,7 @@ from tests.trace.strategies import traces
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
-from torchdelta.planners import get, names
+from torchdelta.planners import classes_of, get, names
 from torchdelta.planners.default.search_planner import choose, least_peak
 from torchdelta.simulate import execute, simulate_plan
 from torchdelta.simulate.problem import Problem
@@ -23,7 +23,7 @@ from torchdelta.trace.model import peak
 
 FAST = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e12, host_in_bytes_per_s=1e12)
 SLOW = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e6, host_in_bytes_per_s=1e6)
-OTHERS = list(names())
+PLANNERS = [f"{name}/{decision_class}" for name in names() for decision_class in classes_of(name)]
 # What a solver leaves open, and sums in another order.
 RELATIVE = 1e-6
 
@@ -45,10 +45,16 @@ def _noted():
         yield
 
 
+def planner_named(name):
+    """Return the planner of a name and a class, such as "torchdelta/extended"."""
+    planner, _, decision_class = name.partition("/")
+    return get(planner, decision_class)
+
+
 def plan_or_none(name, trace, machine, budget_bytes, effort="fast"):
     """Return a planner's plan after the independent validator has accepted it; None where it says that none fits."""
     try:
-        plan = get(name)(trace, machine, budget_bytes, effort)
+        plan = planner_named(name)(trace, machine, budget_bytes, effort)
     except InfeasibleError as error:
         refusal = error
         plan = None
@@ -57,7 +63,7 @@ def plan_or_none(name, trace, machine, budget_bytes, effort="fast"):
         assert " 0 B" not in str(refusal)
         return None
     validate(trace, plan, machine)
-    assert plan.header.planner == name
+    assert f"{plan.header.planner}/{plan.header.decision_class}" == name
     assert plan.header.budget_bytes == budget_bytes
     # Its planner saw what the plan costs when it is executed as written.
     seen, found = SEEN[-1], execute(trace, machine, plan)
@@ -74,7 +80,7 @@ def between(problem, share):
     return int(floor + share * (problem.plain_peak_bytes - floor))
 
 
-@pytest.mark.parametrize("name", keep(OTHERS, OTHERS[::3]))
+@pytest.mark.parametrize("name", keep(PLANNERS, PLANNERS[::3]))
 @settings(max_examples=10)
 @given(
     drawn=blocks(),
@@ -90,7 +96,7 @@ def test_plans_of_networks_made_by_hand(name, drawn, optimizer, percent, machine
     assert plan_or_none(name, trace, machine, budget_bytes) == plan
 
 
-@pytest.mark.parametrize("name", keep(OTHERS, OTHERS[1::3]))
+@pytest.mark.parametrize("name", keep(PLANNERS, PLANNERS[1::3]))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(trace=st.booleans().flatmap(lambda lasting: traces(lasting=lasting)), percent=st.integers(30, 100))
 def test_plans_of_random_steps(name, trace, percent):
@@ -100,7 +106,7 @@ def test_plans_of_random_steps(name, trace, percent):
 
 
 # The models in turn, so that the sample has them all.
-@pytest.mark.parametrize(("name", "model"), sample(itertools.product(OTHERS, steps.STEPS), 10))
+@pytest.mark.parametrize(("name", "model"), sample(itertools.product(PLANNERS, steps.STEPS), 10))
 def test_plans_of_real_steps(model, name):
     """A transformer, a ResNet and a U-Net, from little to all that can leave."""
     trace = steps.real_step(model)
@@ -120,8 +126,8 @@ def test_no_plan_of_a_real_step_beats_the_bound(model):
     for share in (0.6, 0.3):
         budget_bytes = between(problem, share)
         proved = bound(trace, steps.MACHINE, budget_bytes)
-        ours = [("torchdelta", "best")] if model != "unet" else []
-        for name, effort in [*((name, "fast") for name in OTHERS), *ours]:
+        ours = [("torchdelta/saved", "best")] if model != "unet" else []
+        for name, effort in [*((name, "fast") for name in PLANNERS), *ours]:
             plan = plan_or_none(name, trace, steps.MACHINE, budget_bytes, effort)
             if plan is not None and plan.header.decision_class == proved.decision_class:
                 assert simulate_plan(trace, steps.MACHINE, plan).time_s >= proved.time_s * (1 - RELATIVE), name
@@ -150,12 +156,12 @@ def check_small(trace, budget_bytes):
     """The best of all combinations is no slower than what any planner of the class `saved` finds."""
     tolerance_s = RELATIVE * sum(op.time_s for op in trace.ops)
     best_s, found = best_of_all(trace, MACHINE, budget_bytes)
-    for name in OTHERS:
+    for name in PLANNERS:
         plan = plan_or_none(name, trace, MACHINE, budget_bytes)
         if plan is not None and plan.header.decision_class == "saved":
             assert simulate_plan(trace, MACHINE, plan).time_s >= best_s - tolerance_s, name
     if found is not None:
-        ours = plan_or_none("torchdelta", trace, MACHINE, budget_bytes, "best")
+        ours = plan_or_none("torchdelta/saved", trace, MACHINE, budget_bytes, "best")
         assert ours is not None
         assert simulate_plan(trace, MACHINE, ours).time_s <= best_s * 1.02 + 1e-9
 

@@ -175,7 +175,7 @@ def plan_within_footprint(
                 f"bytes, and for less {error}{advice}"
             ) from error
         if plan.header.decision_class == "saved":
-            advice = "; a planner of a larger class, such as torchdelta-extended, may find one"
+            advice = "; a plan of a larger class (--class extended) may fit"
         instance = lives_of_plan(trace, plan, alignment_bytes=alignment_bytes, capacity_bytes=budget_bytes)
         placement = solve(instance, seed=seed)
         check(replace(instance, capacity_bytes=None), placement.offsets_bytes)

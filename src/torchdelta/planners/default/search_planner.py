@@ -120,7 +120,7 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     return finished(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
 
 
-@register("torchdelta-extended")
+@register("torchdelta", "extended")
 def plan_extended(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
     """Choose within the class *extended*, starting from the choice within *saved*: never worse than that.
 
@@ -130,7 +130,7 @@ def plan_extended(trace: Trace, machine: Machine, budget_bytes: int, effort: Eff
     return _plan_in(trace, machine, budget_bytes, effort, "extended")
 
 
-@register("torchdelta-all")
+@register("torchdelta", "all")
 def plan_all(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
     """Choose within the class *all*, starting from the choice within *saved*: never worse than that.
 
@@ -158,8 +158,7 @@ def _plan_in(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort, 
         starts = [choose(problem, budget_bytes, "fast", start=codes) for codes in starts]
     codes = choose(problem, budget_bytes, effort, start=min(starts, key=cost))
     least_bytes = least_peak(problem)
-    planner = f"torchdelta-{decision_class}"
-    return finished(problem, codes, budget_bytes, planner=planner, effort=effort, least_bytes=least_bytes)
+    return finished(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
 
 
 def least_peak(problem: Problem) -> int:

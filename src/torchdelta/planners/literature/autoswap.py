@@ -67,7 +67,7 @@ def _planner(score: Score) -> Planner:
 
 
 for _score in SCORES:
-    register(f"autoswap-{_score}")(_planner(_score))
+    register(f"autoswap-{_score}", "all")(_planner(_score))
 
 
 class Candidates:

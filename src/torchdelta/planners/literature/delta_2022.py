@@ -32,7 +32,7 @@ Director = Callable[[int, float], bool]
 """From bytes and the seconds of the op that made them to whether they are recomputed."""
 
 
-@register("delta-2022")
+@register("delta-2022", "extended")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Let the largest and stalest leave, by the action that is cheaper alone, until the step fits.
 

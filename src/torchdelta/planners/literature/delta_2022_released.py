@@ -43,7 +43,7 @@ def recomputes(size_bytes: int, op_s: float) -> bool:
     return 2 * swap_us > op_ns
 
 
-@register("delta-2022-released", OPTIONS)
+@register("delta-2022-released", "extended")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Let the largest and stalest leave as the published code would.
 

@@ -31,7 +31,7 @@ from torchdelta.trace.model import Trace
 __all__ = ["Dtr", "plan"]
 
 
-@register("dtr")
+@register("dtr", "extended")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Drop the tensor that is cheapest to make again for its bytes and its staleness, until the step fits.
 
