@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
@@ -47,10 +47,8 @@ def parse_label(label: str) -> tuple[str, DecisionClass | None, Effort]:
     Without a class it is the planner's own.
     """
     planner, _, effort = label.partition(":")
-    name, _, wanted = planner.partition("/")
-    classes: dict[str, DecisionClass] = {"saved": "saved", "extended": "extended", "all": "all"}
-    efforts: dict[str, Effort] = {"": DEFAULT_EFFORT, "fast": "fast", "best": "best"}
-    return name, classes[wanted] if wanted else None, efforts[effort]
+    name, _, decision_class = planner.partition("/")
+    return name, cast("DecisionClass | None", decision_class or None), cast("Effort", effort or DEFAULT_EFFORT)
 
 
 def overheads(case: Case, shares: Sequence[float], planners: Sequence[str], *, with_bound: bool) -> Iterator[Row]:

@@ -201,7 +201,7 @@ def test_an_empty_trace_is_refused(tmp_path):
     ("arguments", "said", "code"),
     [
         (("--machine", "a100-800g", "--memory-budget", "1GiB"), "unknown machine 'a100-800g'", 1),
-        ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "the nearest is 'delta-202", 1),
+        ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "did you mean delta-202", 1),
         ((*ON, "--effort", "most", "--memory-budget", "1GiB"), "unknown effort 'most': use fast or best", 2),
         ((*ON, "--class", "most", "--memory-budget", "1GiB"), "unknown class 'most': use saved, extended or all", 2),
         ((*KNAPSACK, "--class", "all", "--memory-budget", "1GiB"), "does not plan in the class 'all': use 'saved'", 1),

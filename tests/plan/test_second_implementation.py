@@ -25,7 +25,7 @@ from torchdelta.plan.validate import find_fault
 from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.planned import lives_of_plan
 from torchdelta.simulate import execute
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.model import peak
 
@@ -125,7 +125,7 @@ def test_it_prices_plans_with_any_moments(data, problem):
 def test_it_sees_a_moment_that_is_moved():
     """The comparison can fail: a plan whose copies in are all late takes longer, and both say so."""
     trace = step("chain")
-    problem = Problem.of(trace, steps.MACHINE, min_size_bytes=1)
+    problem = PlanningProblem.of(trace, steps.MACHINE, min_size_bytes=1)
     codes = problem.keep_all()
     codes[:] = 1
     plan = problem.program(codes, problem.plain_peak_bytes)

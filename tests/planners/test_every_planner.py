@@ -18,7 +18,7 @@ from torchdelta.plan.validate import validate
 from torchdelta.planners import classes_of, get, names
 from torchdelta.planners.default.search_planner import choose, least_peak
 from torchdelta.simulate import execute, simulate_plan
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak
 
 FAST = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e12, host_in_bytes_per_s=1e12)
@@ -34,14 +34,14 @@ SEEN = []  # the scores of the kernel that became plans, the last one last
 @pytest.fixture(autouse=True, scope="module")
 def _noted():
     """Note what planners see before they return a plan."""
-    plain = Problem.simulation
+    plain = PlanningProblem.simulation
 
     def noting(self, codes, budget_bytes, **names):
         SEEN.append(self.score(codes, budget_bytes))
         return plain(self, codes, budget_bytes, **names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Problem, "simulation", noting)
+        patch.setattr(PlanningProblem, "simulation", noting)
         yield
 
 
@@ -110,7 +110,7 @@ def test_plans_of_random_steps(name, trace, percent):
 def test_plans_of_real_steps(model, name):
     """A transformer, a ResNet and a U-Net, from little to all that can leave."""
     trace = steps.real_step(model)
-    problem = Problem.of(trace, steps.MACHINE)
+    problem = PlanningProblem.of(trace, steps.MACHINE)
     for share in (0.8, 0.4, 0.1, 0.0):
         plan_or_none(name, trace, steps.MACHINE, between(problem, share))
     roomy = plan_or_none(name, trace, steps.MACHINE, problem.plain_peak_bytes)
@@ -122,7 +122,7 @@ def test_plans_of_real_steps(model, name):
 def test_no_plan_of_a_real_step_beats_the_bound(model):
     """The linear program's time is below every plan of its class, the best effort's too where that is quick."""
     trace = steps.real_step(model)
-    problem = Problem.of(trace, steps.MACHINE)
+    problem = PlanningProblem.of(trace, steps.MACHINE)
     for share in (0.6, 0.3):
         budget_bytes = between(problem, share)
         proved = bound(trace, steps.MACHINE, budget_bytes)
@@ -142,7 +142,7 @@ def test_no_plan_of_a_real_step_beats_the_bound(model):
 )
 def test_a_smaller_budget_never_takes_less_time(model, effort):
     """By more than 0.2 points of the plain step."""
-    problem = Problem.of(steps.real_step(model), steps.MACHINE)
+    problem = PlanningProblem.of(steps.real_step(model), steps.MACHINE)
     before_s = problem.plain_time_s
     for share in (0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0):
         budget_bytes = between(problem, share)
@@ -179,4 +179,4 @@ def test_exhaustive_search_of_many_candidates(share):
     """Blocks of different shape, so that who leaves and how matters."""
     drawn = [(8 * MIB, 2e-3, 1e-4), (3 * MIB, 8e-3, 5e-4), (12 * MIB, 5e-4, 2e-3), (5 * MIB, 2e-3, 8e-3)]
     trace = chain([*drawn, (8 * MIB, 1e-4, 5e-4)])
-    check_small(trace, between(Problem.of(trace, MACHINE), share))
+    check_small(trace, between(PlanningProblem.of(trace, MACHINE), share))

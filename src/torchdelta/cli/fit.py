@@ -12,7 +12,6 @@ from torchdelta.cli.prediction import launches_left_out_s, launches_note, tensor
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import (
     EXIT_USAGE,
-    answer,
     decision_class_named,
     fail,
     list_planners,
@@ -20,6 +19,7 @@ from torchdelta.cli.step import (
     measured_facts,
     one_line_errors,
     own_stdout,
+    print_result,
     progress,
     say_if_compiling,
 )
@@ -89,7 +89,7 @@ def fit(
             say=say,
         )
         facts = question.facts(batch_size) | measured_facts(machine)
-    answer(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
+    print_result(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
     if not facts["fits"]:
         raise typer.Exit(78)
 

@@ -65,7 +65,7 @@ def plan(
         from torchdelta.plan.file import write_plan
         from torchdelta.planners import DEFAULT_PLANNER, plan_step
         from torchdelta.planners.default.search_planner import NEAR_LEAST, least_peak
-        from torchdelta.simulate.problem import Problem
+        from torchdelta.simulate.problem import PlanningProblem
 
         def begin(what: str) -> None:
             say_if_compiling()
@@ -99,7 +99,7 @@ def plan(
                 "proved_optimal": found.pooled.placement.proved_optimal,
             }
         if planner == DEFAULT_PLANNER and facts["decision_class"] == "saved":
-            least_bytes = least_peak(Problem.of(found.trace, found.machine))
+            least_bytes = least_peak(PlanningProblem.of(found.trace, found.machine))
             is_near = found.overhead > _WORTH_A_HINT and facts["budget_bytes"] < NEAR_LEAST * least_bytes
             facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
         if found.bound is not None:

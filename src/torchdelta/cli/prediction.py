@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta.cli.step import answer
+from torchdelta.cli.step import print_result
 from torchdelta.machine.model import Machine
 from torchdelta.trace.model import Trace
 from torchdelta.units import format_bytes
@@ -84,7 +84,7 @@ def tensors_at_peak(prediction: "Prediction") -> list[dict[str, Any]]:
 def show(facts: dict[str, Any], *, as_json: bool) -> None:
     """Print a prediction on stdout."""
     if as_json:
-        answer(json.dumps(facts))
+        print_result(json.dumps(facts))
         return
     lines = [
         f"planner      {facts['planner']} on {facts['machine']}, class {facts['decision_class']}",
@@ -127,7 +127,7 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     lines += [_tensor_line(tensor) for tensor in facts["peak_tensors"]]
     if "path" in facts:
         lines.append(f"plan in {facts['path']}")
-    answer("\n".join(lines))
+    print_result("\n".join(lines))
 
 
 def _hint(facts: dict[str, Any]) -> str:

@@ -22,7 +22,6 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INFEASIBLE",
     "EXIT_USAGE",
-    "answer",
     "check_output",
     "decision_class_named",
     "effort_named",
@@ -33,6 +32,7 @@ __all__ = [
     "note_recorded_times",
     "one_line_errors",
     "own_stdout",
+    "print_result",
     "progress",
     "say_if_compiling",
 ]
@@ -49,7 +49,7 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     raise typer.Exit(code)
 
 
-def answer(text: str) -> None:
+def print_result(text: str) -> None:
     """Print the result on stdout. If the reader closed the pipe (`| head`), typer exits quietly."""
     try:
         typer.echo(text)
@@ -118,7 +118,7 @@ def list_planners(planner: str) -> str:
             from torchdelta.planners import classes_of, names
 
             lines = [f"{name:<20} {', '.join(classes_of(name))}" for name in names()]
-        answer("\n".join(lines))
+        print_result("\n".join(lines))
         raise typer.Exit
     return planner
 
@@ -142,7 +142,7 @@ def decision_class_named(word: str | None) -> DecisionClass | None:
 
 
 def say_if_compiling() -> None:
-    """Say on stderr that a plan takes longer than the next one, if its code was not compiled on this machine yet."""
+    """Print on stderr that a plan takes longer than the next one, if its code was not compiled on this machine yet."""
     from torchdelta.simulate.kernel import evaluate
 
     path: str | None = evaluate.stats.cache_path
@@ -170,6 +170,6 @@ def measured_facts(name: str) -> dict[str, object]:
 
 
 def note_recorded_times(prediction: "Prediction") -> None:
-    """Say on stderr where op times are the trace's own and not those of the machine."""
+    """Print on stderr where op times are the trace's own and not those of the machine."""
     if prediction.uses_recorded_times:
         typer.echo("torchdelta: the trace's ops have no FLOPs: their recorded times are used", err=True)

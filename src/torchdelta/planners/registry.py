@@ -45,7 +45,7 @@ class Planner(Protocol):
     """What every planner is, in one of its decision classes."""
 
     def __call__(self, trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = DEFAULT_EFFORT) -> Plan:
-        """Choose who leaves the device, how, and when.
+        """Choose which buffers leave the device, how, and when.
 
         Deterministic: the same arguments give the same plan, on any machine and however busy it is.
 
@@ -118,7 +118,7 @@ def classes_of(name: str) -> tuple[DecisionClass, ...]:
         )
     if name not in _planners:
         near = get_close_matches(name, _planners, n=1, cutoff=0.0)
-        raise PlanError(f"unknown planner {name!r}: the nearest is {near[0]!r}, all are {', '.join(names())}")
+        raise PlanError(f"unknown planner {name!r}: did you mean {near[0]}? Known are {', '.join(names())}")
     return tuple(_planners[name])
 
 

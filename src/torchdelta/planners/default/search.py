@@ -1,357 +1,189 @@
-"""The moves of the planner `torchdelta`, compiled: each is judged by a whole simulation.
+"""A search for the best decision under one budget: what it has found so far, and the moves that it can make.
 
-A decision is *better* than another if it passes the budget by less (summed over the ops) or, at equal excess, takes
-less time. `release` goes downhill in excess, best gain for a second first; `improve` tries other codes one gap at a
-time, `exchange` two gaps at once; `shake` takes some releases back and repairs at another place. What is surely worse
-is not simulated to its end. All end after a number of steps that depends on the problem alone, and chance comes from a
-generator with a fixed seed: the same problem gives the same plan.
+Each method makes one move from some decision, and takes the result if it is better: if it passes the budget by less or,
+at equal excess, takes less time. The moves themselves are compiled (`moves.py`, `windows.py`, `anneal.py`).
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
-from torchdelta.simulate.kernel import NO_CUT, measure
+from torchdelta.planners.default import moves
+from torchdelta.planners.default.anneal import anneal
+from torchdelta.planners.default.windows import try_windows
+from torchdelta.simulate.model import Code
+from torchdelta.simulate.problem import PlanningProblem
 
-__all__ = ["UNPRICED", "Flags", "Prices", "exchange", "improve", "is_better", "price_each", "release", "shake"]
+__all__ = ["Search", "Start", "allowed_codes"]
 
-Flags = NDArray[np.bool_]
-Prices = NDArray[np.float64]
+Codes = NDArray[np.int8]
 
-UNPRICED: Prices = np.empty((2, 0, 5))
-"""In place of what `price_each` returns: nothing is known yet."""
+_SHAKES = ((4, 0.1), (8, 0.0), (4, 0.0), (8, 0.05))
+"""For each part of the shakes in turn: the most releases that one step takes back, and how much slower a result may be
+that is gone on from, as a share of the overhead."""
 
-_SAMPLE = 20
-_TINY_S = 1e-9
-# See [Note: typed constants] in simulate/kernel.py.
-_NOBODY: Any = np.int64(-1)
-_NO_NEIGHBOURS: Any = np.int64(0)
-_ONCE: Any = np.int64(1)
+_WINDOW_ROUNDS = 3
+"""The most times that windows go through the gaps."""
 
+_LARGE = 0.1
+"""Buffers of at least this share of the budget count as large."""
 
-@njit(cache=True)
-def is_better(found: tuple[int, float], now: tuple[int, float]) -> bool:
-    """Tell whether a decision's excess and time are better than another's, by more than rounding."""
-    return found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
+_MAX_REBUILDS = 4
+"""So many of the large buffers that are swapped `rebuild` has stay at most, one at a time, the largest first."""
 
+_ANNEALED_OPS = 700_000_000
+"""How many ops annealing simulates if no replay is among them, in all parts together."""
 
-@njit(cache=True)
-def _price(
-    s: Static,
-    w: Work,
-    codes: Codes,
-    limits: NDArray[np.int64],
-    allowed: Flags,
-    gap: int,
-    prices: Prices,
-) -> None:
-    """Fill `prices[:, gap]`: excess and time if the gap alone changes, by code."""
-    old = codes[gap]
-    prices[:, gap] = np.inf
-    for code in range(1, 5):
-        if allowed[gap, code] and code != old:
-            codes[gap] = code
-            excess, time_s = measure(s, w, codes, limits, NO_CUT, np.inf)
-            prices[0, gap, code], prices[1, gap, code] = excess, time_s
-    codes[gap] = old
+_CHANGES_A_GAP = (150, 2700)
+"""The least and the most changes that annealing tries for each gap in each part. Where `_ANNEALED_OPS` leaves fewer
+than the first, it would end where chance led it, and is left out."""
+
+_HOT, _WARM, _TEPID = (0.05, 0.001), (0.02, 0.0005), (0.01, 0.0005)
+"""Heats of annealing at the first step and at the last: see `anneal`."""
+
+_HEATS = (_HOT, _WARM, _HOT, _WARM, _TEPID, _TEPID)
+"""The heats of the parts of annealing. Within the class *saved* all but the tepid ones begin with everything on the
+device, each for itself; the others go on from the best decision."""
 
 
-@njit(cache=True)
-def price_each(
-    s: Static, w: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, among: NDArray[np.int64]
-) -> Prices:
-    """Return what each change of one gap leads to: `[0, gap, code]` the excess, `[1, gap, code]` the time."""
-    prices = np.full((2, codes.shape[0], 5), np.inf)
-    for index in range(among.shape[0]):
-        _price(s, w, codes, limits, allowed, among[index], prices)
-    return prices
+class Start(NamedTuple):
+    """How one start lets go of buffers, from everything on the device."""
+
+    link_price: float
+    """What a byte over the link costs beside the waiting, as a share of its transfer's time."""
+
+    num_neighbours: int
+    """After a buffer has left, so many gaps on either side of its own are priced anew."""
+
+    budget_share: float
+    """The share of the budget that is used: what is best with a little less memory is a plan here too."""
 
 
-@njit(cache=True)
-def _rate(
-    s: Static, link_price: float, gap: int, now: tuple[int, float], prices: Prices, ratio: NDArray[np.float64]
-) -> None:
-    """Fill `ratio[gap]`: what each release gains, in byte-moments above the budget, for each second it costs."""
-    for code in range(1, 5):
-        gain = now[0] - prices[0, gap, code]
-        ratio[gap, code] = -1.0
-        if gain > 0:
-            cost = max(prices[1, gap, code] - now[1], 0.0) + _TINY_S
-            if code <= 2:
-                cost += link_price * s.size[s.gap_buffer[gap]] / s.rates[0]
-            ratio[gap, code] = gain / cost
+class Search:
+    """The best decision found so far for a problem and its limits. Mutable; one call of `choose` long.
 
-
-@njit(cache=True)
-def release(
-    s: Static,
-    w: Work,
-    codes: Codes,
-    limits: NDArray[np.int64],
-    allowed: Flags,
-    among: NDArray[np.int64],
-    link_price: float,
-    neighbours: int,
-    first_prices: Prices,
-) -> tuple[int, float]:
-    """Change codes, in place, until the budget holds or nothing helps; return excess and time.
-
-    Lazy: prices are kept until a gap comes up as the best, and then looked at again; a gap's neighbours in time, whose
-    chains it shares, are priced anew at once.
-
-    Args:
-        s: The problem.
-        w: Room.
-        codes: Where to start; the result.
-        limits: See `evaluate`.
+    Attributes:
+        problem: What is decided.
+        limits: The most bytes on the device, on the host and on the disk.
         allowed: Which codes each gap may take.
-        among: The gaps that may change.
-        link_price: Added cost of a swap, as a share of its transfer's time.
-        neighbours: How many gaps on either side are priced anew.
-        first_prices: What `price_each` says of the start, or `UNPRICED`.
+        codes: The best decision so far.
+        excess: By how many bytes it passes the budget, summed over the ops.
+        time_s: Its seconds.
     """
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
-    if now[0] == 0:
-        return now
-    prices = price_each(s, w, codes, limits, allowed, among) if first_prices.shape[1] == 0 else first_prices.copy()
-    ratio = np.full((codes.shape[0], 5), -1.0)
-    for index in range(among.shape[0]):
-        _rate(s, link_price, among[index], now, prices, ratio)
-    stale_rounds = 0
-    while now[0] > 0:
-        best, best_ratio, second = _NOBODY, 0.0, 0.0
-        for index in range(among.shape[0]):
-            gap = among[index]
-            for code in range(1, 5):
-                if ratio[gap, code] > best_ratio:
-                    if gap != best:
-                        second = best_ratio
-                    best, best_ratio = gap, ratio[gap, code]
-                elif ratio[gap, code] > second and gap != best:
-                    second = ratio[gap, code]
-        if best < 0:
-            # Prices may have been taken before others left: look once more at everything.
-            stale_rounds += 1
-            if stale_rounds > 2:
-                break
-            for index in range(among.shape[0]):
-                _price(s, w, codes, limits, allowed, among[index], prices)
-                _rate(s, link_price, among[index], now, prices, ratio)
-            continue
-        _price(s, w, codes, limits, allowed, best, prices)
-        _rate(s, link_price, best, now, prices, ratio)
-        fresh, fresh_code = 0.0, 0
-        for code in range(1, 5):
-            if ratio[best, code] > fresh:
-                fresh, fresh_code = ratio[best, code], code
-        if fresh_code == 0 or fresh < 0.9 * second:
-            continue
-        codes[best] = fresh_code
-        now = (int(prices[0, best, fresh_code]), prices[1, best, fresh_code])
-        stale_rounds = 0
-        prices[:, best] = np.inf
-        ratio[best, :] = -1.0
-        for other in range(max(0, best - neighbours), min(codes.shape[0], best + neighbours + 1)):
-            if codes[other] == 0 and ratio[other, 1:].max() > 0.0:
-                _price(s, w, codes, limits, allowed, other, prices)
-                _rate(s, link_price, other, now, prices, ratio)
-    return now
+
+    def __init__(self, problem: PlanningProblem, limits: NDArray[np.int64]) -> None:
+        self.problem = problem
+        self.limits = limits
+        self.allowed = allowed_codes(problem)
+        self.sizes = problem.static.size[problem.static.gap_buffer[: len(problem.gaps)]]
+        self.all_gaps = np.arange(len(self.sizes), dtype=np.int64)
+        self.largest_first = np.argsort(-self.sizes, kind="stable").astype(np.int64)
+        self.codes = problem.keep_all()
+        self.first_prices: dict[float, moves.Prices] = {}  # of everything on the device, by the share of the budget
+        self.excess, self.time_s = 2**62, float("inf")
+
+    def begin(self, start: Start) -> None:
+        """Let go of what has to leave, from everything on the device."""
+        static, work, allowed, all_gaps = self.problem.static, self.problem.work, self.allowed, self.all_gaps
+        limits, codes = self.limits.copy(), self.problem.keep_all()
+        share = start.budget_share
+        limits[0] = int(share * limits[0])
+        if share not in self.first_prices:
+            self.first_prices[share] = moves.price_each(static, work, codes, limits, allowed, all_gaps)
+        prices = self.first_prices[share]
+        moves.release(static, work, codes, limits, allowed, all_gaps, start.link_price, start.num_neighbours, prices)
+        self.follow(codes, rounds=1)
+
+    def release(self, codes: Codes, neighbours: int) -> None:
+        """Let go of what has to leave, from some decision."""
+        static, work, limits = self.problem.static, self.problem.work, self.limits
+        moves.release(static, work, codes, limits, self.allowed, self.all_gaps, 0.0, neighbours, moves.UNPRICED)
+        self.follow(codes, rounds=1)
+
+    def follow(self, codes: Codes, *, rounds: int) -> None:
+        """Improve a decision one gap at a time, in place, and take it if it is then the best."""
+        static, work = self.problem.static, self.problem.work
+        found = moves.improve(static, work, codes, self.limits, self.allowed, self.largest_first, rounds)
+        self._take(codes, found)
+
+    def rebuild(self) -> None:
+        """Have a large buffer stay that is swapped, and decide anew what the smaller ones do.
+
+        Of the changes of one large buffer this is the one that helped most often; a swap looks cheap while the link is
+        still free, and what it makes others wait for shows only when all have been decided.
+        """
+        static, work, limits = self.problem.static, self.problem.work, self.limits
+        is_large = self.sizes >= _LARGE * limits[0]
+        smaller = np.flatnonzero(~is_large)
+        swapped = is_large & ((self.codes == Code.SWAP) | (self.codes == Code.DISK))
+        decided = np.where(is_large, self.codes, Code.KEEP).astype(np.int8)
+        for gap in self.largest_first[swapped[self.largest_first]][:_MAX_REBUILDS]:
+            codes = decided.copy()
+            codes[gap] = Code.KEEP
+            moves.release(static, work, codes, limits, self.allowed, smaller, 0.0, 0, moves.UNPRICED)
+            self.follow(codes, rounds=1)
+
+    def exchange(self, most: int) -> None:
+        """Change two gaps at once, in at most so many evaluations."""
+        static, work = self.problem.static, self.problem.work
+        codes = self.codes.copy()
+        self._take(codes, moves.exchange(static, work, codes, self.limits, self.allowed, most))
+
+    def try_windows(self, largest: int, width: int) -> None:
+        """Try all codes of each few neighbours among the largest gaps."""
+        static, work = self.problem.static, self.problem.work
+        order = self._by_next_use(self.largest_first[:largest])
+        codes = self.codes.copy()
+        found = try_windows(static, work, codes, self.limits, self.allowed, order, width, _WINDOW_ROUNDS)
+        if (found[0], found[1]) < (self.excess, self.time_s):
+            self._take(codes, found)
+            self.follow(codes.copy(), rounds=1)
+
+    def shake(self, steps: int, parts: int, most_exchanges: int) -> None:
+        """Take some releases back and repair at another place, in so many steps, a part of them at a time."""
+        static, work = self.problem.static, self.problem.work
+        for part in range(parts):
+            codes = self.codes.copy()
+            reach, slack = _SHAKES[part % len(_SHAKES)]
+            moves.shake(static, work, codes, self.limits, self.allowed, steps // parts, reach, slack, part + 1)
+            found = moves.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
+            self._take(codes, found)
+            self.exchange(most_exchanges)
+
+    def anneal(self, *, anew: bool) -> None:
+        """Anneal where the step is small enough, from everything on the device (`anew`) or from the best decision."""
+        static, work = self.problem.static, self.problem.work
+        keep = self.problem.keep_all()
+        least, most = (changes * len(keep) for changes in _CHANGES_A_GAP)
+        steps = min(most, _ANNEALED_OPS // (len(self.problem.trace.ops) * len(_HEATS)))
+        if steps < least or self.excess > 0:
+            return
+        order = self._by_next_use(self.all_gaps)
+        for part, heats in enumerate(_HEATS):
+            unit_s = self.time_s - self.problem.plain_time_s
+            if unit_s <= 1e-9 * self.problem.plain_time_s:
+                return  # it costs nothing
+            codes = keep.copy() if anew and heats != _TEPID else self.codes.copy()
+            anneal(static, work, codes, self.limits, self.allowed, order, unit_s, heats, steps, part)
+            self.follow(codes, rounds=2)
+
+    def _by_next_use(self, gaps: NDArray[np.int64]) -> NDArray[np.int64]:
+        return gaps[np.argsort(self.problem.static.gap_next[gaps], kind="stable")]
+
+    def _take(self, codes: Codes, found: tuple[int, float]) -> None:
+        if (found[0], found[1]) < (self.excess, self.time_s):
+            self.codes = codes
+            self.excess, self.time_s = found
 
 
-@njit(cache=True)
-def _alone(
-    s: Static,
-    w: Work,
-    codes: Codes,
-    limits: NDArray[np.int64],
-    allowed: Flags,
-    gap: int,
-    now: tuple[int, float],
-    changed: NDArray[np.int64],
-) -> tuple[int, float]:
-    """Drop a buffer, and let its replay free again what it meets on the way; undone if that is not better.
-
-    One move, because its halves are none: what a replay meets stays from there on, which is too much where memory is
-    short, and to free it again gains nothing while nobody replays over it.
-    """
-    old = codes[gap]
-    codes[gap] = RECOMPUTE
-    measure(s, w, codes, limits, NO_CUT, np.inf)
-    num_changed = 0
-    for other in range(codes.shape[0]):
-        met = w.return_op[other] == s.gap_next[gap] and s.gap_next[other] > s.gap_next[gap]
-        if codes[other] == RECOMPUTE and met and allowed[other, AGAIN]:
-            codes[other] = AGAIN
-            changed[num_changed] = other
-            num_changed += 1
-    if num_changed:
-        most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
-        found = measure(s, w, codes, limits, now[0], most_s)
-        if is_better(found, now):
-            return found
-    for number in range(num_changed):
-        codes[changed[number]] = RECOMPUTE
-    codes[gap] = old
-    return now
-
-
-@njit(cache=True)
-def improve(
-    s: Static,
-    w: Work,
-    codes: Codes,
-    limits: NDArray[np.int64],
-    allowed: Flags,
-    order: NDArray[np.int64],
-    rounds: int,
-) -> tuple[int, float]:
-    """Try every other code, KEEP first, gap by gap in the given order, and keep what is better; then `_alone`."""
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
-    freed = np.empty(codes.shape[0], np.int64)
-    for _ in range(rounds):
-        changed = False
-        for index in range(order.shape[0]):
-            gap = order[index]
-            old = codes[gap]
-            best = old
-            for code in range(5):
-                if code == old or not allowed[gap, code]:
-                    continue
-                if now[0] == 0 and code != 0 and old == 0:
-                    continue  # what stays costs nothing by itself
-                codes[gap] = code
-                # More excess is worse at any time; at the budget, more time is.
-                most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
-                found = measure(s, w, codes, limits, now[0], most_s)
-                # At equal cost a buffer that stays is the better plan.
-                if is_better(found, now) or (code == 0 and found[0] == now[0] and found[1] <= now[1]):
-                    now = found
-                    best = code
-                    changed = True
-            codes[gap] = best
-            if allowed[gap, AGAIN] and (now[0] > 0 or old != 0):
-                found = _alone(s, w, codes, limits, allowed, gap, now, freed)
-                changed = changed or found != now
-                now = found
-        if not changed:
-            break
-    return now
-
-
-@njit(cache=True)
-def exchange(
-    s: Static, w: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, most: int
-) -> tuple[int, float]:
-    """Change two gaps at once where both together are better; return excess and time.
-
-    Each change that would save time and pass the budget is repaired by one other, the first that does. For decisions
-    that hold the budget, and few gaps: ends after `most` evaluations.
-    """
-    num_gaps = codes.shape[0]
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
-    done = 0
-    since = 0  # gaps tried since the last change
-    gap = 0
-    while now[0] == 0 and since < num_gaps and done < most:
-        old = codes[gap]
-        changed = False
-        for code in range(5):
-            if changed or code == old or not allowed[gap, code]:
-                continue
-            codes[gap] = code
-            done += 1
-            # No sum of bytes is cut here: only what would save time is worth a repair.
-            if measure(s, w, codes, limits, NO_CUT, now[1] * (1 - 1e-6))[1] == np.inf:
-                continue
-            for other in range(num_gaps):
-                was = codes[other]
-                if other == gap or changed:
-                    continue
-                for repair in range(5):
-                    if repair == was or not allowed[other, repair]:
-                        continue
-                    codes[other] = repair
-                    done += 1
-                    found = measure(s, w, codes, limits, now[0], now[1] * (1 - 1e-6))
-                    if found[0] == 0:
-                        now = found
-                        changed = True
-                        break
-                    codes[other] = was
-        since += 1
-        if changed:
-            since = 0
-        else:
-            codes[gap] = old
-        gap = (gap + 1) % num_gaps
-    return now
-
-
-@njit(cache=True)
-def shake(
-    s: Static,
-    w: Work,
-    codes: Codes,
-    limits: NDArray[np.int64],
-    allowed: Flags,
-    steps: int,
-    reach: int,
-    slack: float,
-    seed: int,
-) -> tuple[int, float]:
-    """Take a few releases back, repair around, and go on from the result; leave the best one in `codes`.
-
-    Half of the steps choose gaps that follow one another, whose chains are shared, half choose any. A result that is a
-    little slower is gone on from too, by ever less (threshold accepting): where memory is short, better plans lie
-    behind worse ones. Returns excess and time.
-    """
-    num_gaps = codes.shape[0]
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
-    state = seed
-    old = codes.copy()
-    unpriced = np.empty((2, 0, 5))  # a global array would be of a type of its own: readonly
-    best, best_codes = now, codes.copy()
-    plain_s = s.time_s.sum()
-    for step in range(steps):
-        old[:] = codes
-        state = (state * 1103515245 + 12345) % 2147483648
-        size = 1 + (state >> 8) % reach
-        chosen = np.zeros(num_gaps, np.bool_)
-        state = (state * 1103515245 + 12345) % 2147483648
-        start = (state >> 8) % num_gaps
-        for number in range(size):
-            gap = (start + number) % num_gaps
-            if step % 2:
-                state = (state * 1103515245 + 12345) % 2147483648
-                gap = (state >> 8) % num_gaps
-            state = (state * 1103515245 + 12345) % 2147483648
-            code = 0
-            if step % 4 >= 2:
-                code = (state >> 8) % 5
-            codes[gap] = code if allowed[gap, code] else 0
-            chosen[gap] = True
-        # Repair with what changed, with what follows and precedes a row, and with a sample of the others.
-        if step % 2 == 0:
-            for number in range(-3, size + 3):
-                chosen[(start + number) % num_gaps] = True
-        for _ in range(_SAMPLE):
-            state = (state * 1103515245 + 12345) % 2147483648
-            chosen[(state >> 8) % num_gaps] = True
-        among = np.flatnonzero(chosen)
-        found = release(s, w, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS, unpriced)
-        if found[0] <= now[0] and found[1] < now[1] * 1.02:
-            touched = among[codes[among] != 0]
-            found = improve(s, w, codes, limits, allowed, touched, _ONCE)
-        allowed_s = slack * (1 - step / steps) * max(best[1] - plain_s, 0.0)
-        if found[0] < now[0] or (found[0] == now[0] and found[1] < max(now[1] * (1 - 1e-9), best[1] + allowed_s)):
-            now = found
-            if is_better(now, best):
-                best = now
-                best_codes[:] = codes
-        else:
-            codes[:] = old
-    codes[:] = best_codes
-    return best
+def allowed_codes(problem: PlanningProblem) -> NDArray[np.bool_]:
+    """Return which codes each gap may take."""
+    allowed = np.zeros((len(problem.gaps), len(Code)), np.bool_)
+    can_recompute = np.array([gap.can_recompute for gap in problem.gaps], np.bool_)
+    allowed[:, Code.KEEP] = True
+    allowed[:, Code.SWAP] = True
+    allowed[:, Code.DISK] = problem.disk_budget_bytes > 0 and problem.host_budget_bytes < problem.plain_peak_bytes
+    allowed[:, Code.RECOMPUTE] = can_recompute
+    allowed[:, Code.AGAIN] = can_recompute & (problem.decision_class != "saved")
+    return allowed

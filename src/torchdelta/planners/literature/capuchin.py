@@ -22,7 +22,7 @@ from torchdelta.planners.literature.lower_limit import NoChoiceError
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.gaps import Gap
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["RecomputeTimes", "plan"]
@@ -39,7 +39,7 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
 
 
 class RecomputeTimes:
-    """The time to make each buffer again from what is there, given who was dropped. Mutable."""
+    """The time to make each buffer again from what is there, given which were dropped. Mutable."""
 
     def __init__(self, relations: Lineage) -> None:
         self._relations = relations
@@ -60,7 +60,7 @@ class RecomputeTimes:
             self.times_s[child] = self._time_s(child)
 
     def _time_s(self, buffer_id: int) -> float:
-        """Return the time of the whole missing chain; who was dropped on the way is made once."""
+        """Return the time of the whole missing chain; what was dropped on the way is made once."""
         seen, stack = {buffer_id}, [buffer_id]
         while stack:
             for parent in self._relations.parents[stack.pop()]:
@@ -70,7 +70,7 @@ class RecomputeTimes:
         return float(sum(self._relations.cost_s[id_] for id_ in sorted(seen)))
 
 
-def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
+def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
     load = IdealLoad(problem.trace)
     start_s = start_times_s(problem.trace)
     above = np.flatnonzero(load.load_bytes > limit_bytes)

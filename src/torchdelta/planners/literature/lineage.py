@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.feasible_plan import finished
-from torchdelta.planners.literature.lower_limit import tighten
-from torchdelta.simulate.problem import Problem
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.lower_limit import choose_within_budget
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import BEFORE_STEP, Trace
 
 __all__ = ["ChooseByLineage", "Lineage", "lineage", "plan_by_lineage"]
@@ -63,8 +63,8 @@ def lineage(trace: Trace, candidates: Iterable[int]) -> Lineage:
     )
 
 
-ChooseByLineage = Callable[[Problem, Machine, Lineage, int], NDArray[np.int8]]
-"""From a problem, its machine, who is made from whom, and a limit in bytes to one code a gap."""
+ChooseByLineage = Callable[[PlanningProblem, Machine, Lineage, int], NDArray[np.int8]]
+"""From a problem, its machine, what each buffer is made from, and a limit in bytes to one code a gap."""
 
 
 def plan_by_lineage(planner: str, choose: ChooseByLineage, trace: Trace, machine: Machine, budget_bytes: int) -> Plan:
@@ -73,7 +73,9 @@ def plan_by_lineage(planner: str, choose: ChooseByLineage, trace: Trace, machine
     Raises:
         InfeasibleError: No plan within the budget was found.
     """
-    problem = Problem.of(trace, machine)
+    problem = PlanningProblem.of(trace, machine)
     relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
-    outcome = tighten(problem, budget_bytes, lambda limit_bytes: choose(problem, machine, relations, limit_bytes))
-    return finished(problem, outcome.codes, budget_bytes, planner=planner, least_bytes=outcome.least_bytes)
+    found = choose_within_budget(
+        problem, budget_bytes, lambda limit_bytes: choose(problem, machine, relations, limit_bytes)
+    )
+    return feasible_plan(problem, found.codes, budget_bytes, planner=planner, least_bytes=found.least_bytes)
