@@ -1,9 +1,13 @@
 """Planners are found by name, and what cannot be planned is one clear line."""
 
+import inspect
+
 import pytest
 
 from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta import planners
+from torchdelta.cli.fit import fit
+from torchdelta.cli.plan import plan
 from torchdelta.errors import InfeasibleError, PlanError
 
 TRACE = chain([(8 * MIB, 2e-3, 1e-4)] * 2)
@@ -44,3 +48,15 @@ def test_a_former_name_is_told_its_option(decision_class):
     """What was a planner of its own is a class of the default planner."""
     with pytest.raises(PlanError, match=f"use --class {decision_class} "):
         planners.get(f"torchdelta-{decision_class}")
+
+
+def test_defaults_are_the_same_everywhere():
+    """Of the commands, of the call from Python and of every planner."""
+    efforts = {inspect.signature(function).parameters["effort"].default for function in (plan, planners.plan_step)}
+    for name in planners.names():
+        for decision_class in planners.classes_of(name):
+            found = planners.get(name, decision_class)
+            efforts.add(inspect.signature(found).parameters["effort"].default)
+    assert efforts == {planners.DEFAULT_EFFORT}
+    for function in (plan, fit, planners.plan_step):
+        assert inspect.signature(function).parameters["planner"].default == planners.DEFAULT_PLANNER

@@ -215,11 +215,14 @@ class _FitQuestion:
         from torchdelta.planners import plan_step
 
         self.say(f"planning batch {batch_size}")
-        step, asked = self.step(batch_size), {"planner": self.planner, "decision_class": self.decision_class}
+        step = self.step(batch_size)
         try:
-            return plan_step(step, self.machine, self.budget_bytes, **asked).time_s / batch_size
+            found = plan_step(
+                step, self.machine, self.budget_bytes, planner=self.planner, decision_class=self.decision_class
+            )
         except InfeasibleError:
             return math.inf
+        return found.time_s / batch_size
 
     def _largest_plain(self) -> int:
         from torchdelta.planners.fitting import BatchSearch

@@ -58,7 +58,7 @@ def plan(
 
     An impossible budget exits with 78 and names the least budget found.
     """
-    thinks, freedom = effort_named(effort), decision_class_named(decision_class)
+    wanted_effort, wanted_class = effort_named(effort), decision_class_named(decision_class)
     if output is not None:
         check_output(output)
     with one_line_errors(), progress() as say:
@@ -68,7 +68,7 @@ def plan(
         from torchdelta.simulate.problem import PlanningProblem
 
         def begin(what: str) -> None:
-            say_if_compiling()
+            say_if_compiling()  # only now: what is wrong with the arguments is one line
             say(what)
 
         found = plan_step(
@@ -76,8 +76,8 @@ def plan(
             machine_named(machine),
             number_or_text(memory_budget),
             planner=planner,
-            decision_class=freedom,
-            effort=thinks,
+            decision_class=wanted_class,
+            effort=wanted_effort,
             with_bound=with_bound,
             within_footprint=with_pool,
             say=begin,
@@ -85,7 +85,7 @@ def plan(
         note_recorded_times(found)
         facts = facts_of(found) | {
             "planner": planner,
-            "effort": thinks,
+            "effort": wanted_effort,
             "machine": found.machine.name,
             "planning_s": round(found.planning_s, 3),
             "decision_class": found.plan.header.decision_class,
