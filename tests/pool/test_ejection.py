@@ -57,10 +57,10 @@ def test_it_gains_on_a_greedy_placement() -> None:
     order = greedy.static_order("size", sections, sizes)
     footprint, offsets = greedy.place_in_order(sections, sizes, order, best_fit=False, limit=1 << 62)
     target = (height + footprint) // 2
-    found, housed = place_by_ejection(sections, sizes, offsets, capacity=target, max_pushes=50_000, seed=0)
+    found, placed = place_by_ejection(sections, sizes, offsets, capacity=target, max_pushes=50_000, seed=0)
     assert height < target < footprint
     assert found
-    assert not _overlaps(instance.starts, instance.ends, housed, housed + sizes)
+    assert not _overlaps(instance.starts, instance.ends, placed, placed + sizes)
 
 
 def test_who_cannot_fit_stays_without_a_home() -> None:
