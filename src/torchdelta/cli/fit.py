@@ -136,7 +136,8 @@ class _FitQuestion:
 
         get(planner, decision_class)  # a name that is wrong is told before the step is traced
         self.machine, self.budget_bytes, self.reserve_bytes = budget.machine, budget.budget_bytes, budget.reserve_bytes
-        self.planner, self.decision_class, self.say = planner, decision_class, say
+        self.planner, self.say = planner, say
+        self.decision_class: DecisionClass | None = decision_class
         say("tracing")
         # Imported late, so that --help and wrong usage do not wait for torch.
         from torchdelta.trace.symbolic import trace_step

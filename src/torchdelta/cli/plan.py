@@ -100,7 +100,7 @@ def plan(
             }
         if planner == DEFAULT_PLANNER and facts["decision_class"] == "saved":
             least_bytes = least_peak(PlanningProblem.of(found.trace, found.machine))
-            is_near = found.overhead > _WORTH_A_HINT and facts["budget_bytes"] < NEAR_LEAST * least_bytes
+            is_near = found.overhead > _WORTH_A_HINT and found.simulation.budget_bytes < NEAR_LEAST * least_bytes
             facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
         if found.bound is not None:
             facts |= {"bound_class": found.bound.decision_class, "bound_time_s": found.bound.time_s}
