@@ -12,7 +12,17 @@ import torchdelta
 from tests.test_imports import MODULES, place, tree_of
 
 REPOSITORY = Path(__file__).parent.parent
-PUBLIC = ["BudgetError", "Config", "MemoryBudget", "SavedBuffer", "Summary", "TorchdeltaError", "__version__"]
+PUBLIC = [
+    "BudgetError",
+    "Config",
+    "MemoryBudget",
+    "Prediction",
+    "SavedBuffer",
+    "Summary",
+    "TorchdeltaError",
+    "__version__",
+    "plan_step",
+]
 
 
 def test_the_public_names_are_frozen():

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "plan": {*BASE, "trace", "machine"},
     "simulate": {*BASE, "trace", "machine", "plan"},
     "bounds": {*BASE, "trace", "machine", "plan"},
-    "planners": {*BASE, "trace", "machine", "plan", "simulate", "bounds"},
+    "planners": {*BASE, "trace", "machine", "plan", "simulate", "bounds", "pool"},
     "pool": {*BASE, "trace", "plan"},
     "notices": BASE,
     "_torch": BASE,
@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "pool",
     },
     "budget": {*BASE, "host", "summary", "runtime", "trace"},
-    "__init__": {*BASE, "summary", "runtime", "budget"},
+    "__init__": {*BASE, "summary", "runtime", "budget", "planners"},
     # Leaves: nothing above imports them.
     "cli": {
         *BASE,

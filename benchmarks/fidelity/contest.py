@@ -20,7 +20,7 @@ from torchdelta.native.counting import new_counter
 from torchdelta.planners import get
 from torchdelta.runtime.device.op_timer import HostTimer
 from torchdelta.simulate import Decision, Options, decisions_of, simulate
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class Contest:
         self.step()
         self.allocator_peak_bytes = counter.take_peak_bytes()
         self.trace = self.record(time.perf_counter)
-        self.problem = Problem.of(self.trace, _machine(1.0, 1.0), min_size_bytes=1)
+        self.problem = PlanningProblem.of(self.trace, _machine(1.0, 1.0), min_size_bytes=1)
         self.gap_sizes_bytes = [gap.size_bytes for gap in self.problem.gaps]
         plan = self.checkpoint()
         self.decisions: dict[str, Sequence[Decision]] = {

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 TABLES = ("overheads", "proofs", "floors", "batches", "autoswap", "times")
-OURS = (f"{tables.OURS}:best", f"{tables.OURS}:fast", f"{tables.OURS}-extended:best")
-LEAST = f"{tables.OURS}-all:fast"
+OURS = (f"{tables.OURS}:best", f"{tables.OURS}:fast", f"{tables.OURS}/extended:best")
+LEAST = f"{tables.OURS}/all:fast"
 """Looked at by its least budgets, beside ours and AutoSwap's; by its overheads where `--planners` names it."""
 
 OTHERS = (
@@ -65,7 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="budgets, of the plain peak")
-    parser.add_argument("--planners", nargs="+", default=[*ours, *OTHERS], help="names; ':fast' or ':best' after them")
+    parser.add_argument(
+        "--planners",
+        nargs="+",
+        default=[*ours, *OTHERS],
+        help="names; '/extended' or '/all' and ':fast' or ':best' after them",
+    )
     parser.add_argument("--effort", choices=("fast", "best"), default="fast", help="of the largest batches")
     parser.add_argument("--no-bound", action="store_true", help="leave the linear program out")
     parser.add_argument(

@@ -13,8 +13,8 @@ import numpy as np
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Absence, Plan, PlanHeader
-from torchdelta.planners.autoswap import MIN_BYTES, Candidates, Score
-from torchdelta.planners.ideal import IdealLoad, in_s, out_s, start_times_s
+from torchdelta.planners.literature.autoswap import MIN_BYTES, Candidates, Score
+from torchdelta.planners.literature.ideal import IdealLoad, in_s, out_s, start_times_s
 from torchdelta.simulate.gaps import Gap
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Trace, storage_versions
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
 from benchmarks.papers import tables
-from torchdelta.planners.autoswap import SCORES
+from torchdelta.planners.literature.autoswap import SCORES
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ AT_DELTA = {
 BEST_S = 60.0
 NEAR_FLOOR = 1.3
 FAST_POINTS = 1.5
-EXTENDED = f"{tables.OURS}-extended"
-EVERYTHING = f"{tables.OURS}-all:fast"
+EXTENDED = f"{tables.OURS}/extended"
+EVERYTHING = f"{tables.OURS}/all:fast"
 ROUNDING = 1e-7  # of the solver, as a share of the step
 FLOOR_PRECISION = 1.01  # of the search for a least budget
 

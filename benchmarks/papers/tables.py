@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
@@ -13,9 +13,9 @@ from benchmarks.papers.proof.bound import nested_bound
 from benchmarks.papers.subjects import CASES, Case, largest_plain_batch, step
 from torchdelta.bounds.lp_bound import bound, least_peak_bound
 from torchdelta.errors import InfeasibleError
-from torchdelta.planners import get
-from torchdelta.planners.autoswap import SCORES
+from torchdelta.planners import DEFAULT_EFFORT, get, plan_step
 from torchdelta.planners.fitting import BatchSearch, least_budget
+from torchdelta.planners.literature.autoswap import SCORES
 from torchdelta.simulate import Options, simulate_plan
 from torchdelta.trace.model import peak
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torchdelta.machine.model import Machine
+    from torchdelta.plan.model import DecisionClass
     from torchdelta.planners import Effort
     from torchdelta.trace.model import Trace
 
@@ -38,6 +39,16 @@ WITHIN = 0.0099
 SLOWDOWNS = (1.05, 1.10, 1.25)
 DELTA_MULTIPLES = {"resnet50": 2.04, "resnet101": 2.25, "gpt2_large": 5.5, "gpt2_xl": 6.0}
 """Published multiples of the plain batch (DELTA 2022 for ResNets, DELTA 2024 for GPT-2)."""
+
+
+def parse_label(label: str) -> tuple[str, DecisionClass | None, Effort]:
+    """Return a planner's name, class and effort: of `torchdelta/extended:best`, of `torchdelta:fast`, of `dtr`.
+
+    Without a class it is the planner's own.
+    """
+    planner, _, effort = label.partition(":")
+    name, _, decision_class = planner.partition("/")
+    return name, cast("DecisionClass | None", decision_class or None), cast("Effort", effort or DEFAULT_EFFORT)
 
 
 def overheads(case: Case, shares: Sequence[float], planners: Sequence[str], *, with_bound: bool) -> Iterator[Row]:
@@ -96,26 +107,23 @@ def whole_bound(row: Row) -> Row:
 
 def overhead(trace: Trace, machine: Machine, budget_bytes: int, planner: str) -> Row:
     """Return what a planner's plan costs, or the least budget that it found."""
-    name, _, effort = planner.partition(":")
-    start_s = time.process_time()
+    name, decision_class, effort = parse_label(planner)
     try:
-        plan = get(name)(trace, machine, budget_bytes, _effort(effort))
+        found = plan_step(trace, machine, budget_bytes, planner=name, decision_class=decision_class, effort=effort)
     except InfeasibleError as error:
         return {"feasible": False, "least_budget_bytes": error.least_budget_bytes}
-    plan_s = time.process_time() - start_s
-    simulation = simulate_plan(trace, machine, plan)
     row: Row = {
         "feasible": True,
-        "overhead": simulation.overhead,
-        "stall_s": simulation.stall_s,
-        "recompute_s": simulation.recompute_s,
-        "swapped_out_bytes": simulation.swapped_out_bytes,
-        "class": plan.header.decision_class,
-        "plan_s": plan_s,
+        "overhead": found.overhead,
+        "stall_s": found.simulation.stall_s,
+        "recompute_s": found.simulation.recompute_s,
+        "swapped_out_bytes": found.simulation.swapped_out_bytes,
+        "class": found.plan.header.decision_class,
+        "plan_s": found.planning_s,
     }
     if name == "delta-2022-released":
         # The published code copies synchronously: that is its figure; the other is what a better runtime makes of it.
-        row["overhead_with_prefetch"] = simulate_plan(trace, machine, plan, options=Options()).overhead
+        row["overhead_with_prefetch"] = simulate_plan(found.trace, machine, found.plan, options=Options()).overhead
     return row
 
 
@@ -126,8 +134,9 @@ def floor(case: Case, planners: Sequence[str]) -> Row:
     trace = step(case.model, machine, max(batch_size, 1), with_optimizer=False)
     found: dict[str, int] = {}
     for planner in planners:
-        name, _, effort = planner.partition(":")
-        found[planner] = least_budget(trace, machine, get(name), _effort(effort), precision=100).budget_bytes
+        name, decision_class, effort = parse_label(planner)
+        choose = get(name, decision_class)
+        found[planner] = least_budget(trace, machine, choose, effort, precision=100).budget_bytes
     return {
         "case": case.name,
         "plain_peak_bytes": peak(trace, with_workspace=True).size_bytes,
@@ -158,12 +167,11 @@ def batches(case: Case, effort: Effort) -> Row:
     def sample_time_s(batch_size: int, how: Effort = effort) -> float:
         trace = step(case.model, machine, batch_size, with_optimizer=True)
         try:
-            plan = get(OURS)(trace, machine, machine.memory_bytes, how)
+            prediction = plan_step(trace, machine, machine.memory_bytes, planner=OURS, effort=how)
         except InfeasibleError:
             return float("inf")
-        simulation = simulate_plan(trace, machine, plan)
-        host_bytes[batch_size] = simulation.host_peak_bytes
-        return simulation.time_s / batch_size
+        host_bytes[batch_size] = prediction.simulation.host_peak_bytes
+        return prediction.time_s / batch_size
 
     search = BatchSearch(sample_time_s)
     row: Row = {"case": case.name, "plain_batch": plain_batch, "effort": effort, "largest": {}}
@@ -230,7 +238,3 @@ def planning_time(case: Case, effort: Effort, share: float, rounds: int) -> Row:
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def _effort(word: str) -> Effort:
-    return "fast" if word == "fast" else "best"

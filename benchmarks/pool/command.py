@@ -189,11 +189,11 @@ def _plans(outcome: Outcome, options: argparse.Namespace) -> None:
     outcome.data["plans"] = rows
     feasible = [row for row in rows if row["feasible"]]
     fits = sum(row["fits"] for row in feasible)
-    first = sum(row.get("planner") == plans.PLANNERS[0] for row in feasible)
+    first = sum(row.get("class") == plans.CLASSES[0] for row in feasible)
     outcome.check(
         "plans: footprint within the budget",
         f"{fits} of {len(feasible)} that have a plan at {plans.FEASIBLE_SHARE:.0%} of it, "
-        f"{first} with {plans.PLANNERS[0]}",
+        f"{first} in the class {plans.CLASSES[0]!r}",
         passed=fits == len(feasible) > 0,
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.papers.subjects import CASES, Case, largest_plain_batch, step
 from torchdelta.errors import InfeasibleError, PoolError
-from torchdelta.planners import get
+from torchdelta.planners import DEFAULT_PLANNER, get
 from torchdelta.pool.planned import lives_of_plan, plan_within_footprint
 from torchdelta.pool.solvers import solve
 from torchdelta.pool.validate import check
@@ -21,11 +21,12 @@ from torchdelta.trace.model import peak
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torchdelta.plan.model import DecisionClass
     from torchdelta.trace.model import Trace
 
 ALIGNMENT_BYTES = 512  # of torch's CUDA allocator
 FEASIBLE_SHARE = 0.98
-PLANNERS = ("torchdelta", "torchdelta-extended")
+CLASSES: tuple[DecisionClass, ...] = ("saved", "extended")
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -44,7 +45,7 @@ def pooled_plans(names: Sequence[str], shares: Sequence[float]) -> Iterator[dict
 def _row(case: Case, trace: Trace, budget_bytes: int) -> dict[str, Any]:
     machine = case.machine
     try:
-        slightly_less = get(PLANNERS[0])(trace, machine, int(FEASIBLE_SHARE * budget_bytes), "fast")
+        slightly_less = get(DEFAULT_PLANNER, CLASSES[0])(trace, machine, int(FEASIBLE_SHARE * budget_bytes), "fast")
     except InfeasibleError as error:
         return {"budget_bytes": budget_bytes, "feasible": False, "why": str(error)}
     began_s = time.perf_counter()
@@ -59,8 +60,8 @@ def _row(case: Case, trace: Trace, budget_bytes: int) -> dict[str, Any]:
         "fragmentation_at_98": alone.fragmentation,
         "time_at_98_s": time.perf_counter() - began_s,
     }
-    for planner in PLANNERS:
-        plan = get(planner)
+    for decision_class in CLASSES:
+        plan = get(DEFAULT_PLANNER, decision_class)
         began_s = time.perf_counter()
         try:
             pooled = plan_within_footprint(
@@ -70,10 +71,11 @@ def _row(case: Case, trace: Trace, budget_bytes: int) -> dict[str, Any]:
                 alignment_bytes=ALIGNMENT_BYTES,
             )
         except (InfeasibleError, PoolError) as error:
-            row[f"why_not_{planner}"] = str(error)
+            row[f"why_not_{decision_class}"] = str(error)
             continue
         return row | {
-            "planner": planner,
+            "planner": DEFAULT_PLANNER,
+            "class": decision_class,
             "fits": pooled.placement.footprint_bytes <= budget_bytes,
             "footprint_bytes": pooled.placement.footprint_bytes,
             "load_bytes": pooled.placement.lower_bound_bytes,

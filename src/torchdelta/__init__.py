@@ -6,6 +6,8 @@
         ...
     print(budget.summary())
 
+`plan_step` plans a traced step for a machine that need not be here, and predicts what it costs.
+
 The names load on first use (PEP 562): `import torchdelta` brings no torch along, so that the parts of the library
 that need none start at once.
 """
@@ -17,10 +19,21 @@ if TYPE_CHECKING:
     from torchdelta.budget import MemoryBudget
     from torchdelta.config import Config, SavedBuffer
     from torchdelta.errors import TorchdeltaError
+    from torchdelta.planners.prediction import Prediction, plan_step
     from torchdelta.runtime.errors import BudgetError
     from torchdelta.summary import Summary
 
-__all__ = ["BudgetError", "Config", "MemoryBudget", "SavedBuffer", "Summary", "TorchdeltaError", "__version__"]
+__all__ = [
+    "BudgetError",
+    "Config",
+    "MemoryBudget",
+    "Prediction",
+    "SavedBuffer",
+    "Summary",
+    "TorchdeltaError",
+    "__version__",
+    "plan_step",
+]
 
 __version__ = "0.1.0"
 
@@ -28,9 +41,11 @@ _HOMES: Final = {
     "BudgetError": "torchdelta.runtime.errors",
     "Config": "torchdelta.config",
     "MemoryBudget": "torchdelta.budget",
+    "Prediction": "torchdelta.planners.prediction",
     "SavedBuffer": "torchdelta.config",
     "Summary": "torchdelta.summary",
     "TorchdeltaError": "torchdelta.errors",
+    "plan_step": "torchdelta.planners.prediction",
 }
 
 

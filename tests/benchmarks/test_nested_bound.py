@@ -18,8 +18,8 @@ from tests.planners.chains import MACHINE, MIB, blocks, chain
 from tests.planners.tangles import tangles
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
-from torchdelta.planners.torchdelta import least_peak
-from torchdelta.simulate.problem import Problem
+from torchdelta.planners.default.search_planner import least_peak
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak
 
 NEVER, ALWAYS = 10**9, 1
@@ -34,7 +34,8 @@ def machine(out_bytes_per_s, in_bytes_per_s):
 
 def budget(trace, percent):
     """Return a budget between the least peak of the class (0) and the plain one (100)."""
-    least_bytes, most_bytes = least_peak(Problem.of(trace, MACHINE)), peak(trace, with_workspace=True).size_bytes
+    least_bytes = least_peak(PlanningProblem.of(trace, MACHINE))
+    most_bytes = peak(trace, with_workspace=True).size_bytes
     return least_bytes + (most_bytes - least_bytes) * percent // 100
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.papers.no_overhead import gaps_of_variables, no_overhead, reduction
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from torchdelta.plan.validate import validate
-from torchdelta.planners.autoswap import SCORES
+from torchdelta.planners.literature.autoswap import SCORES
 from torchdelta.simulate.gaps import Gap
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Trace, peak
 

@@ -58,6 +58,24 @@ def test_a_plan_far_from_the_bound_is_held_against_what_whole_decisions_prove(ca
     assert "0.50 points" in capsys.readouterr().out
 
 
+def test_a_column_names_a_planner_its_class_and_its_effort():
+    """The class and the effort may be left out."""
+    assert tables.parse_label("torchdelta/extended:best") == ("torchdelta", "extended", "best")
+    assert tables.parse_label("torchdelta:best") == ("torchdelta", None, "best")
+    assert tables.parse_label("dtr") == ("dtr", None, "fast")
+
+
+def test_a_larger_class_is_held_against_the_smaller_one():
+    """Its column is found by its class; a plan of it that takes longer is told."""
+    entries = {"torchdelta:best": 0.2, "torchdelta/extended:best": 0.25}
+    planners = {name: {"feasible": True, "overhead": overhead} for name, overhead in entries.items()}
+    row = {"case": "resnet50@v100-32g", "share": 0.2, "budget_bytes": 10, "planners": planners}
+    outcome = Outcome()
+    assert "torchdelta/extended:best" in report(outcome, {"overheads": [row]})
+    (check,) = [check for check in outcome.checks if check.name.endswith("extended never worse")]
+    assert not check.passed
+
+
 def test_runs_of_single_cases_make_one_file():
     """A new row replaces the old one and keeps its other planners; cases come in their order."""
     old = {"case": "resnet50@a100-80g", "share": 0.6, "planners": {"keep": 1, "dtr": 2}}

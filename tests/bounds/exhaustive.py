@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 
 MAX_COMBINATIONS = 3**10
 
@@ -23,7 +23,7 @@ def best_of_all(trace, machine, budget_bytes, *, disk=False, at_most=MAX_COMBINA
 
     None instead of both where there are too many decisions to try.
     """
-    problem = Problem.of(trace, machine, min_size_bytes=1)
+    problem = PlanningProblem.of(trace, machine, min_size_bytes=1)
     number, every = combinations(problem, disk=disk)
     if number > at_most:
         return None

@@ -163,7 +163,7 @@ def test_an_impossible_budget(folder, planner):
     """Exit code 78, who planned, and the least budget that was found."""
     line, code = refused(("plan", "step.trace", *ON, "--planner", planner, "--memory-budget", "1MiB", "-o", "x.plan"))
     assert code == 78
-    assert f"planner {planner}: no plan within 1.00 MiB was found; the least budget found is" in line
+    assert f"planner {planner}: no plan within 1.00 MiB was found: the least budget found is" in line
     assert not (folder / "x.plan").exists()
 
 

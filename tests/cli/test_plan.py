@@ -59,8 +59,8 @@ def test_where_memory_is_short_and_costs_time_more_thought_is_named(trace, tmp_p
     assert not facts["is_near_least"]
     tight = torchdelta("plan", trace, *fast, least_bytes)
     assert "the budget is 1.00 times the least" in tight.stdout
-    assert "--effort best or --planner torchdelta-extended" in tight.stdout
-    assert "--effort" not in torchdelta("plan", trace, *ON, "--memory-budget", least_bytes).stdout
+    assert "--effort best or --class extended" in tight.stdout
+    assert "--effort" not in torchdelta("plan", trace, *ON, "--effort", "best", "--memory-budget", least_bytes).stdout
     swapped = torchdelta("plan", trace, *fast, least_bytes, "--planner", "swap-all")
     assert "hint" not in swapped.stdout
     torchdelta("plan", trace, *fast, least_bytes - 1, code=78)
@@ -98,7 +98,7 @@ def test_a_plan_over_the_end_of_the_step_goes_through_its_file(tmp_path):
     trace, path = tmp_path / "step.trace", tmp_path / "step.plan"
     write_trace(step, trace)
     budget_bytes = peak(step).size_bytes - 128 * MIB
-    arguments = (*ON, "--planner", "torchdelta-all", "--memory-budget", budget_bytes, "-o", path, "--json")
+    arguments = (*ON, "--class", "all", "--memory-budget", budget_bytes, "-o", path, "--json")
     facts = json.loads(torchdelta("plan", trace, *arguments).stdout)
     plan = read_plan(path)
     validate(step, plan)
@@ -201,8 +201,11 @@ def test_an_empty_trace_is_refused(tmp_path):
     ("arguments", "said", "code"),
     [
         (("--machine", "a100-800g", "--memory-budget", "1GiB"), "unknown machine 'a100-800g'", 1),
-        ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "the nearest is 'delta-202", 1),
-        ((*ON, "--effort", "most", "--memory-budget", "1GiB"), "unknown effort 'most'", 2),
+        ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "did you mean delta-202", 1),
+        ((*ON, "--effort", "most", "--memory-budget", "1GiB"), "unknown effort 'most': use fast or best", 2),
+        ((*ON, "--class", "most", "--memory-budget", "1GiB"), "unknown class 'most': use saved, extended or all", 2),
+        ((*KNAPSACK, "--class", "all", "--memory-budget", "1GiB"), "does not plan in the class 'all': use 'saved'", 1),
+        ((*ON, "--planner", "torchdelta-all", "--memory-budget", "1GiB"), "use --class all", 1),
         ((*KNAPSACK, "--memory-budget", "1.5"), "is ambiguous", 2),
         ((*KNAPSACK, "--memory-budget", "8 potatoes"), "potatoes", 2),
     ],
@@ -231,7 +234,9 @@ def test_files_that_are_not_there_or_something_else_are_one_line(trace, tmp_path
 def test_planners_are_listed():
     """Without a trace, a budget or a machine, for `plan` and for `fit`."""
     for command in ("plan", "fit"):
-        assert torchdelta(command, "--planner", "list").stdout.split() == list(names())
+        lines = torchdelta(command, "--planner", "list").stdout.splitlines()
+        assert [line.split()[0] for line in lines] == list(names())
+        assert any(line.split() == ["torchdelta", "saved,", "extended,", "all"] for line in lines)
 
 
 def test_times_without_launches_are_marked(tmp_path):

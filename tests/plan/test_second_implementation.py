@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tests.plan import second_implementation
 from tests.planners import steps
 from tests.planners.chains import MIB, chain
-from tests.planners.test_every_planner import OTHERS
+from tests.planners.test_every_planner import PLANNERS, planner_named
 from tests.sampling import keep
 from tests.simulate.test_against_validator import some_codes
 from tests.simulate.test_execute import problems
@@ -22,11 +22,10 @@ from torchdelta.errors import InfeasibleError
 from torchdelta.plan.file import write_plan
 from torchdelta.plan.model import Keep
 from torchdelta.plan.validate import find_fault
-from torchdelta.planners import get
 from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.planned import lives_of_plan
 from torchdelta.simulate import execute
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.model import peak
 
@@ -48,7 +47,7 @@ def price(trace, plan):
 
 
 @pytest.mark.parametrize("model", ["chain", *steps.STEPS])
-@pytest.mark.parametrize("planner", keep(OTHERS, OTHERS[::3]))
+@pytest.mark.parametrize("planner", keep(PLANNERS, PLANNERS[::3]))
 def test_it_prices_the_plans_of_every_planner(planner, model):
     """The same peak to the byte and the same time to a billionth, at budgets from roomy to tight."""
     trace = step(model)
@@ -57,7 +56,7 @@ def test_it_prices_the_plans_of_every_planner(planner, model):
     for percent in (100, 80, 60, 45):
         budget_bytes = plain_bytes * percent // 100
         try:
-            plan = get(planner)(trace, steps.MACHINE, budget_bytes, "fast")
+            plan = planner_named(planner)(trace, steps.MACHINE, budget_bytes, "fast")
         except InfeasibleError:
             continue
         num_plans += 1
@@ -126,7 +125,7 @@ def test_it_prices_plans_with_any_moments(data, problem):
 def test_it_sees_a_moment_that_is_moved():
     """The comparison can fail: a plan whose copies in are all late takes longer, and both say so."""
     trace = step("chain")
-    problem = Problem.of(trace, steps.MACHINE, min_size_bytes=1)
+    problem = PlanningProblem.of(trace, steps.MACHINE, min_size_bytes=1)
     codes = problem.keep_all()
     codes[:] = 1
     plan = problem.program(codes, problem.plain_peak_bytes)

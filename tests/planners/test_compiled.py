@@ -12,17 +12,17 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import importlib, pkgutil
 from numba.core.dispatcher import Dispatcher
-import torchdelta.planners, torchdelta.simulate
+import torchdelta.planners.default, torchdelta.simulate
 from tests.planners.chains import MACHINE, MIB, chain
-from torchdelta.planners.torchdelta import choose, least_peak
-from torchdelta.simulate.problem import Problem
+from torchdelta.planners.default.search_planner import choose, least_peak
+from torchdelta.simulate.problem import PlanningProblem
 
 step = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3, optimizer=True)
 for decision_class in ("saved", "all"):
-    problem = Problem.of(step, MACHINE, decision_class=decision_class)
+    problem = PlanningProblem.of(step, MACHINE, decision_class=decision_class)
     for effort in ("fast", "best"):
         choose(problem, int(1.1 * least_peak(problem)), effort)
-for package in (torchdelta.planners, torchdelta.simulate):
+for package in (torchdelta.planners.default, torchdelta.simulate):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, Dispatcher) and value.__module__ == module.name:
@@ -39,6 +39,6 @@ def test_each_function_is_compiled_for_one_signature(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     signatures = dict(line.split() for line in ended.stdout.splitlines())
-    assert {"measure", "evaluate", "clock", "contents", "improve", "release", "shake", "anneal"} <= set(signatures)
+    assert {"measure", "evaluate", "clock", "fill_need", "improve", "release", "shake", "anneal"} <= set(signatures)
     assert [name for name, number in signatures.items() if number == "0"] == [], "the program does not reach them"
     assert {name: number for name, number in signatures.items() if number != "1"} == {}

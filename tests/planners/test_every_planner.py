@@ -15,15 +15,15 @@ from tests.trace.strategies import traces
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
-from torchdelta.planners import get, names
-from torchdelta.planners.torchdelta import choose, least_peak
+from torchdelta.planners import classes_of, get, names
+from torchdelta.planners.default.search_planner import choose, least_peak
 from torchdelta.simulate import execute, simulate_plan
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak
 
 FAST = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e12, host_in_bytes_per_s=1e12)
 SLOW = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e6, host_in_bytes_per_s=1e6)
-OTHERS = list(names())
+PLANNERS = [f"{name}/{decision_class}" for name in names() for decision_class in classes_of(name)]
 # What a solver leaves open, and sums in another order.
 RELATIVE = 1e-6
 
@@ -34,21 +34,27 @@ SEEN = []  # the scores of the kernel that became plans, the last one last
 @pytest.fixture(autouse=True, scope="module")
 def _noted():
     """Note what planners see before they return a plan."""
-    plain = Problem.simulation
+    plain = PlanningProblem.simulation
 
     def noting(self, codes, budget_bytes, **names):
         SEEN.append(self.score(codes, budget_bytes))
         return plain(self, codes, budget_bytes, **names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Problem, "simulation", noting)
+        patch.setattr(PlanningProblem, "simulation", noting)
         yield
+
+
+def planner_named(name):
+    """Return the planner of a name and a class, such as "torchdelta/extended"."""
+    planner, _, decision_class = name.partition("/")
+    return get(planner, decision_class)
 
 
 def plan_or_none(name, trace, machine, budget_bytes, effort="fast"):
     """Return a planner's plan after the independent validator has accepted it; None where it says that none fits."""
     try:
-        plan = get(name)(trace, machine, budget_bytes, effort)
+        plan = planner_named(name)(trace, machine, budget_bytes, effort)
     except InfeasibleError as error:
         refusal = error
         plan = None
@@ -57,7 +63,7 @@ def plan_or_none(name, trace, machine, budget_bytes, effort="fast"):
         assert " 0 B" not in str(refusal)
         return None
     validate(trace, plan, machine)
-    assert plan.header.planner == name
+    assert f"{plan.header.planner}/{plan.header.decision_class}" == name
     assert plan.header.budget_bytes == budget_bytes
     # Its planner saw what the plan costs when it is executed as written.
     seen, found = SEEN[-1], execute(trace, machine, plan)
@@ -74,7 +80,7 @@ def between(problem, share):
     return int(floor + share * (problem.plain_peak_bytes - floor))
 
 
-@pytest.mark.parametrize("name", keep(OTHERS, OTHERS[::3]))
+@pytest.mark.parametrize("name", keep(PLANNERS, PLANNERS[::3]))
 @settings(max_examples=10)
 @given(
     drawn=blocks(),
@@ -90,7 +96,7 @@ def test_plans_of_networks_made_by_hand(name, drawn, optimizer, percent, machine
     assert plan_or_none(name, trace, machine, budget_bytes) == plan
 
 
-@pytest.mark.parametrize("name", keep(OTHERS, OTHERS[1::3]))
+@pytest.mark.parametrize("name", keep(PLANNERS, PLANNERS[1::3]))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(trace=st.booleans().flatmap(lambda lasting: traces(lasting=lasting)), percent=st.integers(30, 100))
 def test_plans_of_random_steps(name, trace, percent):
@@ -100,11 +106,11 @@ def test_plans_of_random_steps(name, trace, percent):
 
 
 # The models in turn, so that the sample has them all.
-@pytest.mark.parametrize(("name", "model"), sample(itertools.product(OTHERS, steps.STEPS), 10))
+@pytest.mark.parametrize(("name", "model"), sample(itertools.product(PLANNERS, steps.STEPS), 10))
 def test_plans_of_real_steps(model, name):
     """A transformer, a ResNet and a U-Net, from little to all that can leave."""
     trace = steps.real_step(model)
-    problem = Problem.of(trace, steps.MACHINE)
+    problem = PlanningProblem.of(trace, steps.MACHINE)
     for share in (0.8, 0.4, 0.1, 0.0):
         plan_or_none(name, trace, steps.MACHINE, between(problem, share))
     roomy = plan_or_none(name, trace, steps.MACHINE, problem.plain_peak_bytes)
@@ -116,12 +122,12 @@ def test_plans_of_real_steps(model, name):
 def test_no_plan_of_a_real_step_beats_the_bound(model):
     """The linear program's time is below every plan of its class, the best effort's too where that is quick."""
     trace = steps.real_step(model)
-    problem = Problem.of(trace, steps.MACHINE)
+    problem = PlanningProblem.of(trace, steps.MACHINE)
     for share in (0.6, 0.3):
         budget_bytes = between(problem, share)
         proved = bound(trace, steps.MACHINE, budget_bytes)
-        ours = [("torchdelta", "best")] if model != "unet" else []
-        for name, effort in [*((name, "fast") for name in OTHERS), *ours]:
+        ours = [("torchdelta/saved", "best")] if model != "unet" else []
+        for name, effort in [*((name, "fast") for name in PLANNERS), *ours]:
             plan = plan_or_none(name, trace, steps.MACHINE, budget_bytes, effort)
             if plan is not None and plan.header.decision_class == proved.decision_class:
                 assert simulate_plan(trace, steps.MACHINE, plan).time_s >= proved.time_s * (1 - RELATIVE), name
@@ -136,7 +142,7 @@ def test_no_plan_of_a_real_step_beats_the_bound(model):
 )
 def test_a_smaller_budget_never_takes_less_time(model, effort):
     """By more than 0.2 points of the plain step."""
-    problem = Problem.of(steps.real_step(model), steps.MACHINE)
+    problem = PlanningProblem.of(steps.real_step(model), steps.MACHINE)
     before_s = problem.plain_time_s
     for share in (0.9, 0.75, 0.6, 0.45, 0.3, 0.15, 0.0):
         budget_bytes = between(problem, share)
@@ -150,12 +156,12 @@ def check_small(trace, budget_bytes):
     """The best of all combinations is no slower than what any planner of the class `saved` finds."""
     tolerance_s = RELATIVE * sum(op.time_s for op in trace.ops)
     best_s, found = best_of_all(trace, MACHINE, budget_bytes)
-    for name in OTHERS:
+    for name in PLANNERS:
         plan = plan_or_none(name, trace, MACHINE, budget_bytes)
         if plan is not None and plan.header.decision_class == "saved":
             assert simulate_plan(trace, MACHINE, plan).time_s >= best_s - tolerance_s, name
     if found is not None:
-        ours = plan_or_none("torchdelta", trace, MACHINE, budget_bytes, "best")
+        ours = plan_or_none("torchdelta/saved", trace, MACHINE, budget_bytes, "best")
         assert ours is not None
         assert simulate_plan(trace, MACHINE, ours).time_s <= best_s * 1.02 + 1e-9
 
@@ -173,4 +179,4 @@ def test_exhaustive_search_of_many_candidates(share):
     """Blocks of different shape, so that who leaves and how matters."""
     drawn = [(8 * MIB, 2e-3, 1e-4), (3 * MIB, 8e-3, 5e-4), (12 * MIB, 5e-4, 2e-3), (5 * MIB, 2e-3, 8e-3)]
     trace = chain([*drawn, (8 * MIB, 1e-4, 5e-4)])
-    check_small(trace, between(Problem.of(trace, MACHINE), share))
+    check_small(trace, between(PlanningProblem.of(trace, MACHINE), share))

@@ -56,7 +56,7 @@ def test_a_larger_class_is_looked_at_below_the_bound_of_a_smaller_one():
         ),
         saved_tensors=(),
     )
-    found = least_budget(trace, MACHINE, get("torchdelta-extended"))
+    found = least_budget(trace, MACHINE, get("torchdelta", "extended"))
     assert found.lower_bound_bytes == 24 * MIB
     assert found.budget_bytes <= 16.1 * MIB
     validate(trace, found.plan, MACHINE)

@@ -6,11 +6,11 @@ import pytest
 from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta.errors import InfeasibleError
 from torchdelta.planners import get, names
-from torchdelta.planners.checkpoint_rules import block_of, decisions
-from torchdelta.planners.delta_2022_released import OPTIONS, recomputes
-from torchdelta.planners.ideal import LinkSlack
+from torchdelta.planners.literature.checkpoint_rules import block_of, decisions
+from torchdelta.planners.literature.delta_2022_released import OPTIONS, recomputes
+from torchdelta.planners.literature.ideal import LinkSlack
 from torchdelta.simulate import simulate_plan
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak
 
 EQUAL = [(8 * MIB, 2e-3, 2e-4)] * 8
@@ -105,7 +105,7 @@ def test_the_knapsack_swaps_where_replays_take_too_much(percent):
 def test_the_time_left_on_the_link_is_asked_at_a_gaps_own_moment():
     """A swap put on the link at one moment takes time at every other moment that its gap spans, and only there."""
     trace = chain(EQUAL)
-    gaps = sorted(Problem.of(trace, SLOW).gaps, key=lambda gap: gap.last_use_op - gap.next_use_op)
+    gaps = sorted(PlanningProblem.of(trace, SLOW).gaps, key=lambda gap: gap.last_use_op - gap.next_use_op)
     wide = gaps[0]
     narrow = next(gap for gap in gaps if wide.last_use_op < gap.last_use_op and gap.next_use_op < wide.next_use_op)
     early, late = wide.last_use_op + 1, narrow.last_use_op + 1
@@ -130,7 +130,7 @@ def test_blocks_are_read_off_module_paths():
 def test_checkpointing_keeps_what_a_segment_hands_on():
     """The tensor between two blocks stays; what was saved inside of one is recomputed."""
     trace = chain(EQUAL)
-    problem = Problem.of(trace, MACHINE)
+    problem = PlanningProblem.of(trace, MACHINE)
     codes = next(decisions(problem))  # every block by itself
     gone = {
         trace.ops[trace.buffers[gap.buffer_id].birth_op].name
@@ -143,7 +143,7 @@ def test_checkpointing_keeps_what_a_segment_hands_on():
 def test_checkpointing_takes_the_rule_that_is_fastest():
     """No rule that fits is faster than the planner's plan; with room for it, not all blocks are checkpointed."""
     trace = chain(EQUAL)
-    problem = Problem.of(trace, MACHINE)
+    problem = PlanningProblem.of(trace, MACHINE)
     every_block = problem.score(next(decisions(problem)), share(trace, 100))
     for percent in (95, 85, 75):
         budget_bytes = share(trace, percent)
@@ -159,7 +159,7 @@ def test_a_memory_budget_keeps_what_saves_the_most_time():
     """The last rules are knapsacks: with no share nothing expensive is kept, and more of it with each larger share."""
     trace = chain([(8 * MIB, 1e-3 * place, 2e-4) for place in range(1, 9)])
     ops = tuple(msgspec.structs.replace(op, flops=int(op.name == "aten.mm.default")) for op in trace.ops)
-    problem = Problem.of(msgspec.structs.replace(trace, ops=ops), MACHINE)
+    problem = PlanningProblem.of(msgspec.structs.replace(trace, ops=ops), MACHINE)
     products = {id_ for op in problem.trace.ops if op.flops for id_ in op.writes}
     kept_bytes = [
         sum(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.pool.instances import guillotine
 from torchdelta.pool import greedy
-from torchdelta.pool.ejection import house
+from torchdelta.pool.ejection import place_by_ejection
 from torchdelta.pool.sections import cut
 
 
@@ -29,8 +29,8 @@ def test_what_is_found_is_a_placement(lives: list[tuple[int, int, int]], spare: 
     sections = cut(starts, starts + widths, sizes)
     capacity = int(sections.load.max()) + spare
     tower = np.cumsum(sizes) - sizes
-    found, offsets = house(sections, sizes, tower, capacity=capacity, max_pushes=300, seed=seed)
-    _, again = house(sections, sizes, tower, capacity=capacity, max_pushes=300, seed=seed)
+    found, offsets = place_by_ejection(sections, sizes, tower, capacity=capacity, max_pushes=300, seed=seed)
+    _, again = place_by_ejection(sections, sizes, tower, capacity=capacity, max_pushes=300, seed=seed)
     assert offsets.tolist() == again.tolist()
     assert tower.tolist() == (np.cumsum(sizes) - sizes).tolist()
     if found:
@@ -43,7 +43,9 @@ def test_a_tower_comes_down() -> None:
     """Lives that stand one above the other, far above a roomy capacity, all find a place below it."""
     starts, sizes = np.arange(30) % 7, np.arange(1, 31)
     sections = cut(starts, starts + 5, sizes)
-    found, _ = house(sections, sizes, np.zeros(30, np.int64), capacity=int(sizes.sum()), max_pushes=10_000, seed=0)
+    found, _ = place_by_ejection(
+        sections, sizes, np.zeros(30, np.int64), capacity=int(sizes.sum()), max_pushes=10_000, seed=0
+    )
     assert found
 
 
@@ -55,15 +57,15 @@ def test_it_gains_on_a_greedy_placement() -> None:
     order = greedy.static_order("size", sections, sizes)
     footprint, offsets = greedy.place_in_order(sections, sizes, order, best_fit=False, limit=1 << 62)
     target = (height + footprint) // 2
-    found, housed = house(sections, sizes, offsets, capacity=target, max_pushes=50_000, seed=0)
+    found, placed = place_by_ejection(sections, sizes, offsets, capacity=target, max_pushes=50_000, seed=0)
     assert height < target < footprint
     assert found
-    assert not _overlaps(instance.starts, instance.ends, housed, housed + sizes)
+    assert not _overlaps(instance.starts, instance.ends, placed, placed + sizes)
 
 
 def test_who_cannot_fit_stays_without_a_home() -> None:
     """Below the load nothing is found, and the search ends."""
     starts, sizes = np.zeros(4, np.int64), np.full(4, 3)
     sections = cut(starts, starts + 2, sizes)
-    found, _ = house(sections, sizes, np.arange(4) * 3, capacity=11, max_pushes=500, seed=0)
+    found, _ = place_by_ejection(sections, sizes, np.arange(4) * 3, capacity=11, max_pushes=500, seed=0)
     assert not found

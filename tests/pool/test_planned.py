@@ -15,7 +15,7 @@ from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.planned import lives_of_plan, plan_within_footprint
 from torchdelta.pool.validate import check
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak, versions_over_end
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
@@ -26,7 +26,7 @@ STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
 def test_the_load_of_the_lives_is_the_peak_of_the_plan(data, drawn, decision_class):
     """To the byte, under any decisions: the simulator, the validator and the pool count the same."""
     trace = chain(drawn)
-    problem = Problem.of(trace, DISKY, decision_class=decision_class, min_size_bytes=1)
+    problem = PlanningProblem.of(trace, DISKY, decision_class=decision_class, min_size_bytes=1)
     found = problem.simulation(some_codes(data.draw, problem), problem.plain_peak_bytes)
     if found.time_s == float("inf"):
         return
@@ -38,7 +38,7 @@ def test_the_load_of_the_lives_is_the_peak_of_the_plan(data, drawn, decision_cla
 def test_lives_over_the_end_are_one_place(data, drawn):
     """In the class *all* the load is never below the peak, and equal where no storage is there in two pieces."""
     trace = chain(drawn, optimizer=True)
-    problem = Problem.of(trace, DISKY, decision_class="all", min_size_bytes=1)
+    problem = PlanningProblem.of(trace, DISKY, decision_class="all", min_size_bytes=1)
     found = problem.simulation(some_codes(data.draw, problem), problem.plain_peak_bytes)
     if found.time_s == float("inf"):
         return
@@ -67,7 +67,7 @@ def _lives_apart(trace, plan):
 def test_a_parameter_that_was_away_in_between_is_one_life():
     """What the step ends with is where the next one begins: not two lives with two addresses."""
     trace = chain([(8 * MIB, 2e-3, 1e-4)] * 3, optimizer=True)
-    problem = Problem.of(trace, MACHINE, decision_class="all", min_size_bytes=1)
+    problem = PlanningProblem.of(trace, MACHINE, decision_class="all", min_size_bytes=1)
     codes = problem.keep_all()
     gap = next(i for i, gap in enumerate(problem.gaps) if trace.buffers[gap.buffer_id].kind == "parameter")
     assert problem.gaps[gap].next_use_op < len(trace.ops)
@@ -80,7 +80,7 @@ def test_a_parameter_that_was_away_in_between_is_one_life():
 def test_a_swap_that_frees_nothing_leaves_no_address():
     """Its copy has just ended when it comes back, here once in the step and once over its end: one life, one place."""
     trace = chain([(MIB, 1e-4, 1e-4)] * 3, optimizer=True)
-    problem = Problem.of(trace, DISKY, decision_class="all", min_size_bytes=1)
+    problem = PlanningProblem.of(trace, DISKY, decision_class="all", min_size_bytes=1)
     codes = problem.keep_all()
     for gap, where in enumerate(problem.gaps):
         if trace.buffers[where.buffer_id].storage_id == 1 and where.last_use_op >= 16:

@@ -12,7 +12,7 @@ from torchdelta.plan.validate import find_fault
 from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.planned import lives_of_plan
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Buffer, Header, Op, SavedTensor, Trace
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3)
@@ -66,7 +66,7 @@ def test_what_the_simulator_says_of_memory_is_so(data, drawn, decision_class):
     """Under any decisions the plan is in order, and it holds a budget exactly if the simulator says so."""
     is_all = decision_class == "all"
     trace = data.draw(traces(lasting=is_all)) if drawn is None else chain(drawn, optimizer=is_all)
-    problem = Problem.of(trace, DISKY, decision_class=decision_class, min_size_bytes=1)
+    problem = PlanningProblem.of(trace, DISKY, decision_class=decision_class, min_size_bytes=1)
     codes = some_codes(data.draw, problem)
     budget_bytes = data.draw(st.integers(0, max(problem.plain_peak_bytes, 1)))
     found = problem.simulation(codes, budget_bytes)
@@ -92,7 +92,7 @@ def test_a_replay_finds_what_the_op_after_it_writes_over():
         [("forward", (), (0,)), ("forward", (0,), (1,)), ("forward", (), ()), ("backward", (1,), (2,))],
         saved=(1, 1),
     )
-    problem = Problem.of(trace, MACHINE)
+    problem = PlanningProblem.of(trace, MACHINE)
     found = problem.simulation(np.array([Code.RECOMPUTE], np.int8), 2 * MIB)
     assert found.score.is_feasible
     assert find_fault(trace, found.plan) is None
@@ -112,7 +112,7 @@ def test_statistics_that_are_brought_up_to_date_twice_need_not_be_found():
         saved=(4, 2),
         name="aten.native_batch_norm.default",
     )
-    problem = Problem.of(trace, MACHINE)
+    problem = PlanningProblem.of(trace, MACHINE)
     found = problem.simulation(np.array([Code.RECOMPUTE], np.int8), 3 * MIB + MIB)
     assert found.score.is_feasible
     assert find_fault(trace, found.plan) is None
@@ -138,7 +138,7 @@ def test_a_replay_makes_no_statistics():
         saved=(4, 2),
         name="aten.native_batch_norm.default",
     )
-    found = Problem.of(trace, MACHINE).simulation(np.array([Code.RECOMPUTE], np.int8), 5 * MIB)
+    found = PlanningProblem.of(trace, MACHINE).simulation(np.array([Code.RECOMPUTE], np.int8), 5 * MIB)
     assert found.time_s == float("inf")
     absence = Absence(buffer_id=4, last_use_op=1, next_use_op=4, action="recompute", leave_op=2, return_op=4)
     plan = msgspec.structs.replace(found.plan, absences=(absence,), replays=(Replay(at_op=4, ops=(0, 1)),))
@@ -152,7 +152,7 @@ def test_what_a_replay_writes_over_in_place_is_one_allocation():
         [("forward", (0,), (1,)), ("forward", (1,), (2,)), ("forward", (0,), (3,)), ("backward", (2,), ())],
         saved=(2, 2),
     )
-    found = Problem.of(trace, MACHINE).simulation(np.array([Code.RECOMPUTE], np.int8), 2 * MIB)
+    found = PlanningProblem.of(trace, MACHINE).simulation(np.array([Code.RECOMPUTE], np.int8), 2 * MIB)
     assert found.score.is_feasible
     assert found.plan.replays[0].ops == (0, 1)
     assert find_fault(trace, found.plan) is None
@@ -162,7 +162,7 @@ def test_what_a_replay_writes_over_in_place_is_one_allocation():
 def test_a_buffer_that_is_wanted_back_before_it_has_left_counts_once():
     """Its copy out ends before its copy in begins, so it is never there twice."""
     trace = chain([(MIB, 1e-4, 1e-4)] * 2)
-    problem = Problem.of(trace, DISKY, min_size_bytes=1)
+    problem = PlanningProblem.of(trace, DISKY, min_size_bytes=1)
     codes = problem.keep_all()
     codes[[1, 3]] = Code.SWAP
     found = problem.simulation(codes, problem.plain_peak_bytes)
@@ -172,7 +172,7 @@ def test_a_buffer_that_is_wanted_back_before_it_has_left_counts_once():
 
 def test_a_host_that_is_too_small_is_named():
     """The limits of the tiers are checked like the device's, by the simulator and by the validator."""
-    problem = Problem.of(STEP, MACHINE)
+    problem = PlanningProblem.of(STEP, MACHINE)
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
     found = problem.simulation(codes, problem.plain_peak_bytes)
     assert (
@@ -180,8 +180,8 @@ def test_a_host_that_is_too_small_is_named():
     )
     small = msgspec.structs.replace(MACHINE, host_memory_bytes=found.host_peak_bytes - 1)
     assert "the host would hold" in (find_fault(STEP, found.plan, small) or "")
-    assert Problem.of(STEP, small).score(codes, problem.plain_peak_bytes).host_excess_bytes == 1
+    assert PlanningProblem.of(STEP, small).score(codes, problem.plain_peak_bytes).host_excess_bytes == 1
     codes[0] = Code.DISK
-    found = Problem.of(STEP, DISKY).simulation(codes, problem.plain_peak_bytes)
+    found = PlanningProblem.of(STEP, DISKY).simulation(codes, problem.plain_peak_bytes)
     assert found.disk_written_bytes == found.disk_read_bytes == problem.gaps[0].size_bytes
     assert "has none" in (find_fault(STEP, found.plan, MACHINE) or "")

@@ -13,9 +13,9 @@ from benchmarks import models
 from torchdelta.machine.catalog import find
 from torchdelta.machine.roofline import price
 from torchdelta.planners import get
-from torchdelta.planners.checkpoint_rules import decisions
+from torchdelta.planners.literature.checkpoint_rules import decisions
 from torchdelta.simulate import simulate_plan
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak
 from torchdelta.trace.symbolic import trace_step
 
@@ -32,7 +32,7 @@ def traced():
 def overhead(name, step):
     """Return the overhead of a planner's plan at half of the plain peak, or of checkpointing every block."""
     if name == "every block":
-        problem = Problem.of(step, MACHINE)
+        problem = PlanningProblem.of(step, MACHINE)
         return problem.score(next(decisions(problem)), 2**62).time_s / problem.plain_time_s - 1
     budget_bytes = peak(step, with_workspace=True).size_bytes // 2
     return simulate_plan(step, MACHINE, get(name)(step, MACHINE, budget_bytes, "fast")).overhead

@@ -14,7 +14,7 @@ from torchdelta.plan.model import Absence, Plan, PlanHeader, Replay
 from torchdelta.plan.over_end import parts_within_step
 from torchdelta.simulate import Decision, Options, execute, schedule
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Buffer, Header, Op, Trace, versions_over_end
 
 DISKY = replace(MACHINE, disk_write_bytes_per_s=3e8, disk_read_bytes_per_s=5e8, disk_latency_s=1e-4)
@@ -34,7 +34,7 @@ def problems(draw):
     trace = draw(traces(lasting=is_all)) if drawn is None else chain(drawn, optimizer=is_all)
     machine = replace(DISKY, both_ways_factor=draw(st.sampled_from([1.0, 0.8, 0.5, 0.3])))
     options = Options(prefetch=draw(st.booleans()), synchronous=draw(st.booleans()))
-    return Problem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
+    return PlanningProblem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
 
 
 @settings(max_examples=100)
@@ -82,7 +82,7 @@ def test_an_output_that_is_there_already_is_made_beside_it_for_one_moment():
             for i, (reads, writes) in enumerate(ops)
         ),
     )
-    problem = Problem.of(trace, MACHINE, decision_class="extended", min_size_bytes=1)
+    problem = PlanningProblem.of(trace, MACHINE, decision_class="extended", min_size_bytes=1)
     gone = {gap.buffer_id: index for index, gap in enumerate(problem.gaps)}
     codes = problem.keep_all()
     codes[[gone[0], gone[2]]] = Code.RECOMPUTE

@@ -12,7 +12,7 @@ from torchdelta.plan.validate import find_fault
 from torchdelta.simulate import Decision, Options, simulate, simulate_plan
 from torchdelta.simulate.gaps import find_gaps
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import BEFORE_STEP, load_curve
 
 STEP = chain([(8 * MIB, 8e-3, 1e-4)] * 4, optimizer=True)
@@ -67,7 +67,7 @@ def test_a_copy_that_has_not_ended_with_the_step_goes_on_in_the_next_one():
 
 def test_a_step_that_may_not_hold_its_copies_waits_for_them():
     """At the least budget nothing is on its way while another needs the room: slower, and still in the budget."""
-    problem = Problem.of(STEP, MACHINE, decision_class="all", min_size_bytes=1)
+    problem = PlanningProblem.of(STEP, MACHINE, decision_class="all", min_size_bytes=1)
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
     least_bytes = problem.score(codes, 0).peak_bytes
     found = problem.simulation(codes, least_bytes)
@@ -86,7 +86,7 @@ def test_a_step_takes_at_least_as_long_as_its_copies(data, drawn, rate, both_way
         MACHINE, host_out_bytes_per_s=rate, host_in_bytes_per_s=rate, both_ways_factor=both_ways, link_latency_s=1e-5
     )
     options = Options(synchronous=synchronous)
-    problem = Problem.of(trace, machine, decision_class="all", min_size_bytes=1, options=options)
+    problem = PlanningProblem.of(trace, machine, decision_class="all", min_size_bytes=1, options=options)
     codes = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(problem.gaps), max_size=len(problem.gaps))))
     found = problem.simulation(codes.astype(np.int8), data.draw(st.integers(0, problem.plain_peak_bytes)))
     copies = sum(absence.action == "swap" for absence in found.plan.absences)

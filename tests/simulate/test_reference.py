@@ -10,7 +10,7 @@ from tests.planners.chains import MACHINE, blocks, chain
 from tests.simulate.reference import Reference
 from tests.trace.strategies import traces
 from torchdelta.simulate.model import Code, Options
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 
 DISKY = msgspec.structs.replace(MACHINE, disk_write_bytes_per_s=3e8, disk_read_bytes_per_s=5e8, disk_latency_s=1e-4)
 
@@ -30,7 +30,7 @@ def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronou
     trace = data.draw(traces(lasting=is_all)) if drawn is None else chain(drawn, optimizer=is_all)
     options = Options(prefetch=prefetch, synchronous=synchronous)
     machine = msgspec.structs.replace(DISKY, both_ways_factor=both_ways)
-    problem = Problem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
+    problem = PlanningProblem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
     codes = np.array(data.draw(st.lists(st.integers(0, 4), min_size=len(problem.gaps), max_size=len(problem.gaps))))
     codes = np.array(
         [

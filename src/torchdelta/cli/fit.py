@@ -12,13 +12,14 @@ from torchdelta.cli.prediction import launches_left_out_s, launches_note, tensor
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import (
     EXIT_USAGE,
-    answer,
+    decision_class_named,
     fail,
     list_planners,
     machine_named,
     measured_facts,
     one_line_errors,
     own_stdout,
+    print_result,
     progress,
     say_if_compiling,
 )
@@ -27,6 +28,7 @@ from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from torchdelta.machine.model import Machine
+    from torchdelta.plan.model import DecisionClass
 
 __all__ = ["fit"]
 
@@ -63,6 +65,10 @@ def fit(
     planner: Annotated[
         str, typer.Option(callback=list_planners, is_eager=True, help="Name of the planner; 'list' lists all.")
     ] = "torchdelta",
+    decision_class: Annotated[
+        str | None,
+        typer.Option("--class", help="What may leave: saved (the default), extended or all.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Report whether a model fits a machine, the least budget, the largest batch, and what to do.
@@ -74,9 +80,16 @@ def fit(
         fail(f"batch size {batch_size} is not allowed: use 1 or more", EXIT_USAGE)
     with one_line_errors(), progress() as say:
         budget = _Budget(machine_named(machine), memory_budget, reserve)
-        found = _Answer(function, budget, optimizer=optimizer, planner=planner, say=say)
-        facts = found.facts(batch_size) | measured_facts(machine)
-    answer(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
+        question = _FitQuestion(
+            function,
+            budget,
+            optimizer=optimizer,
+            planner=planner,
+            decision_class=decision_class_named(decision_class),
+            say=say,
+        )
+        facts = question.facts(batch_size) | measured_facts(machine)
+    print_result(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
     if not facts["fits"]:
         raise typer.Exit(78)
 
@@ -106,8 +119,8 @@ class _Budget:
             fail(f"a reserve of {kept} leaves nothing of the {whole} of {machine.name}", EXIT_USAGE)
 
 
-class _Answer:
-    """The model, the machine, and the answers for them."""
+class _FitQuestion:
+    """A model and a machine, and what `fit` finds out about them."""
 
     def __init__(
         self,
@@ -116,12 +129,15 @@ class _Answer:
         *,
         optimizer: str,
         planner: str,
+        decision_class: "DecisionClass | None",
         say: Callable[[str], None],
     ) -> None:
         from torchdelta.planners import get
 
+        get(planner, decision_class)  # a name that is wrong is told before the step is traced
         self.machine, self.budget_bytes, self.reserve_bytes = budget.machine, budget.budget_bytes, budget.reserve_bytes
-        self.planner, self.planner_name, self.say = get(planner), planner, say
+        self.planner, self.say = planner, say
+        self.decision_class: DecisionClass | None = decision_class
         say("tracing")
         # Imported late, so that --help and wrong usage do not wait for torch.
         from torchdelta.trace.symbolic import trace_step
@@ -146,19 +162,21 @@ class _Answer:
 
     def facts(self, batch_size: int) -> dict[str, Any]:
         """Return all answers of `fit` by name."""
+        from torchdelta.planners import get, predict
         from torchdelta.planners.fitting import BatchSearch, least_budget
-        from torchdelta.simulate import execute
         from torchdelta.trace.model import peak
 
         step = self.step(batch_size)
         plain_peak_bytes = peak(step, with_workspace=True).size_bytes
         say_if_compiling()
         self.say("looking for the least budget")
-        least = least_budget(step, self.machine, self.planner)
-        at_least = execute(step, self.machine, least.plan)
+        least = least_budget(step, self.machine, get(self.planner, self.decision_class))
+        at_least = predict(step, self.machine, least.plan)
+        highest = at_least.simulation.peak
         facts: dict[str, Any] = {
             "machine": self.machine.name,
-            "planner": self.planner_name,
+            "planner": self.planner,
+            "decision_class": least.plan.header.decision_class,
             "batch_size": batch_size,
             "device_memory_bytes": self.machine.memory_bytes,
             "reserve_bytes": self.reserve_bytes,
@@ -171,9 +189,9 @@ class _Answer:
             "fits": least.budget_bytes <= self.budget_bytes,
             "least_budget_bytes": least.budget_bytes,
             "lower_bound_bytes": least.lower_bound_bytes,
-            "least_budget_op": at_least.peak.op,
-            "least_budget_op_name": step.ops[at_least.peak.op].name if at_least.peak.op < len(step.ops) else "",
-            "least_budget_tensors": tensors_at_peak(at_least, step),
+            "least_budget_op": highest.op,
+            "least_budget_op_name": step.ops[highest.op].name if highest.op < len(step.ops) else "",
+            "least_budget_tensors": tensors_at_peak(at_least),
             "overhead": None,
         }
         if facts["fits"]:
@@ -195,15 +213,17 @@ class _Answer:
         return facts
 
     def _sample_time_s(self, batch_size: int) -> float:
-        from torchdelta.simulate import execute
+        from torchdelta.planners import plan_step
 
-        step = self.step(batch_size)
         self.say(f"planning batch {batch_size}")
+        step = self.step(batch_size)
         try:
-            made = self.planner(step, self.machine, self.budget_bytes, "fast")
+            found = plan_step(
+                step, self.machine, self.budget_bytes, planner=self.planner, decision_class=self.decision_class
+            )
         except InfeasibleError:
             return math.inf
-        return execute(step, self.machine, made).time_s / batch_size
+        return found.time_s / batch_size
 
     def _largest_plain(self) -> int:
         from torchdelta.planners.fitting import BatchSearch

@@ -1,33 +1,29 @@
 """`torchdelta plan`: decides which buffers leave the device, and when."""
 
-import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
 from torchdelta.cli.prediction import facts_of, show
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import (
-    EXIT_USAGE,
     check_output,
-    fail,
+    decision_class_named,
+    effort_named,
     list_planners,
     machine_named,
     measured_facts,
+    note_recorded_times,
     one_line_errors,
-    priced,
     progress,
-    read_step,
     say_if_compiling,
 )
-from torchdelta.units import parse_size
 
 __all__ = ["plan"]
 
-ALIGNMENT_BYTES = 512  # of torch's CUDA allocator
-
-_WORTH_A_HINT = 0.01  # the overhead from which on other planners are suggested
+_WORTH_A_HINT = 0.01
+"""Overheads from this share on are worth the hint that more effort or a larger class may help."""
 
 
 def plan(
@@ -42,7 +38,11 @@ def plan(
     planner: Annotated[
         str, typer.Option(callback=list_planners, is_eager=True, help="Name of the planner; 'list' lists all.")
     ] = "torchdelta",
-    effort: Annotated[str, typer.Option(help="fast or best.")] = "best",
+    decision_class: Annotated[
+        str | None,
+        typer.Option("--class", help="What may leave: saved (the default), extended or all.", show_default=False),
+    ] = None,
+    effort: Annotated[str, typer.Option(help="fast or best.")] = "fast",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan into this file.", show_default=False)
     ] = None,
@@ -58,65 +58,53 @@ def plan(
 
     An impossible budget exits with 78 and names the least budget found.
     """
-    wanted: Literal["fast", "best"] = "fast" if effort == "fast" else "best"
-    if effort not in {"fast", "best"}:
-        fail(f"unknown effort {effort!r}: use fast or best", EXIT_USAGE)
+    wanted_effort, wanted_class = effort_named(effort), decision_class_named(decision_class)
     if output is not None:
         check_output(output)
     with one_line_errors(), progress() as say:
-        from torchdelta.bounds.lp_bound import bound
         from torchdelta.plan.file import write_plan
-        from torchdelta.planners import get
-        from torchdelta.planners.torchdelta import NEAR_LEAST, least_peak
-        from torchdelta.simulate import execute
-        from torchdelta.simulate.problem import Problem
+        from torchdelta.planners import DEFAULT_PLANNER, plan_step
+        from torchdelta.planners.default.search_planner import NEAR_LEAST, least_peak
+        from torchdelta.simulate.problem import PlanningProblem
 
-        hardware, choose = machine_named(machine), get(planner)
-        size = number_or_text(memory_budget)
-        budget_bytes = parse_size(size, total_bytes=hardware.memory_bytes, name="memory budget")
-        step = priced(read_step(trace), hardware)
-        say_if_compiling()
-        say(f"planning ({planner})")
-        placed: dict[str, Any] = {}
-        start_s = time.monotonic()
-        if with_pool:
-            from torchdelta.pool.planned import plan_within_footprint
+        def begin(what: str) -> None:
+            say_if_compiling()  # only now: what is wrong with the arguments is one line
+            say(what)
 
-            pooled = plan_within_footprint(
-                step,
-                budget_bytes,
-                lambda size_bytes: choose(step, hardware, size_bytes, wanted),
-                alignment_bytes=ALIGNMENT_BYTES,
-            )
-            made = pooled.plan
-            placed = {
-                "footprint_bytes": pooled.placement.footprint_bytes,
-                "lower_bound_bytes": pooled.placement.lower_bound_bytes,
-                "fragmentation": pooled.placement.fragmentation,
-                "proved_optimal": pooled.placement.proved_optimal,
-            }
-        else:
-            made = choose(step, hardware, budget_bytes, wanted)
-        planning_s = time.monotonic() - start_s
-        say("simulating")
-        facts = facts_of(execute(step, hardware, made), step, hardware)
-        facts |= placed | {
+        found = plan_step(
+            trace,
+            machine_named(machine),
+            number_or_text(memory_budget),
+            planner=planner,
+            decision_class=wanted_class,
+            effort=wanted_effort,
+            with_bound=with_bound,
+            within_footprint=with_pool,
+            say=begin,
+        )
+        note_recorded_times(found)
+        facts = facts_of(found) | {
             "planner": planner,
-            "effort": wanted,
-            "machine": hardware.name,
-            "planning_s": round(planning_s, 3),
-            "decision_class": made.header.decision_class,
+            "effort": wanted_effort,
+            "machine": found.machine.name,
+            "planning_s": round(found.planning_s, 3),
+            "decision_class": found.plan.header.decision_class,
             **measured_facts(machine),
         }
-        if planner == "torchdelta":
-            least_bytes = least_peak(Problem.of(step, hardware))
-            is_near = facts["overhead"] > _WORTH_A_HINT and budget_bytes < NEAR_LEAST * least_bytes
+        if found.pooled is not None:
+            facts |= {
+                "footprint_bytes": found.pooled.placement.footprint_bytes,
+                "lower_bound_bytes": found.pooled.placement.lower_bound_bytes,
+                "fragmentation": found.pooled.placement.fragmentation,
+                "proved_optimal": found.pooled.placement.proved_optimal,
+            }
+        if planner == DEFAULT_PLANNER and facts["decision_class"] == "saved":
+            least_bytes = least_peak(PlanningProblem.of(found.trace, found.machine))
+            is_near = found.overhead > _WORTH_A_HINT and found.simulation.budget_bytes < NEAR_LEAST * least_bytes
             facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
-        if with_bound:
-            say("bounding")
-            proved = bound(step, hardware, budget_bytes)
-            facts |= {"bound_class": proved.decision_class, "bound_time_s": proved.time_s}
+        if found.bound is not None:
+            facts |= {"bound_class": found.bound.decision_class, "bound_time_s": found.bound.time_s}
         if output is not None:
-            write_plan(made, output)
+            write_plan(found.plan, output)
             facts["path"] = str(output)
     show(facts, as_json=as_json)

@@ -3,13 +3,13 @@
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta.cli.step import answer
+from torchdelta.cli.step import print_result
 from torchdelta.machine.model import Machine
 from torchdelta.trace.model import Trace
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
-    from torchdelta.simulate import Simulation  # importing numba is slow
+    from torchdelta.planners import Prediction  # importing numba is slow
 
 __all__ = ["facts_of", "launches_left_out_s", "launches_note", "show", "tensors_at_peak"]
 
@@ -33,12 +33,13 @@ def launches_note(launches_s: float, num_ops: int) -> str:
     return f"launches are left out of these times: {num_ops} ops take about {launches_s * 1e3:.2f} ms to launch"
 
 
-def facts_of(simulation: "Simulation", trace: Trace, machine: Machine) -> dict[str, Any]:
+def facts_of(prediction: "Prediction") -> dict[str, Any]:
     """Return a prediction by name; names carry their units.
 
     What a machine without a host memory of its own swaps is told as going to its disk: see [Note: where swaps go] in
     machine/model.py.
     """
+    trace, machine, simulation = prediction.trace, prediction.machine, prediction.simulation
     to_disk = machine.swaps_to == "disk"
     peak_op = trace.ops[simulation.peak.op] if simulation.peak.op < len(trace.ops) else None
     absences = simulation.plan.absences
@@ -58,18 +59,19 @@ def facts_of(simulation: "Simulation", trace: Trace, machine: Machine) -> dict[s
         "swaps_to": machine.swaps_to,
         "disk_written_bytes": simulation.swapped_out_bytes if to_disk else simulation.disk_written_bytes,
         "disk_read_bytes": simulation.swapped_in_bytes if to_disk else simulation.disk_read_bytes,
-        "host_peak_bytes": 0 if to_disk else simulation.host_peak_bytes,
+        "host_peak_bytes": prediction.pinned_host_bytes,
         "disk_peak_bytes": simulation.host_peak_bytes if to_disk else simulation.disk_peak_bytes,
         "num_swapped": sum(absence.action == "swap" for absence in absences),
         "num_recomputed": sum(absence.action == "recompute" for absence in absences),
         "peak_op": simulation.peak.op,
         "peak_op_name": peak_op.name if peak_op else "",
-        "peak_tensors": tensors_at_peak(simulation, trace),
+        "peak_tensors": tensors_at_peak(prediction),
     }
 
 
-def tensors_at_peak(simulation: "Simulation", trace: Trace) -> list[dict[str, Any]]:
+def tensors_at_peak(prediction: "Prediction") -> list[dict[str, Any]]:
     """Return the largest tensors that are on the device at the peak."""
+    trace, simulation = prediction.trace, prediction.simulation
     producer = {id_: op for op in trace.ops for id_ in op.writes}
     tensors: list[dict[str, Any]] = []
     for id_ in simulation.peak.tensors[:_NUM_TENSORS]:
@@ -82,10 +84,10 @@ def tensors_at_peak(simulation: "Simulation", trace: Trace) -> list[dict[str, An
 def show(facts: dict[str, Any], *, as_json: bool) -> None:
     """Print a prediction on stdout."""
     if as_json:
-        answer(json.dumps(facts))
+        print_result(json.dumps(facts))
         return
     lines = [
-        f"planner      {facts['planner']} on {facts['machine']}",
+        f"planner      {facts['planner']} on {facts['machine']}, class {facts['decision_class']}",
         f"budget       {format_bytes(facts['budget_bytes'])}",
         (
             f"peak         {format_bytes(facts['peak_bytes'])}  (plain {format_bytes(facts['plain_peak_bytes'])}), "
@@ -125,7 +127,7 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     lines += [_tensor_line(tensor) for tensor in facts["peak_tensors"]]
     if "path" in facts:
         lines.append(f"plan in {facts['path']}")
-    answer("\n".join(lines))
+    print_result("\n".join(lines))
 
 
 def _hint(facts: dict[str, Any]) -> str:
@@ -134,7 +136,7 @@ def _hint(facts: dict[str, Any]) -> str:
     times = facts["budget_bytes"] / least_bytes
     return (
         f"hint         the budget is {times:.2f} times the least ({format_bytes(least_bytes)}):\n"
-        f"             {advice}--planner torchdelta-extended, which may drop a tensor twice, can be faster here"
+        f"             {advice}--class extended, which may drop a tensor twice, can be faster here"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from torchdelta.cli.step import answer, one_line_errors
+from torchdelta.cli.step import one_line_errors, print_result
 from torchdelta.machine.cache import CachedMachine, circumstances, load_per_core, read_cached, write_cached
 from torchdelta.machine.model import Machine
 from torchdelta.units import format_bytes
@@ -50,7 +50,7 @@ def probe(
             if path is not None and sys.stderr.isatty():
                 typer.echo(f"stored in {path}", err=True)
     facts = msgspec.to_builtins(cached)
-    answer(
+    print_result(
         json.dumps(facts["machine"] | {"measured_at": cached.measured_at, "load": cached.load})
         if as_json
         else _text(cached)

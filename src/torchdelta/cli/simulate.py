@@ -11,10 +11,9 @@ from torchdelta.cli.step import (
     fail,
     machine_named,
     measured_facts,
+    note_recorded_times,
     one_line_errors,
-    priced,
     progress,
-    read_step,
 )
 
 __all__ = ["simulate"]
@@ -41,21 +40,17 @@ def simulate(
         fail("without a plan a machine is needed: --machine a100-80g", EXIT_USAGE)
     with one_line_errors(), progress() as say:
         from torchdelta.plan.file import read_plan
-        from torchdelta.plan.validate import validate
-        from torchdelta.planners import get
-        from torchdelta.simulate import execute
-        from torchdelta.trace.model import peak
+        from torchdelta.planners import predict
 
         given = None if plan is None else read_plan(plan)
         name = machine if machine is not None else given.header.machine if given is not None else ""
-        hardware = machine_named(name)
-        step = priced(read_step(trace), hardware)
-        if given is not None:
-            found = given
-            validate(step, found, hardware)
-        else:
-            found = get("keep")(step, hardware, max(peak(step, with_workspace=True).size_bytes, 1), "fast")
         say("simulating")
-        facts = facts_of(execute(step, hardware, found), step, hardware)
-    facts |= {"planner": found.header.planner, "machine": hardware.name, **measured_facts(name)}
+        found = predict(trace, machine_named(name), given)
+        note_recorded_times(found)
+    facts = facts_of(found) | {
+        "planner": found.plan.header.planner,
+        "machine": found.machine.name,
+        "decision_class": found.plan.header.decision_class,
+        **measured_facts(name),
+    }
     show(facts, as_json=as_json)

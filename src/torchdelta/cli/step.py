@@ -1,4 +1,4 @@
-"""Shared by the planning commands: reading a trace, pricing it, progress, and one-line errors."""
+"""Shared by the planning commands: what their options mean, progress, and one-line errors."""
 
 import errno
 import os
@@ -6,30 +6,34 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from tqdm import tqdm
 
 from torchdelta.errors import InfeasibleError, SizeError, TorchdeltaError
 from torchdelta.machine.model import Machine
-from torchdelta.trace.model import Trace
+from torchdelta.plan.model import DecisionClass
+
+if TYPE_CHECKING:
+    from torchdelta.planners import Effort, Prediction  # importing numba is slow
 
 __all__ = [
     "EXIT_FAILED",
     "EXIT_INFEASIBLE",
     "EXIT_USAGE",
-    "answer",
     "check_output",
+    "decision_class_named",
+    "effort_named",
     "fail",
     "list_planners",
     "machine_named",
     "measured_facts",
+    "note_recorded_times",
     "one_line_errors",
     "own_stdout",
-    "priced",
+    "print_result",
     "progress",
-    "read_step",
     "say_if_compiling",
 ]
 
@@ -45,7 +49,7 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     raise typer.Exit(code)
 
 
-def answer(text: str) -> None:
+def print_result(text: str) -> None:
     """Print the result on stdout. If the reader closed the pipe (`| head`), typer exits quietly."""
     try:
         typer.echo(text)
@@ -108,19 +112,37 @@ def check_output(path: Path) -> None:
 
 
 def list_planners(planner: str) -> str:
-    """Print all planners if one called "list" is asked for, and exit; for an eager option."""
+    """Print all planners and their classes if one called "list" is asked for, and exit; for an eager option."""
     if planner == "list":
-        from torchdelta.planners import names
-
         with one_line_errors():
-            found = names()
-        answer("\n".join(found))
+            from torchdelta.planners import classes_of, names
+
+            lines = [f"{name:<20} {', '.join(classes_of(name))}" for name in names()]
+        print_result("\n".join(lines))
         raise typer.Exit
     return planner
 
 
+def effort_named(word: str) -> "Effort":
+    """Return an effort, or exit where there is none of that name."""
+    match word:
+        case "fast" | "best":
+            return word
+        case _:
+            fail(f"unknown effort {word!r}: use fast or best", EXIT_USAGE)
+
+
+def decision_class_named(word: str | None) -> DecisionClass | None:
+    """Return a decision class, None for the planner's own, or exit where there is none of that name."""
+    match word:
+        case None | "saved" | "extended" | "all":
+            return word
+        case _:
+            fail(f"unknown class {word!r}: use saved, extended or all", EXIT_USAGE)
+
+
 def say_if_compiling() -> None:
-    """Say on stderr that a plan takes longer than the next one, if its code was not compiled on this machine yet."""
+    """Print on stderr that a plan takes longer than the next one, if its code was not compiled on this machine yet."""
     from torchdelta.simulate.kernel import evaluate
 
     path: str | None = evaluate.stats.cache_path
@@ -147,26 +169,7 @@ def measured_facts(name: str) -> dict[str, object]:
     return {} if cached is None else {"machine_measured_at": cached.measured_at, "machine_load": cached.load}
 
 
-def read_step(path: Path) -> Trace:
-    """Read a trace that has ops."""
-    from torchdelta.trace.file import read_trace
-
-    trace = read_trace(path)
-    if not trace.ops:
-        fail(f"{path}: the trace is empty: it has no ops to plan")
-    return trace
-
-
-def priced(trace: Trace, machine: Machine) -> Trace:
-    """Return the trace with the times that its ops take on a machine.
-
-    A trace whose ops have FLOPs or moved bytes is priced by the roofline; any other keeps its recorded times.
-    """
-    from torchdelta.machine.roofline import price
-
-    if any(op.flops or op.moved_bytes for op in trace.ops):
-        return price(trace, machine)
-    if not any(op.time_s for op in trace.ops):
-        fail("the trace has neither op times nor FLOPs, so its time cannot be predicted")
-    typer.echo("torchdelta: the trace's ops have no FLOPs: their recorded times are used", err=True)
-    return trace
+def note_recorded_times(prediction: "Prediction") -> None:
+    """Print on stderr where op times are the trace's own and not those of the machine."""
+    if prediction.uses_recorded_times:
+        typer.echo("torchdelta: the trace's ops have no FLOPs: their recorded times are used", err=True)

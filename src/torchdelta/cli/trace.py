@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from torchdelta.cli.prediction import launches_left_out_s, launches_note
-from torchdelta.cli.step import answer, check_output, machine_named, measured_facts, one_line_errors, own_stdout
+from torchdelta.cli.step import check_output, machine_named, measured_facts, one_line_errors, own_stdout, print_result
 from torchdelta.machine.roofline import price
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.imports.events import read_event_log
@@ -79,7 +79,7 @@ def trace(
     facts |= {} if machine is None else measured_facts(machine)
     facts["launches_left_out_s"] = 0.0 if priced_on is None else launches_left_out_s(step, priced_on)
     facts["tracing_s"] = round(time.monotonic() - start_s, 3)
-    answer(json.dumps(facts) if as_json else _text(facts))
+    print_result(json.dumps(facts) if as_json else _text(facts))
 
 
 def _default_output(function: str) -> Path:

@@ -1,10 +1,10 @@
-"""`keep`: nothing leaves. What a step costs without any of this, and the answer where the step fits."""
+"""`keep`: nothing leaves. What a step costs without any of this, and the plan where the step fits."""
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import feasible_plan
 from torchdelta.planners.registry import Effort, register
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["plan"]
@@ -17,5 +17,5 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     Raises:
         InfeasibleError: The step needs more than the budget.
     """
-    problem = Problem.of(trace, machine)
-    return finished(problem, problem.keep_all(), budget_bytes, planner="keep")
+    problem = PlanningProblem.of(trace, machine)
+    return feasible_plan(problem, problem.keep_all(), budget_bytes, planner="keep")

@@ -1,8 +1,8 @@
 """Guided ejection search: lives that stand above a capacity are put below it, and push others out.
 
-A life that is homeless takes the place where the lives in its way weigh the least; these become homeless in turn. A
-life's weight grows with every time that it found no free place, so that the search learns who is hard to house and
-stops pushing them around (Nagata and Braysy 2009, for vehicle routing; here for address spaces). After each push some
+A life without a place takes the one where the lives in its way weigh the least; these lose theirs in turn. A life's
+weight grows with every time that it found no free place, so that the search learns which lives are hard to place and
+stops pushing them out (Nagata and Braysy 2009, for vehicle routing; here for address spaces). After each push some
 lives move to another free place, at random, which keeps the search from going round in circles.
 
 Where exact search asks which life may stand next, this one repairs a whole placement, and slack makes it easier, not
@@ -28,8 +28,8 @@ _RELOCATIONS = 1  # lives that move to another free place after a push, or stay
 _FAR = np.int64(1 << 62)
 
 
-class _Homes(NamedTuple):
-    """The lives that have a home, in order of their bottoms and in order of their tops, and room to work in.
+class _Placed(NamedTuple):
+    """The lives that have a place, in order of their bottoms and in order of their tops, and room to work in.
 
     Attributes:
         num: One entry: how many they are.
@@ -37,7 +37,7 @@ class _Homes(NamedTuple):
         low: Those bottoms.
         by_high: They, in order of their tops.
         high: Those tops.
-        near_low: Of the lives in the way of one that is looking: bottoms, in order.
+        near_low: Of the lives in the way of one that is to be placed: bottoms, in order.
         near_low_weight: What each of them weighs.
         near_high: Their tops, in order.
         near_high_weight: What each of them weighs.
@@ -54,7 +54,7 @@ class _Homes(NamedTuple):
     near_high_weight: Ints
 
 
-def house(
+def place_by_ejection(
     sections: Sections, sizes: Ints, offsets: Ints, *, capacity: int, max_pushes: int, seed: int
 ) -> tuple[bool, Ints]:
     """Look for a placement below a capacity, starting from one that passes it.
@@ -64,14 +64,14 @@ def house(
         sizes: Their sizes, none above the capacity.
         offsets: A placement of them, in which none that is below the capacity overlaps another.
         capacity: What no top may pass.
-        max_pushes: Give up after so many lives were housed.
+        max_pushes: Give up after so many lives were placed.
         seed: Of the choice among equal places and of who moves.
 
     Returns:
-        Whether it was found, and the offsets; without a home for everybody they overlap.
+        Whether it was found, and the offsets; if it was not, they overlap.
     """
     offsets = offsets.copy()
-    found = _house(sections.first, sections.last, sizes, offsets, capacity, max_pushes, seed)
+    found = _eject(sections.first, sections.last, sizes, offsets, capacity, max_pushes, seed)
     return bool(found), offsets
 
 
@@ -93,48 +93,48 @@ def _remove(lives: Ints, keys: Ints, num: int, life: int, key: int) -> None:
 
 
 @njit(cache=True)
-def _move_in(h: _Homes, life: int, low: Any, size: Any) -> None:
-    _insert(h.by_low, h.low, h.num[0], life, low)
-    _insert(h.by_high, h.high, h.num[0], life, low + size)
-    h.num[0] += 1
+def _move_in(placed: _Placed, life: int, low: Any, size: Any) -> None:
+    _insert(placed.by_low, placed.low, placed.num[0], life, low)
+    _insert(placed.by_high, placed.high, placed.num[0], life, low + size)
+    placed.num[0] += 1
 
 
 @njit(cache=True)
-def _move_out(h: _Homes, life: int, low: Any, size: Any) -> None:
-    _remove(h.by_low, h.low, h.num[0], life, low)
-    _remove(h.by_high, h.high, h.num[0], life, low + size)
-    h.num[0] -= 1
+def _move_out(placed: _Placed, life: int, low: Any, size: Any) -> None:
+    _remove(placed.by_low, placed.low, placed.num[0], life, low)
+    _remove(placed.by_high, placed.high, placed.num[0], life, low + size)
+    placed.num[0] -= 1
 
 
 @njit(cache=True)
-def _cheapest(h: _Homes, life: int, first: Ints, last: Ints, size: Any, weight: Ints, ceiling: Any) -> Any:
+def _cheapest(placed: _Placed, life: int, first: Ints, last: Ints, size: Any, weight: Ints, ceiling: Any) -> Any:
     """Return an offset up to a ceiling, of equal ones any, and the weight of what stands in the way there.
 
     Offsets that matter: the ground, the ceiling, on top of another and right below another. They come in ascending
     order; what is in the way enters with its bottom and leaves with its top.
     """
     begin, end, num = first[life], last[life], 0
-    for position in range(h.num[0]):
-        other = h.by_low[position]
+    for position in range(placed.num[0]):
+        other = placed.by_low[position]
         if first[other] < end and last[other] > begin:
-            h.near_low[num], h.near_low_weight[num] = h.low[position], weight[other]
+            placed.near_low[num], placed.near_low_weight[num] = placed.low[position], weight[other]
             num += 1
     num = 0
-    for position in range(h.num[0]):
-        other = h.by_high[position]
+    for position in range(placed.num[0]):
+        other = placed.by_high[position]
         if first[other] < end and last[other] > begin:
-            h.near_high[num], h.near_high_weight[num] = h.high[position], weight[other]
+            placed.near_high[num], placed.near_high_weight[num] = placed.high[position], weight[other]
             num += 1
     chosen, least, num_equal = np.int64(0), _FAR, 0
     in_the_way = np.int64(0)
     entering = leaving = below = above = 0
     place = np.int64(0)
     while True:
-        while entering < num and h.near_low[entering] < place + size:
-            in_the_way += h.near_low_weight[entering]
+        while entering < num and placed.near_low[entering] < place + size:
+            in_the_way += placed.near_low_weight[entering]
             entering += 1
-        while leaving < num and h.near_high[leaving] <= place:
-            in_the_way -= h.near_high_weight[leaving]
+        while leaving < num and placed.near_high[leaving] <= place:
+            in_the_way -= placed.near_high_weight[leaving]
             leaving += 1
         if in_the_way < least:
             chosen, least, num_equal = place, in_the_way, 1
@@ -144,61 +144,61 @@ def _cheapest(h: _Homes, life: int, first: Ints, last: Ints, size: Any, weight: 
                 chosen = place
         if place == ceiling:
             return chosen, least
-        while below < num and h.near_low[below] - size <= place:
+        while below < num and placed.near_low[below] - size <= place:
             below += 1
-        while above < num and h.near_high[above] <= place:
+        while above < num and placed.near_high[above] <= place:
             above += 1
         place = ceiling
         if below < num:
-            place = min(place, h.near_low[below] - size)
+            place = min(place, placed.near_low[below] - size)
         if above < num:
-            place = min(place, h.near_high[above])
+            place = min(place, placed.near_high[above])
 
 
 @njit(cache=True)
-def _house(first: Ints, last: Ints, sizes: Ints, offsets: Ints, capacity: int, max_pushes: int, seed: int) -> bool:
+def _eject(first: Ints, last: Ints, sizes: Ints, offsets: Ints, capacity: int, max_pushes: int, seed: int) -> bool:
     np.random.seed(seed)  # noqa: NPY002 - numba's own generator
     num_lives = sizes.size
     weight = np.ones(num_lives, np.int64)
-    has_home = np.zeros(num_lives, np.bool_)
-    homeless, num_homeless = np.empty(num_lives, np.int64), 0
+    has_place = np.zeros(num_lives, np.bool_)
+    waiting, num_waiting = np.empty(num_lives, np.int64), 0
     room = np.empty((8, num_lives), np.int64)
-    h = _Homes(np.zeros(1, np.int64), room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7])
+    placed = _Placed(np.zeros(1, np.int64), room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7])
     for life in range(num_lives):
         if offsets[life] + sizes[life] > capacity:
-            homeless[num_homeless] = life
-            num_homeless += 1
+            waiting[num_waiting] = life
+            num_waiting += 1
         else:
-            has_home[life] = True
-            _move_in(h, life, offsets[life], sizes[life])
+            has_place[life] = True
+            _move_in(placed, life, offsets[life], sizes[life])
     for _ in range(max_pushes):
-        if not num_homeless:
+        if not num_waiting:
             break
-        num_homeless -= 1
-        life = homeless[num_homeless]
-        place, in_the_way = _cheapest(h, life, first, last, sizes[life], weight, capacity - sizes[life])
+        num_waiting -= 1
+        life = waiting[num_waiting]
+        place, in_the_way = _cheapest(placed, life, first, last, sizes[life], weight, capacity - sizes[life])
         if in_the_way:
             weight[life] += 1
             position = 0
-            while position < h.num[0] and h.low[position] < place + sizes[life]:
-                other = h.by_low[position]
+            while position < placed.num[0] and placed.low[position] < place + sizes[life]:
+                other = placed.by_low[position]
                 if first[other] < last[life] and last[other] > first[life] and offsets[other] + sizes[other] > place:
-                    _move_out(h, other, offsets[other], sizes[other])
-                    has_home[other] = False
-                    homeless[num_homeless] = other
-                    num_homeless += 1
+                    _move_out(placed, other, offsets[other], sizes[other])
+                    has_place[other] = False
+                    waiting[num_waiting] = other
+                    num_waiting += 1
                 else:
                     position += 1
         offsets[life] = place
-        has_home[life] = True
-        _move_in(h, life, place, sizes[life])
+        has_place[life] = True
+        _move_in(placed, life, place, sizes[life])
         if not in_the_way:
             continue
         for _ in range(_RELOCATIONS):
             mover = np.random.randint(num_lives)  # noqa: NPY002 - numba's own generator
-            if has_home[mover]:
-                _move_out(h, mover, offsets[mover], sizes[mover])
+            if has_place[mover]:
+                _move_out(placed, mover, offsets[mover], sizes[mover])
                 size = sizes[mover]
-                offsets[mover], _ = _cheapest(h, mover, first, last, size, weight, capacity - size)  # nobody is there
-                _move_in(h, mover, offsets[mover], size)
-    return num_homeless == 0
+                offsets[mover], _ = _cheapest(placed, mover, first, last, size, weight, capacity - size)  # a free place
+                _move_in(placed, mover, offsets[mover], size)
+    return num_waiting == 0

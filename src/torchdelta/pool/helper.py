@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from torchdelta.errors import PoolError
-from torchdelta.pool.lives import turned
+from torchdelta.pool.lives import rotate_step
 from torchdelta.pool.model import make_instance
 from torchdelta.pool.solvers import solve
 from torchdelta.pool.validate import find_fault
@@ -51,7 +51,7 @@ def _place(
     num_moments: int,
     alignment_bytes: int,
 ) -> Placement:
-    begins, stops = turned(list(zip(starts.tolist(), ends.tolist(), strict=True)), sizes.tolist(), num_moments)
+    begins, stops = rotate_step(list(zip(starts.tolist(), ends.tolist(), strict=True)), sizes.tolist(), num_moments)
     instance = make_instance(
         ids=[str(life) for life in range(len(sizes))],
         starts=begins,

@@ -70,7 +70,7 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
             ids.append(str(storage_id))
             spans.append((0, end))
             sizes.append(size)
-    starts, ends = turned(spans, sizes, num_ops)
+    starts, ends = rotate_step(spans, sizes, num_ops)
     return make_instance(
         ids=ids,
         starts=starts,
@@ -81,8 +81,8 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
     )
 
 
-def turned(spans: list[tuple[int, int]], sizes: list[int], num_ops: int) -> tuple[list[int], list[int]]:
-    """Begin the step where the fewest bytes of lives that do not last cross, and stretch those over all of it.
+def rotate_step(spans: list[tuple[int, int]], sizes: list[int], num_ops: int) -> tuple[list[int], list[int]]:
+    """Begin the step where the fewest bytes of lives that do not last cross, and stretch those lives over all of it.
 
     A span's end above the number of ops wraps around. Returns the starts and the ends. See [Note: across the end of a
     step].

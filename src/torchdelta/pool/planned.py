@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchdelta.errors import PlanError, PoolError
 from torchdelta.plan.walk import Walk
-from torchdelta.pool.lives import turned
+from torchdelta.pool.lives import rotate_step
 from torchdelta.pool.model import Instance, Placement, make_instance
 from torchdelta.pool.solvers import solve
 from torchdelta.pool.validate import check
@@ -105,7 +105,7 @@ class _Lives:
         left = [life for life in range(len(self.ids)) if life not in gone]
         self.ids, self.sizes_bytes = [self.ids[life] for life in left], [self.sizes_bytes[life] for life in left]
         spans = [(self.starts[life], self.ends[life]) for life in left]
-        self.starts, self.ends = turned(spans, self.sizes_bytes, self.moment)
+        self.starts, self.ends = rotate_step(spans, self.sizes_bytes, self.moment)
 
     def _add(self, name: str, size_bytes: int) -> None:
         self.ids.append(name)
@@ -175,7 +175,7 @@ def plan_within_footprint(
                 f"bytes, and for less {error}{advice}"
             ) from error
         if plan.header.decision_class == "saved":
-            advice = "; a planner of a larger class, such as torchdelta-extended, may find one"
+            advice = "; a plan of a larger class (--class extended) may fit"
         instance = lives_of_plan(trace, plan, alignment_bytes=alignment_bytes, capacity_bytes=budget_bytes)
         placement = solve(instance, seed=seed)
         check(replace(instance, capacity_bytes=None), placement.offsets_bytes)

@@ -5,8 +5,8 @@
    for more than 15,000 lives.
 2. Rounds of growing effort (Luby et al. 1993), until the footprint is the bound, the search is exhausted, or the tries
    or the time are used up: one restart of `corner.search` with the bound for its capacity, its order drawn at random
-   around a static key; and one of `ejection.house` for a little less than the best footprint so far, with the lives
-   that are no crumbs: these fill the crevices afterwards.
+   around a static key; and one of `ejection.place_by_ejection` for a little less than the best footprint so far, with
+   the large lives alone: the small ones fill what is left between them afterwards.
 3. Every eighth round asks exact search for half-way to the best footprint, in case the bound is out of reach.
 
 Asking for the bound outright first is what makes the hard instances easy: see [Note: corners] in corner.py.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from torchdelta.pool import corner, greedy
-from torchdelta.pool.ejection import house
+from torchdelta.pool.ejection import place_by_ejection
 from torchdelta.pool.online import place_like_cnmem
 from torchdelta.pool.sections import Sections
 
@@ -32,7 +32,7 @@ MAX_ROUNDS: Final = 2000
 _NODES_A_LIFE: Final = 16  # what a descent takes on real steps, waste included
 _SCANNED: Final = 1_500_000  # sections that a restart of length 1 may look at beside that
 _SCANS_A_S: Final = 5e8  # with a wide margin: what would pass the time limit is not begun
-_SCANS_A_PUSH: Final = 4  # for each life that it houses: what a push of ejection search costs
+_SCANS_A_PUSH: Final = 4  # for each life that it places: what a push of ejection search costs
 _MOST_EFFORT: Final = 8.0
 _LEAST_EFFORT: Final = 0.05
 _PUSHES: Final = 10_000  # of a try of length 1
@@ -200,7 +200,9 @@ def _try_ejection(state: _State, enough: int, scans: int, seed: int, end_s: floa
     state.num_tries += 1
     start = np.argsort(state.offsets[large], kind="stable")
     _, offsets = greedy.place_in_order(of_large, sizes[large], start, best_fit=False, limit=1 << 62)
-    found, offsets = house(of_large, sizes[large], offsets, capacity=target, max_pushes=max_pushes, seed=seed)
+    found, offsets = place_by_ejection(
+        of_large, sizes[large], offsets, capacity=target, max_pushes=max_pushes, seed=seed
+    )
     before = state.best
     crumbs = np.flatnonzero(is_crumb)
     crumbs = crumbs[np.argsort(-sizes[crumbs], kind="stable")]

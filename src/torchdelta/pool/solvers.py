@@ -10,7 +10,7 @@ import numpy as np
 
 from torchdelta.errors import PoolError
 from torchdelta.pool import corner, portfolio
-from torchdelta.pool.ejection import house
+from torchdelta.pool.ejection import place_by_ejection
 from torchdelta.pool.model import Instance, Placement, footprint_bytes
 from torchdelta.pool.online import place_like_cnmem
 from torchdelta.pool.sections import Sections, cut
@@ -80,7 +80,7 @@ def compile_solvers() -> None:
     for solver in SOLVERS.values():
         solver(sections, sizes, enough=0, seed=0, end_s=0.0)
     corner.search(corner.make_problem(sections, sizes), int(sections.load.max()), np.arange(3), max_nodes=10)
-    house(
+    place_by_ejection(
         sections, sizes, np.zeros(3, np.int64), capacity=5, max_pushes=10, seed=0
     )  # easy ones never come to these two
 

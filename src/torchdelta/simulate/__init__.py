@@ -6,13 +6,13 @@ Needs numpy and numba (`pip install torchdelta[plan]`).
 from torchdelta.simulate.execute import execute
 from torchdelta.simulate.model import Decision, Options, Score, Simulation
 from torchdelta.simulate.plans import decisions_of, simulate_plan
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.simulate.run import schedule, simulate
 
 __all__ = [
     "Decision",
     "Options",
-    "Problem",
+    "PlanningProblem",
     "Score",
     "Simulation",
     "decisions_of",

@@ -18,7 +18,7 @@ which is the same step: that one begins with its memory taken until the copy has
 with nothing carried, and begins again with what the step left. What is found is a schedule that a runtime can keep step
 by step: where a step leaves less than it began with, the next one may treat the copies as if they had taken longer. If
 the search does not end, compute waits at the end of the step until all copies out have ended, which can be kept as
-well. So the answer is never better than what the links carry.
+well. So the time is never better than what the links carry.
 
 Copies of gaps within the step have all ended by its end: their buffers were used again. So those that are carried over
 follow one another from the start of the following step on, in their old order.
@@ -59,16 +59,17 @@ _end = njit(cache=True)(end_of_copy)
 
 
 @njit(cache=True)
-def issue_moments(s: Static, w: Work, budget: Any, prefetch: bool) -> None:
+def issue_moments(static: Static, work: Work, budget: Any, prefetch: bool) -> None:
     """Fill `swap_issue`: the first moment at which each swap-in may take its memory. See [Note: a stack of peaks]."""
-    num_swaps = w.ints[NUM_SWAPS]
-    swap_gap, swap_return, swap_issue = w.swap_gap, w.swap_return, w.swap_issue
+    num_swaps = work.ints[NUM_SWAPS]
+    swap_gap, swap_return, swap_issue = work.swap_gap, work.swap_return, work.swap_issue
     if not prefetch:
         swap_issue[:num_swaps] = swap_return[:num_swaps]
         return
-    need, size, gap_buffer, gap_last, gap_next = w.need, s.size, s.gap_buffer, s.gap_last, s.gap_next
+    need, size = work.need, static.size
+    gap_buffer, gap_last, gap_next = static.gap_buffer, static.gap_last, static.gap_next
     # The stack: positions in `chain`, which no replay needs any more, their values in `total`, which the clock fills.
-    position, height = w.chain, w.total
+    position, height = work.chain, work.total
     depth = 0
     moment = 0
     used = 0
@@ -107,8 +108,8 @@ def issue_moments(s: Static, w: Work, budget: Any, prefetch: bool) -> None:
 
 @njit(cache=True)
 def clock(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     budget: Any,
     synchronous: bool,
@@ -121,17 +122,18 @@ def clock(
     Begins with what the second half of `out_end` says of copies of the step before. Ends early, with `CUT` set, once
     the budget is passed by more than `most_excess` in sum or the step surely takes longer than `most_s`.
     """
-    gap_buffer, gap_last, rates, size, time_s = s.gap_buffer, s.gap_last, s.rates, s.size, s.time_s
-    gap_next, gap_by_next = s.gap_next, s.gap_by_next
+    rates, size, time_s = static.rates, static.size, static.time_s
+    gap_buffer, gap_last = static.gap_buffer, static.gap_last
+    gap_next, gap_by_next = static.gap_next, static.gap_by_next
     num_ops = time_s.shape[0]
-    need, total_at, replay_s, op_start = w.need, w.total, w.replay_s, w.op_start
-    swap_gap, swap_issue, swap_return = w.swap_gap, w.swap_issue, w.swap_return
-    queue, disk_queue, leave_op, return_op = w.queue, w.disk_queue, w.leave_op, w.return_op
-    out_start, out_end, in_start, in_end = w.out_start, w.out_end, w.in_start, w.in_end
-    stall_in, stall_out = w.stall_in, w.stall_out
+    need, total_at, replay_s, op_start = work.need, work.total, work.replay_s, work.op_start
+    swap_gap, swap_issue, swap_return = work.swap_gap, work.swap_issue, work.swap_return
+    queue, disk_queue, leave_op, return_op = work.queue, work.disk_queue, work.leave_op, work.return_op
+    out_start, out_end, in_start, in_end = work.out_start, work.out_end, work.in_start, work.in_end
+    stall_in, stall_out = work.stall_in, work.stall_out
     num_gaps = codes.shape[0]
-    num_swaps = w.ints[NUM_SWAPS]
-    left_s = w.floats[NO_STALL]
+    num_swaps = work.ints[NUM_SWAPS]
+    left_s = work.floats[NO_STALL]
     stalled_s, replayed_s = 0.0, 0.0
     excess, peak_op = 0, 0
     now = 0.0
@@ -242,7 +244,7 @@ def clock(
         if total > budget:
             excess += total - budget
             if excess > most_excess:
-                w.ints[CUT] = 1
+                work.ints[CUT] = 1
                 break
         for number in range(first, waiting):
             gap = swap_gap[number]
@@ -254,7 +256,7 @@ def clock(
         now += replay_s[op] + time_s[op]
         left_s -= replay_s[op] + time_s[op]
         if now + left_s > most_s:
-            w.ints[CUT] = 1
+            work.ints[CUT] = 1
             break
         replayed_s += replay_s[op]
         while leaving < num_gaps and gap_last[leaving] <= op:
@@ -304,21 +306,21 @@ def clock(
                 stalled_s += out_end[gap] - now
                 now = out_end[gap]
     op_start[num_ops] = now
-    w.floats[TIME], w.floats[STALL], w.floats[REPLAY] = now, stalled_s, replayed_s
-    w.ints[PEAK], w.ints[PEAK_OP], w.ints[EXCESS_SUM] = peak, peak_op, excess
-    w.ints[EXCESS] = max(0, peak - budget)
+    work.floats[TIME], work.floats[STALL], work.floats[REPLAY] = now, stalled_s, replayed_s
+    work.ints[PEAK], work.ints[PEAK_OP], work.ints[EXCESS_SUM] = peak, peak_op, excess
+    work.ints[EXCESS] = max(0, peak - budget)
 
 
 @njit(cache=True)
-def is_settled(s: Static, w: Work, codes: Codes, turn: int) -> bool:
-    """Tell whether `clock` left what it found; else have it begin with what it left, in the last turn with nothing.
+def is_settled(static: Static, work: Work, codes: Codes, turn: int) -> bool:
+    """Return whether `clock` left what it found; else have it begin with what it left, in the last turn with nothing.
 
     See [Note: what is carried over].
     """
-    gap_by_next, out_end = s.gap_by_next, w.out_end
+    gap_by_next, out_end = static.gap_by_next, work.out_end
     num_gaps = codes.shape[0]
     settled = True
-    end_s = w.floats[TIME]
+    end_s = work.floats[TIME]
     for index in range(num_gaps, gap_by_next.shape[0]):
         gap = gap_by_next[index]
         if codes[gap]:

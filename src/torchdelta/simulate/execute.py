@@ -48,7 +48,7 @@ def execute(trace: Trace, machine: Machine, plan: Plan) -> Simulation:
         PlanError: The plan belongs to another trace.
     """
     check_header(trace, plan)
-    contents = _contents(trace, plan)
+    memory = _device_memory(trace, plan)
     clock = _settled(trace, machine, plan)
     budget_bytes, num_ops = plan.header.budget_bytes, len(trace.ops)
     host, disk = tier_load(trace, plan.absences, "host"), tier_load(trace, plan.absences, "disk")
@@ -56,14 +56,14 @@ def execute(trace: Trace, machine: Machine, plan: Plan) -> Simulation:
     has_disk = machine.disk_write_bytes_per_s > 0
     host_excess = _above(host_bytes, machine.host_memory_bytes)
     disk_excess = _above(disk_bytes, machine.disk_bytes if has_disk else 0)
-    excess = sum(max(0, bytes_ - budget_bytes) for bytes_ in contents.load_bytes)
+    excess = sum(max(0, bytes_ - budget_bytes) for bytes_ in memory.load_bytes)
     swapped_bytes, written_bytes, dropped_bytes = _moved(trace, plan.absences)
     return Simulation(
         score=Score(
             time_s=clock.time_s,
-            peak_bytes=contents.peak.size_bytes,
-            peak_op=contents.peak.op,
-            excess_bytes=max(0, contents.peak.size_bytes - budget_bytes),
+            peak_bytes=memory.peak.size_bytes,
+            peak_op=memory.peak.op,
+            excess_bytes=max(0, memory.peak.size_bytes - budget_bytes),
             excess_sum_bytes=excess + (host_excess + disk_excess) * num_ops,
             stall_s=clock.stall_s,
             recompute_s=clock.recompute_s,
@@ -75,7 +75,7 @@ def execute(trace: Trace, machine: Machine, plan: Plan) -> Simulation:
         plain_time_s=_sum(op.time_s for op in trace.ops),
         stall_s=clock.stall_s,
         recompute_s=clock.recompute_s,
-        peak=contents.peak,
+        peak=memory.peak,
         plain_peak_bytes=peak(trace, with_workspace=True).size_bytes,
         budget_bytes=budget_bytes,
         swapped_out_bytes=swapped_bytes,
@@ -87,7 +87,7 @@ def execute(trace: Trace, machine: Machine, plan: Plan) -> Simulation:
         recomputed_bytes=dropped_bytes,
         stalls=tuple(clock.stalls),
         timeline=tuple(sorted(clock.spans, key=lambda span: (span.start_s, span.end_s, span.lane, span.id))),
-        load_bytes=contents.load_bytes,
+        load_bytes=memory.load_bytes,
     )
 
 
@@ -99,7 +99,7 @@ def check_header(trace: Trace, plan: Plan) -> None:
     """
     header = plan.header
     if not trace.ops:
-        raise PlanError("the trace has no ops, so there is nothing to plan")
+        raise PlanError("the trace has no ops: there is nothing to plan")
     if (header.num_ops, header.num_buffers) != (len(trace.ops), len(trace.buffers)):
         raise PlanError(
             f"the plan belongs to another trace: it has {header.num_ops} ops and {header.num_buffers} buffers, this "
@@ -107,14 +107,14 @@ def check_header(trace: Trace, plan: Plan) -> None:
         )
 
 
-class _Contents(msgspec.Struct, frozen=True, kw_only=True):
+class _DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What is on the device: the most bytes at each op, replays before it included, and the highest moment."""
 
     load_bytes: tuple[int, ...]
     peak: SimulatedPeak
 
 
-def _contents(trace: Trace, plan: Plan) -> _Contents:
+def _device_memory(trace: Trace, plan: Plan) -> _DeviceMemory:
     moments = list(Walk(trace, plan).moments())
     load_bytes = [0] * len(trace.ops)
     for moment in moments:
@@ -127,7 +127,7 @@ def _contents(trace: Trace, plan: Plan) -> _Contents:
         for old, new in moment.replaced:
             there.discard(old)
             there.add(new)
-    return _Contents(
+    return _DeviceMemory(
         load_bytes=tuple(load_bytes),
         peak=SimulatedPeak(
             size_bytes=highest.held_bytes,

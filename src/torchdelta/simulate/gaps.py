@@ -103,7 +103,7 @@ def _forward_to_backward(trace: Trace, uses: list[int]) -> list[tuple[int, int]]
 
 
 def _replayable(trace: Trace) -> list[bool]:
-    """Tell for each buffer whether a chain of recomputable ops leads to it from what was there before the step.
+    """Return for each buffer whether a chain of recomputable ops leads to it from what was there before the step.
 
     A necessary condition: at the moment of the replay what the chain starts from may be gone.
     """

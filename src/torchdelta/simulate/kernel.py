@@ -1,6 +1,6 @@
 """The simulation itself, compiled: arrays in, arrays out. `docs/design/0008-the-simulator.md` states what it means.
 
-Three passes, each linear in the ops but for one binary search a swap-in: `contents`, `issue_moments` and `clock`.
+Three passes, each linear in the ops but for one binary search a swap-in: `fill_need`, `issue_moments` and `clock`.
 
 [Note: typed constants]
 numba compiles a function anew for each constant that a compiled caller hands over as a literal, seconds each time. So
@@ -26,7 +26,7 @@ from torchdelta.simulate.arrays import (
     Work,
 )
 from torchdelta.simulate.clock import LAST_TURN, clock, is_settled, issue_moments
-from torchdelta.simulate.contents import contents
+from torchdelta.simulate.memory_need import fill_need
 
 __all__ = ["NO_CUT", "evaluate", "measure"]
 
@@ -40,8 +40,8 @@ _SYNCHRONOUS: Any = np.bool_(False)
 
 @njit(cache=True)
 def evaluate(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: Ints,
     prefetch: bool,
@@ -49,11 +49,11 @@ def evaluate(
     most_excess: Any,
     most_s: Any,
 ) -> None:
-    """Simulate a step. The answers are in `w`.
+    """Simulate a step. The results are in `work`.
 
     Args:
-        s: The problem.
-        w: Room for it.
+        static: The arrays of the problem.
+        work: The arrays that an evaluation writes.
         codes: One a gap.
         limits: Most bytes on the device, on the host and on the disk.
         prefetch: See `Options`.
@@ -61,39 +61,39 @@ def evaluate(
         most_excess: Stop, with `CUT` set, once the excess is surely more than so many bytes in sum.
         most_s: Stop, with `CUT` set, once the step surely takes more than so many seconds.
     """
-    w.ints[:STAMP] = 0
-    w.floats[:] = 0.0
-    w.absent[:] = 0
-    w.stall_out[:] = 0.0
-    w.stall_in[:] = 0.0
+    work.ints[:STAMP] = 0
+    work.floats[:] = 0.0
+    work.absent[:] = 0
+    work.stall_out[:] = 0.0
+    work.stall_in[:] = 0.0
     num_gaps = codes.shape[0]
-    any_over_end = s.gap_by_next.shape[0] > num_gaps
+    any_over_end = static.gap_by_next.shape[0] > num_gaps
     if any_over_end:
-        w.out_end[num_gaps:] = 0.0
-    contents(s, w, codes, limits[0], most_excess)
-    if not w.ints[CUT]:
-        issue_moments(s, w, limits[0], prefetch)
+        work.out_end[num_gaps:] = 0.0
+    fill_need(static, work, codes, limits[0], most_excess)
+    if not work.ints[CUT]:
+        issue_moments(static, work, limits[0], prefetch)
         turn = 0
         while True:
             # Called from one place alone, so that the compiler puts it in here: handing over all arrays takes longer
             # than the queues of a small step.
-            clock(s, w, codes, limits[0], synchronous, most_excess, most_s, turn == LAST_TURN)
+            clock(static, work, codes, limits[0], synchronous, most_excess, most_s, turn == LAST_TURN)
             turn += 1
-            if not any_over_end or w.ints[CUT] or turn > LAST_TURN or is_settled(s, w, codes, turn):
+            if not any_over_end or work.ints[CUT] or turn > LAST_TURN or is_settled(static, work, codes, turn):
                 break
-            w.stall_out[:] = 0.0
-            w.stall_in[:] = 0.0
+            work.stall_out[:] = 0.0
+            work.stall_in[:] = 0.0
     # Too much elsewhere weighs as if it lasted the whole step, so that a search sees it in the same sum.
-    w.ints[EXCESS_SUM] += max(0, w.ints[HOST_PEAK] - limits[1]) * s.time_s.shape[0]
-    w.ints[EXCESS_SUM] += max(0, w.ints[DISK_PEAK] - limits[2]) * s.time_s.shape[0]
-    if w.ints[INVALID]:
-        w.floats[TIME] = np.inf
+    work.ints[EXCESS_SUM] += max(0, work.ints[HOST_PEAK] - limits[1]) * static.time_s.shape[0]
+    work.ints[EXCESS_SUM] += max(0, work.ints[DISK_PEAK] - limits[2]) * static.time_s.shape[0]
+    if work.ints[INVALID]:
+        work.floats[TIME] = np.inf
 
 
 @njit(cache=True)
-def measure(s: Static, w: Work, codes: Codes, limits: Ints, most_excess: Any, most_s: Any) -> tuple[int, float]:
+def measure(static: Static, work: Work, codes: Codes, limits: Ints, most_excess: Any, most_s: Any) -> tuple[int, float]:
     """Return excess and time; both at their worst where the codes are impossible or the evaluation was cut."""
-    evaluate(s, w, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)
-    if w.ints[INVALID] or w.ints[CUT]:
+    evaluate(static, work, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)
+    if work.ints[INVALID] or work.ints[CUT]:
         return NO_CUT, np.inf
-    return w.ints[EXCESS_SUM], w.floats[TIME]
+    return work.ints[EXCESS_SUM], work.floats[TIME]

@@ -1,6 +1,6 @@
-"""What goes into a simulation and what comes out: decisions and options, the score and the full answer.
+"""What goes into a simulation and what comes out: decisions and options, the score and the full result.
 
-A planner that tries thousands of decisions speaks in *codes*: one small integer for each gap of `Problem.gaps`.
+A planner that tries thousands of decisions speaks in *codes*: one small integer for each gap of `PlanningProblem.gaps`.
 """
 
 from enum import IntEnum
@@ -67,7 +67,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The answer in short, for planners.
+    """The result in short, for planners.
 
     Attributes:
         time_s: Seconds of the step; infinite where something cannot be recomputed.
@@ -157,7 +157,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     """What the step does under a plan.
 
     Attributes:
-        score: The answer in short.
+        score: The result in short.
         plan: The whole plan: when each buffer leaves and comes back, and what is replayed.
         time_s: Seconds of the step.
         plain_time_s: Seconds of the step when nothing leaves.

@@ -4,7 +4,7 @@ from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.simulate.execute import check_header, execute
 from torchdelta.simulate.model import Decision, Options, Simulation
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["decisions_of", "simulate_plan"]
@@ -27,7 +27,9 @@ def simulate_plan(trace: Trace, machine: Machine, plan: Plan, *, options: Option
         return execute(trace, machine, plan)
     check_header(trace, plan)
     header = plan.header
-    problem = Problem.of(trace, machine, decision_class=header.decision_class, min_size_bytes=1, options=options)
+    problem = PlanningProblem.of(
+        trace, machine, decision_class=header.decision_class, min_size_bytes=1, options=options
+    )
     codes = problem.codes(decisions_of(trace, plan))
     return problem.simulation(codes, header.budget_bytes, planner=header.planner, effort=header.effort)
 

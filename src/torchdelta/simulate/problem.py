@@ -20,7 +20,7 @@ from torchdelta.simulate.program import program
 from torchdelta.trace.model import BEFORE_STEP, Trace, load_curve, storage_versions, versions_over_end
 from torchdelta.trace.replay_reads import last_found_ops, replay_makes, replay_reads
 
-__all__ = ["Problem"]
+__all__ = ["PlanningProblem"]
 
 _NO_LIMIT = 2**62
 
@@ -32,7 +32,7 @@ _CODES = {
 }
 
 
-class Problem:
+class PlanningProblem:
     """What is to be decided about one step on one machine, and what each decision costs.
 
     One thread at a time: evaluations share their room.
@@ -97,7 +97,7 @@ class Problem:
             PlanError: The trace has no ops.
         """
         if not trace.ops:
-            raise PlanError("the trace has no ops, so there is nothing to plan")
+            raise PlanError("the trace has no ops: there is nothing to plan")
         gaps = find_gaps(trace, decision_class=decision_class, min_size_bytes=min_size_bytes)
         return cls(
             trace,

@@ -23,7 +23,7 @@ __all__ = ["Evaluated", "links_of", "program"]
 
 
 class Evaluated(Protocol):
-    """What is needed of a `Problem`, which imports this file."""
+    """What is needed of a `PlanningProblem`, which imports this file."""
 
     trace: Trace
     machine: Machine

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.simulate.model import Decision, Options, Simulation
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["schedule", "simulate"]
@@ -39,7 +39,9 @@ def schedule(
     Raises:
         PlanError: The trace is empty, or a decision names a buffer that cannot leave.
     """
-    problem = Problem.of(trace, machine, decision_class=decision_class, min_size_bytes=min_size_bytes, options=options)
+    problem = PlanningProblem.of(
+        trace, machine, decision_class=decision_class, min_size_bytes=min_size_bytes, options=options
+    )
     budget_bytes = machine.memory_bytes if budget_bytes is None else budget_bytes
     return problem.program(problem.codes(decisions), budget_bytes)
 
@@ -69,6 +71,8 @@ def simulate(
     Raises:
         PlanError: The trace is empty, or a decision names a buffer that cannot leave.
     """
-    problem = Problem.of(trace, machine, decision_class=decision_class, min_size_bytes=min_size_bytes, options=options)
+    problem = PlanningProblem.of(
+        trace, machine, decision_class=decision_class, min_size_bytes=min_size_bytes, options=options
+    )
     budget_bytes = machine.memory_bytes if budget_bytes is None else budget_bytes
     return problem.simulation(problem.codes(decisions), budget_bytes)

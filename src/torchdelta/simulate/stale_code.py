@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["FOLDERS", "forget_stale_code"]
 
-_PLANNERS = Path(__file__).parent.parent / "planners"
+_PLANNERS = Path(__file__).parent.parent / "planners" / "default"
 
 FOLDERS = (Path(__file__).parent, _PLANNERS)
 """Whose compiled functions call one another."""

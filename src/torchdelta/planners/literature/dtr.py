@@ -19,26 +19,26 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.lineage import Lineage, lineage
-from torchdelta.planners.online import Play, frugal, play
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.lineage import Lineage, lineage
+from torchdelta.planners.literature.lower_limit import choose_within_budget
+from torchdelta.planners.literature.online import Play, frugal, play
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import tighten
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["Dtr", "plan"]
 
 
-@register("dtr")
+@register("dtr", "extended")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Drop the tensor that is cheapest to make again for its bytes and its staleness, until the step fits.
 
     Raises:
         InfeasibleError: No plan within the budget was found.
     """
-    problem = Problem.of(trace, machine, decision_class="extended")
+    problem = PlanningProblem.of(trace, machine, decision_class="extended")
     droppable = [index for index, gap in enumerate(problem.gaps) if gap.can_recompute]
     gaps = tuple(problem.gaps[index] for index in droppable)
     relations = lineage(trace, {gap.buffer_id for gap in gaps})
@@ -48,8 +48,8 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
         codes[droppable] = play(trace, gaps, limit_bytes, Dtr(relations, len(trace.buffers)))
         return frugal(problem, codes, budget_bytes)
 
-    outcome = tighten(problem, budget_bytes, choose)
-    return finished(problem, outcome.codes, budget_bytes, planner="dtr", least_bytes=outcome.least_bytes)
+    outcome = choose_within_budget(problem, budget_bytes, choose)
+    return feasible_plan(problem, outcome.codes, budget_bytes, planner="dtr", least_bytes=outcome.least_bytes)
 
 
 class Dtr:

@@ -1,4 +1,4 @@
-"""The moves of the planner `torchdelta`, compiled: each is judged by a whole simulation.
+"""Moves of the default planner, compiled: each changes some decisions, and is judged by a whole simulation.
 
 A decision is *better* than another if it passes the budget by less (summed over the ops) or, at equal excess, takes
 less time. `release` goes downhill in excess, best gain for a second first; `improve` tries other codes one gap at a
@@ -24,8 +24,12 @@ Prices = NDArray[np.float64]
 UNPRICED: Prices = np.empty((2, 0, 5))
 """In place of what `price_each` returns: nothing is known yet."""
 
-_SAMPLE = 20
+_NUM_SAMPLED = 20
+"""How many gaps, drawn at random, each repair of `shake` may change beside those near what was taken back."""
+
 _TINY_S = 1e-9
+"""Seconds added to what a release costs, so that one that costs nothing has a rate."""
+
 # See [Note: typed constants] in simulate/kernel.py.
 _NOBODY: Any = np.int64(-1)
 _NO_NEIGHBOURS: Any = np.int64(0)
@@ -34,14 +38,14 @@ _ONCE: Any = np.int64(1)
 
 @njit(cache=True)
 def is_better(found: tuple[int, float], now: tuple[int, float]) -> bool:
-    """Tell whether a decision's excess and time are better than another's, by more than rounding."""
+    """Return whether a decision's excess and time are better than another's, by more than rounding."""
     return found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
 
 
 @njit(cache=True)
 def _price(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
@@ -54,25 +58,25 @@ def _price(
     for code in range(1, 5):
         if allowed[gap, code] and code != old:
             codes[gap] = code
-            excess, time_s = measure(s, w, codes, limits, NO_CUT, np.inf)
+            excess, time_s = measure(static, work, codes, limits, NO_CUT, np.inf)
             prices[0, gap, code], prices[1, gap, code] = excess, time_s
     codes[gap] = old
 
 
 @njit(cache=True)
 def price_each(
-    s: Static, w: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, among: NDArray[np.int64]
+    static: Static, work: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, among: NDArray[np.int64]
 ) -> Prices:
     """Return what each change of one gap leads to: `[0, gap, code]` the excess, `[1, gap, code]` the time."""
     prices = np.full((2, codes.shape[0], 5), np.inf)
     for index in range(among.shape[0]):
-        _price(s, w, codes, limits, allowed, among[index], prices)
+        _price(static, work, codes, limits, allowed, among[index], prices)
     return prices
 
 
 @njit(cache=True)
 def _rate(
-    s: Static, link_price: float, gap: int, now: tuple[int, float], prices: Prices, ratio: NDArray[np.float64]
+    static: Static, link_price: float, gap: int, now: tuple[int, float], prices: Prices, ratio: NDArray[np.float64]
 ) -> None:
     """Fill `ratio[gap]`: what each release gains, in byte-moments above the budget, for each second it costs."""
     for code in range(1, 5):
@@ -81,14 +85,14 @@ def _rate(
         if gain > 0:
             cost = max(prices[1, gap, code] - now[1], 0.0) + _TINY_S
             if code <= 2:
-                cost += link_price * s.size[s.gap_buffer[gap]] / s.rates[0]
+                cost += link_price * static.size[static.gap_buffer[gap]] / static.rates[0]
             ratio[gap, code] = gain / cost
 
 
 @njit(cache=True)
 def release(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
@@ -103,8 +107,8 @@ def release(
     chains it shares, are priced anew at once.
 
     Args:
-        s: The problem.
-        w: Room.
+        static: The arrays of the problem.
+        work: The arrays that an evaluation writes.
         codes: Where to start; the result.
         limits: See `evaluate`.
         allowed: Which codes each gap may take.
@@ -113,13 +117,15 @@ def release(
         neighbours: How many gaps on either side are priced anew.
         first_prices: What `price_each` says of the start, or `UNPRICED`.
     """
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    now = measure(static, work, codes, limits, NO_CUT, np.inf)
     if now[0] == 0:
         return now
-    prices = price_each(s, w, codes, limits, allowed, among) if first_prices.shape[1] == 0 else first_prices.copy()
+    prices = (
+        price_each(static, work, codes, limits, allowed, among) if first_prices.shape[1] == 0 else first_prices.copy()
+    )
     ratio = np.full((codes.shape[0], 5), -1.0)
     for index in range(among.shape[0]):
-        _rate(s, link_price, among[index], now, prices, ratio)
+        _rate(static, link_price, among[index], now, prices, ratio)
     stale_rounds = 0
     while now[0] > 0:
         best, best_ratio, second = _NOBODY, 0.0, 0.0
@@ -138,11 +144,11 @@ def release(
             if stale_rounds > 2:
                 break
             for index in range(among.shape[0]):
-                _price(s, w, codes, limits, allowed, among[index], prices)
-                _rate(s, link_price, among[index], now, prices, ratio)
+                _price(static, work, codes, limits, allowed, among[index], prices)
+                _rate(static, link_price, among[index], now, prices, ratio)
             continue
-        _price(s, w, codes, limits, allowed, best, prices)
-        _rate(s, link_price, best, now, prices, ratio)
+        _price(static, work, codes, limits, allowed, best, prices)
+        _rate(static, link_price, best, now, prices, ratio)
         fresh, fresh_code = 0.0, 0
         for code in range(1, 5):
             if ratio[best, code] > fresh:
@@ -156,15 +162,15 @@ def release(
         ratio[best, :] = -1.0
         for other in range(max(0, best - neighbours), min(codes.shape[0], best + neighbours + 1)):
             if codes[other] == 0 and ratio[other, 1:].max() > 0.0:
-                _price(s, w, codes, limits, allowed, other, prices)
-                _rate(s, link_price, other, now, prices, ratio)
+                _price(static, work, codes, limits, allowed, other, prices)
+                _rate(static, link_price, other, now, prices, ratio)
     return now
 
 
 @njit(cache=True)
 def _alone(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
@@ -175,21 +181,21 @@ def _alone(
     """Drop a buffer, and let its replay free again what it meets on the way; undone if that is not better.
 
     One move, because its halves are none: what a replay meets stays from there on, which is too much where memory is
-    short, and to free it again gains nothing while nobody replays over it.
+    short, and to free it again gains nothing while no replay runs in between.
     """
     old = codes[gap]
     codes[gap] = RECOMPUTE
-    measure(s, w, codes, limits, NO_CUT, np.inf)
+    measure(static, work, codes, limits, NO_CUT, np.inf)
     num_changed = 0
     for other in range(codes.shape[0]):
-        met = w.return_op[other] == s.gap_next[gap] and s.gap_next[other] > s.gap_next[gap]
+        met = work.return_op[other] == static.gap_next[gap] and static.gap_next[other] > static.gap_next[gap]
         if codes[other] == RECOMPUTE and met and allowed[other, AGAIN]:
             codes[other] = AGAIN
             changed[num_changed] = other
             num_changed += 1
     if num_changed:
         most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
-        found = measure(s, w, codes, limits, now[0], most_s)
+        found = measure(static, work, codes, limits, now[0], most_s)
         if is_better(found, now):
             return found
     for number in range(num_changed):
@@ -200,8 +206,8 @@ def _alone(
 
 @njit(cache=True)
 def improve(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
@@ -209,7 +215,7 @@ def improve(
     rounds: int,
 ) -> tuple[int, float]:
     """Try every other code, KEEP first, gap by gap in the given order, and keep what is better; then `_alone`."""
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    now = measure(static, work, codes, limits, NO_CUT, np.inf)
     freed = np.empty(codes.shape[0], np.int64)
     for _ in range(rounds):
         changed = False
@@ -225,7 +231,7 @@ def improve(
                 codes[gap] = code
                 # More excess is worse at any time; at the budget, more time is.
                 most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
-                found = measure(s, w, codes, limits, now[0], most_s)
+                found = measure(static, work, codes, limits, now[0], most_s)
                 # At equal cost a buffer that stays is the better plan.
                 if is_better(found, now) or (code == 0 and found[0] == now[0] and found[1] <= now[1]):
                     now = found
@@ -233,7 +239,7 @@ def improve(
                     changed = True
             codes[gap] = best
             if allowed[gap, AGAIN] and (now[0] > 0 or old != 0):
-                found = _alone(s, w, codes, limits, allowed, gap, now, freed)
+                found = _alone(static, work, codes, limits, allowed, gap, now, freed)
                 changed = changed or found != now
                 now = found
         if not changed:
@@ -243,7 +249,7 @@ def improve(
 
 @njit(cache=True)
 def exchange(
-    s: Static, w: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, most: int
+    static: Static, work: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, most: int
 ) -> tuple[int, float]:
     """Change two gaps at once where both together are better; return excess and time.
 
@@ -251,7 +257,7 @@ def exchange(
     that hold the budget, and few gaps: ends after `most` evaluations.
     """
     num_gaps = codes.shape[0]
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    now = measure(static, work, codes, limits, NO_CUT, np.inf)
     done = 0
     since = 0  # gaps tried since the last change
     gap = 0
@@ -264,7 +270,7 @@ def exchange(
             codes[gap] = code
             done += 1
             # No sum of bytes is cut here: only what would save time is worth a repair.
-            if measure(s, w, codes, limits, NO_CUT, now[1] * (1 - 1e-6))[1] == np.inf:
+            if measure(static, work, codes, limits, NO_CUT, now[1] * (1 - 1e-6))[1] == np.inf:
                 continue
             for other in range(num_gaps):
                 was = codes[other]
@@ -275,7 +281,7 @@ def exchange(
                         continue
                     codes[other] = repair
                     done += 1
-                    found = measure(s, w, codes, limits, now[0], now[1] * (1 - 1e-6))
+                    found = measure(static, work, codes, limits, now[0], now[1] * (1 - 1e-6))
                     if found[0] == 0:
                         now = found
                         changed = True
@@ -292,8 +298,8 @@ def exchange(
 
 @njit(cache=True)
 def shake(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
@@ -309,12 +315,12 @@ def shake(
     behind worse ones. Returns excess and time.
     """
     num_gaps = codes.shape[0]
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    now = measure(static, work, codes, limits, NO_CUT, np.inf)
     state = seed
     old = codes.copy()
     unpriced = np.empty((2, 0, 5))  # a global array would be of a type of its own: readonly
     best, best_codes = now, codes.copy()
-    plain_s = s.time_s.sum()
+    plain_s = static.time_s.sum()
     for step in range(steps):
         old[:] = codes
         state = (state * 1103515245 + 12345) % 2147483648
@@ -337,14 +343,14 @@ def shake(
         if step % 2 == 0:
             for number in range(-3, size + 3):
                 chosen[(start + number) % num_gaps] = True
-        for _ in range(_SAMPLE):
+        for _ in range(_NUM_SAMPLED):
             state = (state * 1103515245 + 12345) % 2147483648
             chosen[(state >> 8) % num_gaps] = True
         among = np.flatnonzero(chosen)
-        found = release(s, w, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS, unpriced)
+        found = release(static, work, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS, unpriced)
         if found[0] <= now[0] and found[1] < now[1] * 1.02:
             touched = among[codes[among] != 0]
-            found = improve(s, w, codes, limits, allowed, touched, _ONCE)
+            found = improve(static, work, codes, limits, allowed, touched, _ONCE)
         allowed_s = slack * (1 - step / steps) * max(best[1] - plain_s, 0.0)
         if found[0] < now[0] or (found[0] == now[0] and found[1] < max(now[1] * (1 - 1e-9), best[1] + allowed_s)):
             now = found

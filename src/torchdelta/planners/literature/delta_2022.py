@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.online import Play, frugal, play
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.lower_limit import choose_within_budget
+from torchdelta.planners.literature.online import Play, frugal, play
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import tighten
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["Director", "FilterAndDirector", "plan"]
@@ -32,14 +32,14 @@ Director = Callable[[int, float], bool]
 """From bytes and the seconds of the op that made them to whether they are recomputed."""
 
 
-@register("delta-2022")
+@register("delta-2022", "extended")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Let the largest and stalest leave, by the action that is cheaper alone, until the step fits.
 
     Raises:
         InfeasibleError: No plan within the budget was found.
     """
-    problem = Problem.of(trace, machine, decision_class="extended")
+    problem = PlanningProblem.of(trace, machine, decision_class="extended")
 
     def recomputes(size_bytes: int, op_s: float) -> bool:
         out_s = machine.link_latency_s + size_bytes / machine.host_out_bytes_per_s
@@ -49,8 +49,8 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
         codes = play(trace, problem.gaps, limit_bytes, FilterAndDirector(trace, recomputes))
         return frugal(problem, codes, budget_bytes)
 
-    outcome = tighten(problem, budget_bytes, choose)
-    return finished(problem, outcome.codes, budget_bytes, planner="delta-2022", least_bytes=outcome.least_bytes)
+    outcome = choose_within_budget(problem, budget_bytes, choose)
+    return feasible_plan(problem, outcome.codes, budget_bytes, planner="delta-2022", least_bytes=outcome.least_bytes)
 
 
 class FilterAndDirector:

@@ -20,18 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["block_of", "decisions"]
 
 _QUANTA = 10_000
-"""Steps of the knapsack's capacity, torch's number."""
+"""Sizes are rounded to this part of the knapsack's whole capacity, as in torch's `dp_knapsack`."""
 
 _NUM_SHARES = 20
+"""So many memory budgets are tried: equal steps from none of the expensive outputs to nearly all of them."""
 
 
-def decisions(problem: Problem) -> Iterator[NDArray[np.int8]]:
+def decisions(problem: PlanningProblem) -> Iterator[NDArray[np.int8]]:
     """Yield one code a gap for every rule and number; some may be equal."""
     order = _blocks(problem.trace)
     for length in _lengths(len(order)):
@@ -76,7 +77,7 @@ def _lengths(num_blocks: int) -> list[int]:
     return sorted({-(-num_blocks // segments) for segments in range(1, num_blocks + 1)})
 
 
-def _codes(problem: Problem, segment_of: dict[str, int], kept: set[int] | None = None) -> NDArray[np.int8]:
+def _codes(problem: PlanningProblem, segment_of: dict[str, int], kept: set[int] | None = None) -> NDArray[np.int8]:
     """Recompute what the segments saved, except what they hand on and what `kept` names."""
     trace = problem.trace
     segment = [segment_of.get(block_of(op.module), -1) if op.phase == "forward" else -2 for op in trace.ops]
@@ -95,7 +96,7 @@ def _codes(problem: Problem, segment_of: dict[str, int], kept: set[int] | None =
     return codes
 
 
-def _knapsacks(problem: Problem, products: set[int]) -> Iterator[NDArray[np.int8]]:
+def _knapsacks(problem: PlanningProblem, products: set[int]) -> Iterator[NDArray[np.int8]]:
     """Yield the decisions of a memory budget, for shares of the bytes that expensive ops saved."""
     trace = problem.trace
     cheap = problem.keep_all()

@@ -47,7 +47,7 @@ class IdealLoad:
         self._add(gap, gap.size_bytes)
 
     def can_stay(self, gap: Gap, limit_bytes: int) -> bool:
-        """Tell whether a buffer that is away would fit all the time."""
+        """Return whether a buffer that is away would fit all the time."""
         return all(
             part.size == 0 or int(part.max()) + gap.size_bytes <= limit_bytes
             for part in (self.load_bytes[span] for span in self._spans(gap))

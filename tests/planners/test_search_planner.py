@@ -12,18 +12,18 @@ from tests.sampling import keep
 from torchdelta import planners
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
-from torchdelta.planners import search
-from torchdelta.planners.anneal import anneal
-from torchdelta.planners.torchdelta import choose, least_peak
-from torchdelta.planners.windows import try_windows
+from torchdelta.planners.default import moves
+from torchdelta.planners.default.anneal import anneal
+from torchdelta.planners.default.search_planner import choose, least_peak
+from torchdelta.planners.default.windows import try_windows
 from torchdelta.simulate import simulate_plan
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
 
 
-def _budget_bytes(problem: Problem, share: float) -> int:
+def _budget_bytes(problem: PlanningProblem, share: float) -> int:
     """Return a budget between the least peak (0) and what the plain step takes (1)."""
     floor = least_peak(problem)
     return int(floor + share * (problem.plain_peak_bytes - floor))
@@ -34,7 +34,7 @@ def _budget_bytes(problem: Problem, share: float) -> int:
 @given(blocks())
 def test_the_price_never_falls_with_the_budget(drawn):
     """A smaller budget never takes less time, but for 0.2 points."""
-    problem = Problem.of(chain(drawn), MACHINE)
+    problem = PlanningProblem.of(chain(drawn), MACHINE)
     before_s = 0.0
     for share in (1.0, 0.75, 0.5, 0.25, 0.0):
         budget_bytes = _budget_bytes(problem, share)
@@ -48,20 +48,20 @@ def test_the_price_never_falls_with_the_budget(drawn):
 @given(blocks(), st.floats(0, 1))
 def test_two_changes_at_once_hold_the_budget_and_cost_no_more(drawn, share):
     """Exchanges start from any decision that holds the budget, and only ever save time."""
-    problem = Problem.of(chain(drawn), MACHINE)
+    problem = PlanningProblem.of(chain(drawn), MACHINE)
     budget_bytes = _budget_bytes(problem, share)
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
     allowed = np.zeros((len(codes), len(Code)), np.bool_)
     allowed[:, [Code.KEEP, Code.SWAP]] = True
     before = problem.score(codes, budget_bytes)
-    found = search.exchange(problem.static, problem.work, codes, problem.limits(budget_bytes), allowed, 10_000)
+    found = moves.exchange(problem.static, problem.work, codes, problem.limits(budget_bytes), allowed, 10_000)
     after = problem.score(codes, budget_bytes)
     assert after.is_feasible
     assert after.time_s <= before.time_s
     assert found == (0, after.time_s)
 
 
-def _allowed(problem: Problem):
+def _allowed(problem: PlanningProblem):
     """Return which codes of the class *saved* each gap may take."""
     allowed = np.zeros((len(problem.gaps), len(Code)), np.bool_)
     allowed[:, [Code.KEEP, Code.SWAP]] = True
@@ -69,7 +69,7 @@ def _allowed(problem: Problem):
     return allowed
 
 
-def _least_time_s(problem: Problem, budget_bytes: int) -> float:
+def _least_time_s(problem: PlanningProblem, budget_bytes: int) -> float:
     """Return the time of the best decision, by trying all."""
     everything = product(*[np.flatnonzero(codes) for codes in _allowed(problem)])
     scores = [problem.score(np.array(each, np.int8), budget_bytes) for each in everything]
@@ -81,11 +81,11 @@ def _least_time_s(problem: Problem, budget_bytes: int) -> float:
 @given(blocks(), st.floats(0, 1))
 def test_releases_may_share_their_first_prices(drawn, share):
     """What each gap alone would lead to is simulated once for several starts, and leads each to where its own would."""
-    problem = Problem.of(chain(drawn), MACHINE)
+    problem = PlanningProblem.of(chain(drawn), MACHINE)
     budget_bytes = _budget_bytes(problem, share)
     limits, allowed = problem.limits(budget_bytes), _allowed(problem)
     everyone = np.arange(len(problem.gaps), dtype=np.int64)
-    prices = search.price_each(problem.static, problem.work, problem.keep_all(), limits, allowed, everyone)
+    prices = moves.price_each(problem.static, problem.work, problem.keep_all(), limits, allowed, everyone)
     for gap, code in np.argwhere(allowed):
         codes = problem.keep_all()
         codes[gap] = code
@@ -94,10 +94,10 @@ def test_releases_may_share_their_first_prices(drawn, share):
         assert tuple(prices[:, gap, code]) == expected
     for link_price, neighbours in ((0.0, 1), (0.3, 0)):
         ends = []
-        for first_prices in (prices, search.UNPRICED):
+        for first_prices in (prices, moves.UNPRICED):
             codes = problem.keep_all()
             rest = (limits, allowed, everyone, link_price, neighbours, first_prices)
-            found = search.release(problem.static, problem.work, codes, *rest)
+            found = moves.release(problem.static, problem.work, codes, *rest)
             score = problem.score(codes, budget_bytes)
             assert found == (score.excess_sum_bytes, score.time_s)
             ends.append(codes.tolist())
@@ -108,7 +108,7 @@ def test_releases_may_share_their_first_prices(drawn, share):
 @given(blocks(), st.floats(0, 1))
 def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
     """No combination of the codes that are allowed is better than what a window as wide as the step ends with."""
-    problem = Problem.of(chain(drawn[:3]), MACHINE)
+    problem = PlanningProblem.of(chain(drawn[:3]), MACHINE)
     budget_bytes = _budget_bytes(problem, share)
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
     order = np.arange(len(codes), dtype=np.int64)
@@ -125,7 +125,7 @@ def test_a_window_over_everything_is_an_exhaustive_search(drawn, share):
 @given(blocks(), st.floats(0, 1))
 def test_annealing_finds_the_best_decision_of_a_small_step(drawn, share):
     """From everything on the device, which does not fit; every run ends within the budget, equal ones with the same."""
-    problem = Problem.of(chain(drawn[:3]), MACHINE)
+    problem = PlanningProblem.of(chain(drawn[:3]), MACHINE)
     budget_bytes = _budget_bytes(problem, share)
     order = np.arange(len(problem.gaps), dtype=np.int64)
     limits, allowed = problem.limits(budget_bytes), _allowed(problem)
@@ -144,10 +144,10 @@ def test_where_memory_is_short_large_buffers_are_decided_first(monkeypatch):
     """Of eight blocks with large outputs one that is swapped had better stay: `fast` finds that by deciding anew."""
     drawn = [(4, 2e-3, 5e-4), (8, 2e-3, 1e-3), (4, 2e-3, 1e-3), (16, 2e-3, 1e-4)]
     drawn += [(16, 1e-3, 1e-3), (4, 2e-3, 5e-4), (8, 4e-3, 1e-3), (16, 1e-3, 5e-4)]
-    problem = Problem.of(chain([(size * MIB, *times_s) for size, *times_s in drawn]), MACHINE)
+    problem = PlanningProblem.of(chain([(size * MIB, *times_s) for size, *times_s in drawn]), MACHINE)
     budget_bytes = int(1.3 * least_peak(problem))
     with_it = problem.score(choose(problem, budget_bytes, "fast"), budget_bytes)
-    monkeypatch.setattr("torchdelta.planners.torchdelta._Hunt.rebuild", lambda _hunt: None)
+    monkeypatch.setattr("torchdelta.planners.default.search.Search.rebuild", lambda _search: None)
     without = problem.score(choose(problem, budget_bytes, "fast"), budget_bytes)
     assert with_it.is_feasible
     assert with_it.time_s < without.time_s
@@ -155,7 +155,7 @@ def test_where_memory_is_short_large_buffers_are_decided_first(monkeypatch):
 
 def test_annealing_below_the_least_peak_leaves_the_decision_as_it_was():
     """Nothing fits there, so there is nothing to put in its place; gaps that may not change do not."""
-    problem = Problem.of(STEP, MACHINE)
+    problem = PlanningProblem.of(STEP, MACHINE)
     codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
     order = np.arange(1, len(codes), dtype=np.int64)
     floor = least_peak(problem)
@@ -169,28 +169,28 @@ def test_annealing_below_the_least_peak_leaves_the_decision_as_it_was():
     assert Code.KEEP in codes
 
 
-@pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended", "torchdelta-all"])
+@pytest.mark.parametrize("decision_class", planners.classes_of("torchdelta"))
 @pytest.mark.parametrize("effort", keep(["fast", "best"], ["fast"]))
-def test_the_same_question_has_the_same_answer(name, effort):
+def test_the_same_question_has_the_same_answer(decision_class, effort):
     """Two calls give the same plan, to the last op."""
-    planner = planners.get(name)
-    budget_bytes = Problem.of(STEP, MACHINE).plain_peak_bytes * 6 // 10
+    planner = planners.get("torchdelta", decision_class)
+    budget_bytes = PlanningProblem.of(STEP, MACHINE).plain_peak_bytes * 6 // 10
     plan = planner(STEP, MACHINE, budget_bytes, effort)
     assert plan == planner(STEP, MACHINE, budget_bytes, effort)
     validate(STEP, plan, MACHINE)
-    assert plan.header.planner == name
+    assert (plan.header.planner, plan.header.decision_class) == ("torchdelta", decision_class)
 
 
 def test_what_fits_is_left_alone():
     """At the plain peak the plan is empty."""
-    assert not planners.get("torchdelta")(STEP, MACHINE, Problem.of(STEP, MACHINE).plain_peak_bytes).absences
+    assert not planners.get("torchdelta")(STEP, MACHINE, PlanningProblem.of(STEP, MACHINE).plain_peak_bytes).absences
 
 
-@pytest.mark.parametrize("name", ["torchdelta", "torchdelta-extended", "torchdelta-all"])
+@pytest.mark.parametrize("decision_class", planners.classes_of("torchdelta"))
 @pytest.mark.parametrize("optimizer", [False, True])
-def test_the_least_budget_that_the_error_names_works(name, optimizer):
+def test_the_least_budget_that_the_error_names_works(decision_class, optimizer):
     """Below the least peak it is an error whose number can be used at once."""
-    planner = planners.get(name)
+    planner = planners.get("torchdelta", decision_class)
     trace = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4, optimizer=optimizer)
     with pytest.raises(InfeasibleError) as caught:
         planner(trace, MACHINE, 1000)
@@ -203,9 +203,9 @@ def test_the_least_budget_that_the_error_names_works(name, optimizer):
 def test_states_on_the_host_need_less_and_cost_less():
     """At the least budget of *saved* the class *all* has room to spare: what takes time there is free here."""
     trace = chain([(16 * MIB, 2e-2, 5e-3)] * 4, weight_bytes=8 * MIB, optimizer=True)
-    saved, everything = Problem.of(trace, MACHINE), Problem.of(trace, MACHINE, decision_class="all")
+    saved, everything = PlanningProblem.of(trace, MACHINE), PlanningProblem.of(trace, MACHINE, decision_class="all")
     assert least_peak(everything) + 4 * 8 * MIB <= least_peak(saved)
-    plans = [planners.get(name)(trace, MACHINE, least_peak(saved)) for name in ("torchdelta", "torchdelta-all")]
+    plans = [planners.get("torchdelta", name)(trace, MACHINE, least_peak(saved)) for name in ("saved", "all")]
     times_s = [simulate_plan(trace, MACHINE, plan).time_s for plan in plans]
     assert times_s[0] > saved.plain_time_s
     assert times_s[1] == pytest.approx(saved.plain_time_s)
@@ -218,11 +218,11 @@ def test_states_on_the_host_need_less_and_cost_less():
 def test_all_is_never_worse_than_saved(drawn, weight_mib, share):
     """Whatever the budget is, from the least that *saved* has a plan for."""
     trace = chain(drawn, weight_bytes=weight_mib * MIB, optimizer=True)
-    problem = Problem.of(trace, MACHINE)
+    problem = PlanningProblem.of(trace, MACHINE)
     budget_bytes = _budget_bytes(problem, share)
     times_s = [
-        simulate_plan(trace, MACHINE, planners.get(name)(trace, MACHINE, budget_bytes, "fast")).time_s
-        for name in ("torchdelta", "torchdelta-all")
+        simulate_plan(trace, MACHINE, planners.get("torchdelta", name)(trace, MACHINE, budget_bytes, "fast")).time_s
+        for name in ("saved", "all")
     ]
     assert times_s[1] <= times_s[0] * (1 + 1e-9)
 
@@ -232,9 +232,9 @@ def test_all_is_never_worse_than_saved(drawn, weight_mib, share):
 def test_more_freedom_is_never_worse(drawn, share):
     """The class *extended* starts from the answer in *saved*."""
     trace = chain(drawn)
-    problem = Problem.of(trace, MACHINE)
+    problem = PlanningProblem.of(trace, MACHINE)
     budget_bytes = _budget_bytes(problem, share)
-    extended = Problem.of(trace, MACHINE, decision_class="extended")
+    extended = PlanningProblem.of(trace, MACHINE, decision_class="extended")
     place = {(gap.buffer_id, gap.last_use_op): index for index, gap in enumerate(extended.gaps)}
     start = extended.keep_all()
     codes = choose(problem, budget_bytes, "fast")

@@ -1,14 +1,22 @@
-"""What made each buffer: the cost of making it again, and its neighbours among the buffers that may leave."""
+"""What made each buffer: the cost of making it again, and its neighbours among the buffers that may leave.
 
-from collections.abc import Iterable
+`plan_by_lineage` is what planners have in common that choose among the saved tensors by this cost.
+"""
+
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import Plan
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.lower_limit import choose_within_budget
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import BEFORE_STEP, Trace
 
-__all__ = ["Lineage", "lineage"]
+__all__ = ["ChooseByLineage", "Lineage", "lineage", "plan_by_lineage"]
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,3 +61,21 @@ def lineage(trace: Trace, candidates: Iterable[int]) -> Lineage:
     return Lineage(
         cost_s=cost_s, parents=parents, children={id_: tuple(below) for id_, below in sorted(children.items())}
     )
+
+
+ChooseByLineage = Callable[[PlanningProblem, Machine, Lineage, int], NDArray[np.int8]]
+"""From a problem, its machine, what each buffer is made from, and a limit in bytes to one code a gap."""
+
+
+def plan_by_lineage(planner: str, choose: ChooseByLineage, trace: Trace, machine: Machine, budget_bytes: int) -> Plan:
+    """Return the plan of a choice, made under limits that are lowered until it holds the budget.
+
+    Raises:
+        InfeasibleError: No plan within the budget was found.
+    """
+    problem = PlanningProblem.of(trace, machine)
+    relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
+    found = choose_within_budget(
+        problem, budget_bytes, lambda limit_bytes: choose(problem, machine, relations, limit_bytes)
+    )
+    return feasible_plan(problem, found.codes, budget_bytes, planner=planner, least_bytes=found.least_bytes)

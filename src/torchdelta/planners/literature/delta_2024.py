@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.ideal import IdealLoad, LinkSlack
-from torchdelta.planners.lineage import Lineage, lineage
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.ideal import IdealLoad, LinkSlack
+from torchdelta.planners.literature.lineage import Lineage, lineage
+from torchdelta.planners.literature.lower_limit import NoChoiceError, choose_within_budget
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import NoChoiceError, tighten
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["plan"]
@@ -49,10 +49,12 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     Raises:
         InfeasibleError: No plan within the budget was found.
     """
-    problem = Problem.of(trace, machine)
+    problem = PlanningProblem.of(trace, machine)
     relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
-    outcome = tighten(problem, budget_bytes, lambda limit_bytes: _choose(problem, machine, relations, limit_bytes))
-    codes, least_bytes = outcome.codes, outcome.least_bytes
+    found = choose_within_budget(
+        problem, budget_bytes, lambda limit_bytes: _choose(problem, machine, relations, limit_bytes)
+    )
+    codes = found.codes
     if not problem.score(codes, budget_bytes).is_feasible:
         for limit_bytes in range(budget_bytes, 0, -max(budget_bytes // _LIMITS_TO_REPAIR, 1)):
             try:
@@ -63,38 +65,38 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
             if repaired is not None:
                 codes = repaired
                 break
-    return finished(problem, codes, budget_bytes, planner="delta-2024", least_bytes=least_bytes)
+    return feasible_plan(problem, codes, budget_bytes, planner="delta-2024", least_bytes=found.least_bytes)
 
 
 def _repair(
-    problem: Problem, relations: Lineage, codes: NDArray[np.int8], budget_bytes: int
+    problem: PlanningProblem, relations: Lineage, codes: NDArray[np.int8], budget_bytes: int
 ) -> NDArray[np.int8] | None:
     """Swap as few as possible of the tensors that would be recomputed, because replays take memory that swaps do not.
 
-    The most expensive replays turn first; the fewest that are enough are found by halves. Each is then turned back if
-    the step is faster and still fits: n more evaluations. None if swapping all of them is not enough.
+    The most expensive replays become swaps first; the fewest that are enough are found by halves. Each is then made a
+    replay again if the step is faster and still fits: n more evaluations. None if swapping all of them is not enough.
     """
     order = sorted(
         (index for index, code in enumerate(codes) if code == Code.RECOMPUTE),
         key=lambda index: (-float(relations.cost_s[problem.gaps[index].buffer_id]), index),
     )
 
-    def turned(num_swapped: int) -> NDArray[np.int8]:
+    def with_swapped(num_swapped: int) -> NDArray[np.int8]:
         changed = codes.copy()
         changed[order[:num_swapped]] = Code.SWAP
         return changed
 
     enough = len(order)
-    if not problem.score(turned(enough), budget_bytes).is_feasible:
+    if not problem.score(with_swapped(enough), budget_bytes).is_feasible:
         return None
     too_few = 0
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if problem.score(turned(middle), budget_bytes).is_feasible:
+        if problem.score(with_swapped(middle), budget_bytes).is_feasible:
             enough = middle
         else:
             too_few = middle
-    repaired = turned(enough)
+    repaired = with_swapped(enough)
     time_s = problem.score(repaired, budget_bytes).time_s
     for index in reversed(order[:enough]):
         repaired[index] = Code.RECOMPUTE
@@ -106,7 +108,7 @@ def _repair(
     return repaired
 
 
-def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
+def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
     load = IdealLoad(problem.trace)
     slack = LinkSlack(problem.trace, machine, load.peak_op)
     codes = problem.keep_all()
@@ -140,7 +142,7 @@ def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes:
     return codes
 
 
-def _price(problem: Problem, relations: Lineage, slack: LinkSlack, index: int) -> tuple[float, int]:
+def _price(problem: PlanningProblem, relations: Lineage, slack: LinkSlack, index: int) -> tuple[float, int]:
     """Return the cost a byte of an item, and the action that has it."""
     gap = problem.gaps[index]
     swap_s = slack.stall_s(gap)

@@ -1,4 +1,4 @@
-"""A move of the planner `torchdelta`: simulated annealing, for budgets near the least one. Compiled.
+"""A move of the default planner: simulated annealing, for budgets near the least one. Compiled.
 
 Where memory is short a better plan can lie behind many worse ones, and behind some that do not fit: what every other
 buffer does depends on which few large ones stay. So decisions that pass the budget are gone through here, at a price
@@ -11,22 +11,23 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.planners.search import Flags
+from torchdelta.planners.default.moves import Flags
 from torchdelta.simulate.arrays import Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["anneal"]
 
 _PRICES = (3.0, 100.0)
-"""What it costs to pass the budget by as much again at one op, at the first step and at the last."""
+"""Price of an excess of one whole budget at one op, in multiples of `unit_s`, at the first step and at the last."""
 
-_ROUND = 64
-"""Steps between two looks at the schedule."""
+_STEPS_A_HEAT = 64
+"""After so many steps heat and price are brought up to date."""
 
 _REACH = 8
-"""Gaps that change together are so near to each other, half of the times."""
+"""Half of the steps change gaps that are at most this far from each other."""
 
 _MOST_CHANGES = 4
+"""The most gaps that one step changes."""
 
 
 @njit(cache=True)
@@ -42,8 +43,8 @@ def _chance(state: NDArray[np.uint64]) -> float:
 
 @njit(cache=True)
 def anneal(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
@@ -59,8 +60,8 @@ def anneal(
     itself does not count, so what comes back may be slower than it.
 
     Args:
-        s: The problem.
-        w: Room.
+        static: The arrays of the problem.
+        work: The arrays that an evaluation writes.
         codes: Where to start; the result.
         limits: See `evaluate`.
         allowed: Which codes each gap may take; at least two of those in `order`.
@@ -76,12 +77,12 @@ def anneal(
     num_gaps = order.shape[0]
     budget = float(max(limits[0], 1))
     best_s, best_codes = np.inf, codes.copy()
-    excess, time_s = measure(s, w, codes, limits, NO_CUT, np.inf)
+    excess, time_s = measure(static, work, codes, limits, NO_CUT, np.inf)
     heat, price, now = 0.0, 0.0, 0.0
     places = np.zeros(_MOST_CHANGES, np.int64)
     before = np.zeros(_MOST_CHANGES, np.int8)
     for step in range(steps):
-        if step % _ROUND == 0:
+        if step % _STEPS_A_HEAT == 0:
             done = step / steps
             heat = unit_s * heats[0] * (heats[1] / heats[0]) ** done
             price = unit_s * _PRICES[0] * (_PRICES[1] / _PRICES[0]) ** done
@@ -101,7 +102,7 @@ def anneal(
             codes[gap] = code
         # Drawn first, so that what is surely refused is not simulated to its end.
         most = now - heat * math.log(max(_chance(state), 1e-300))
-        found, found_s = measure(s, w, codes, limits, int(min(most / price * budget, 1e18)), most)
+        found, found_s = measure(static, work, codes, limits, int(min(most / price * budget, 1e18)), most)
         if found_s + price * (found / budget) <= most:
             excess, time_s = found, found_s
             now = time_s + price * (excess / budget)

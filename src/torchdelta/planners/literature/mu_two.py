@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.capuchin import RecomputeTimes
-from torchdelta.planners.ideal import IdealLoad, LinkSlack, in_s, start_times_s
-from torchdelta.planners.lineage import Lineage
+from torchdelta.planners.literature.capuchin import RecomputeTimes
+from torchdelta.planners.literature.ideal import IdealLoad, LinkSlack, in_s, start_times_s
+from torchdelta.planners.literature.lineage import Lineage, plan_by_lineage
+from torchdelta.planners.literature.lower_limit import NoChoiceError
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import NoChoiceError
-from torchdelta.planners.tightened import plan_by_lineage
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["plan"]
@@ -37,7 +36,7 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     return plan_by_lineage("mu-two", _choose, trace, machine, budget_bytes)
 
 
-def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
+def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
     load = IdealLoad(problem.trace)
     start_s = start_times_s(problem.trace)
     slack = LinkSlack(problem.trace, machine, load.peak_op)

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.ideal import IdealLoad, LinkSlack, in_s, out_s, start_times_s
-from torchdelta.planners.lineage import Lineage
+from torchdelta.planners.literature.ideal import IdealLoad, LinkSlack, in_s, out_s, start_times_s
+from torchdelta.planners.literature.lineage import Lineage, plan_by_lineage
+from torchdelta.planners.literature.lower_limit import NoChoiceError
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import NoChoiceError
-from torchdelta.planners.tightened import plan_by_lineage
 from torchdelta.simulate.gaps import Gap
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["RecomputeTimes", "plan"]
@@ -40,7 +39,7 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
 
 
 class RecomputeTimes:
-    """The time to make each buffer again from what is there, given who was dropped. Mutable."""
+    """The time to make each buffer again from what is there, given which were dropped. Mutable."""
 
     def __init__(self, relations: Lineage) -> None:
         self._relations = relations
@@ -61,7 +60,7 @@ class RecomputeTimes:
             self.times_s[child] = self._time_s(child)
 
     def _time_s(self, buffer_id: int) -> float:
-        """Return the time of the whole missing chain; who was dropped on the way is made once."""
+        """Return the time of the whole missing chain; what was dropped on the way is made once."""
         seen, stack = {buffer_id}, [buffer_id]
         while stack:
             for parent in self._relations.parents[stack.pop()]:
@@ -71,7 +70,7 @@ class RecomputeTimes:
         return float(sum(self._relations.cost_s[id_] for id_ in sorted(seen)))
 
 
-def _choose(problem: Problem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
+def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
     load = IdealLoad(problem.trace)
     start_s = start_times_s(problem.trace)
     above = np.flatnonzero(load.load_bytes > limit_bytes)

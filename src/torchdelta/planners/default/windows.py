@@ -1,4 +1,4 @@
-"""A move of the planner `torchdelta`: the codes of a few neighbouring gaps at once, all combinations tried. Compiled.
+"""A move of the default planner: the codes of a few neighbouring gaps at once, all combinations tried. Compiled.
 
 Where memory is short, one buffer of a chain leaves another way only if its neighbours do too (swapped, it spares its
 descendants the chain above it, which then may leave in turn), and every change by itself is worse. Gaps are neighbours
@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.planners.search import Flags, is_better
+from torchdelta.planners.default.moves import Flags, is_better
 from torchdelta.simulate.arrays import Codes, Static, Work
 from torchdelta.simulate.kernel import NO_CUT, measure
 
@@ -18,8 +18,8 @@ __all__ = ["try_windows"]
 
 @njit(cache=True)
 def try_windows(
-    s: Static,
-    w: Work,
+    static: Static,
+    work: Work,
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
@@ -32,8 +32,8 @@ def try_windows(
     Takes up to `5 ** width` evaluations a window, most of which are cut short.
 
     Args:
-        s: The problem.
-        w: Room.
+        static: The arrays of the problem.
+        work: The arrays that an evaluation writes.
         codes: Where to start; the result.
         limits: See `evaluate`.
         allowed: Which codes each gap may take.
@@ -41,7 +41,7 @@ def try_windows(
         width: How many gaps change at once.
         rounds: How often it goes through the order, at most: it ends when nothing changes.
     """
-    now = measure(s, w, codes, limits, NO_CUT, np.inf)
+    now = measure(static, work, codes, limits, NO_CUT, np.inf)
     tried = np.zeros(width, np.int64)
     best_codes = codes.copy()
     for _ in range(rounds):
@@ -56,7 +56,7 @@ def try_windows(
                     possible = possible and allowed[gap, tried[place]]
                 if possible:
                     most_s = now[1] * (1 - 1e-9) if now[0] == 0 else np.inf
-                    found = measure(s, w, codes, limits, now[0], most_s)
+                    found = measure(static, work, codes, limits, now[0], most_s)
                     if is_better(found, now):
                         now = found
                         best_codes[:] = codes

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.delta_2022 import FilterAndDirector
-from torchdelta.planners.online import frugal, play
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.delta_2022 import FilterAndDirector
+from torchdelta.planners.literature.lower_limit import choose_within_budget
+from torchdelta.planners.literature.online import frugal, play
 from torchdelta.planners.registry import Effort, register
-from torchdelta.planners.tighten import tighten
 from torchdelta.simulate.model import Options
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["OPTIONS", "plan", "recomputes"]
@@ -43,19 +43,19 @@ def recomputes(size_bytes: int, op_s: float) -> bool:
     return 2 * swap_us > op_ns
 
 
-@register("delta-2022-released", OPTIONS)
+@register("delta-2022-released", "extended")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Let the largest and stalest leave as the published code would.
 
     Raises:
         InfeasibleError: No limit was found at which the peak stays within the budget.
     """
-    problem = Problem.of(trace, machine, decision_class="extended", options=OPTIONS)
+    problem = PlanningProblem.of(trace, machine, decision_class="extended", options=OPTIONS)
 
     def choose(limit_bytes: int) -> NDArray[np.int8]:
         policy = FilterAndDirector(trace, recomputes, swaps_again=True)
         return frugal(problem, play(trace, problem.gaps, limit_bytes, policy, soft=True), budget_bytes)
 
-    outcome = tighten(problem, budget_bytes, choose)
+    outcome = choose_within_budget(problem, budget_bytes, choose)
     name = "delta-2022-released"
-    return finished(problem, outcome.codes, budget_bytes, planner=name, least_bytes=outcome.least_bytes)
+    return feasible_plan(problem, outcome.codes, budget_bytes, planner=name, least_bytes=outcome.least_bytes)

@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchdelta.planners.tighten import NoChoiceError
+from torchdelta.planners.literature.lower_limit import NoChoiceError
 from torchdelta.simulate.gaps import Gap
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import BEFORE_STEP, Trace
 
 __all__ = ["Play", "Policy", "frugal", "play"]
@@ -226,7 +226,7 @@ def play(
     return Play(trace, gaps, limit_bytes, policy, soft=soft).run()
 
 
-def frugal(problem: Problem, codes: NDArray[np.int8], budget_bytes: int) -> NDArray[np.int8]:
+def frugal(problem: PlanningProblem, codes: NDArray[np.int8], budget_bytes: int) -> NDArray[np.int8]:
     """Let what replays met stay, where that holds the budget and is faster than to drop and make it once more.
 
     A play drops a buffer a second time in one gap at the moment at which memory runs out; a plan can only say whether

@@ -5,14 +5,14 @@ from numpy.typing import NDArray
 
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.model import Plan
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.units import format_bytes
 
-__all__ = ["finished"]
+__all__ = ["feasible_plan"]
 
 
-def finished(
-    problem: Problem,
+def feasible_plan(
+    problem: PlanningProblem,
     codes: NDArray[np.int8],
     budget_bytes: int,
     *,
@@ -20,7 +20,7 @@ def finished(
     effort: str = "",
     least_bytes: int | None = None,
 ) -> Plan:
-    """Return the plan of these codes.
+    """Return the plan of these codes if it holds the budget.
 
     Args:
         problem: What the codes belong to.
@@ -39,7 +39,7 @@ def finished(
         return simulation.plan
     if score.time_s == float("inf"):
         raise InfeasibleError(
-            f"planner {planner}: its decisions drop a buffer that cannot be made again when it is used; take another "
+            f"planner {planner}: its decisions drop a buffer that cannot be made again when it is used: take another "
             "planner, or allow the device more",
             least_budget_bytes=None,
         )
@@ -47,14 +47,14 @@ def finished(
         what = "host" if score.host_excess_bytes else "disk"
         excess_bytes = score.host_excess_bytes or score.disk_excess_bytes
         raise InfeasibleError(
-            f"planner {planner}: the plan passes the {what}'s budget by {format_bytes(excess_bytes)}; allow the {what} "
+            f"planner {planner}: the plan passes the {what}'s budget by {format_bytes(excess_bytes)}: allow the {what} "
             "that much more, or the device",
             least_budget_bytes=None,
         )
     least_bytes = score.peak_bytes if least_bytes is None else least_bytes
     op = problem.trace.ops[score.peak_op]
     raise InfeasibleError(
-        f"planner {planner}: no plan within {format_bytes(budget_bytes)} was found; the least budget found is "
+        f"planner {planner}: no plan within {format_bytes(budget_bytes)} was found: the least budget found is "
         f"{format_bytes(least_bytes)} ({least_bytes} bytes), set by op {op.index} {op.name!r}",
         least_budget_bytes=least_bytes,
     )

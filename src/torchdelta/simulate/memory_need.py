@@ -28,26 +28,27 @@ from torchdelta.simulate.arrays import (
     Work,
 )
 
-__all__ = ["contents"]
+__all__ = ["fill_need"]
 
 _SHORT = 64
 
 
 @njit(cache=True)
-def contents(s: Static, w: Work, codes: Codes, budget: Any, most_excess: Any) -> None:
+def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess: Any) -> None:
     """Fill `need`: the bytes at each moment, swap-ins ahead of their use and swap-outs on their way left out.
 
     Walks the ops once, lets buffers leave and come back, and plays every replay with its transients. Ends early, with
     `CUT` set, once these bytes pass the budget by more than `most_excess` in sum.
     """
-    ints, absent, absent_gap, need, stack = w.ints, w.absent, w.absent_gap, w.need, w.stack
-    swap_gap, swap_return, return_op, leave_op = w.swap_gap, w.swap_return, w.return_op, w.leave_op
-    replay_s, replay_peak, replay_end, replay_ops = w.replay_s, w.replay_peak, w.replay_end, w.replay_ops
-    op_mark, chain, last_use, made_mark = w.op_mark, w.chain, w.last_use, w.made_mark
-    time_s, plain, before, workspace, size = s.time_s, s.plain, s.before, s.workspace, s.size
-    birth, last, previous, can_rerun = s.birth, s.last, s.previous, s.can_rerun
-    read_ptr, read_ids, write_ptr, write_ids = s.read_ptr, s.read_ids, s.write_ptr, s.write_ids
-    gap_buffer, gap_last, gap_next, gap_by_next = s.gap_buffer, s.gap_last, s.gap_next, s.gap_by_next
+    ints, absent, absent_gap, need, stack = work.ints, work.absent, work.absent_gap, work.need, work.stack
+    swap_gap, swap_return, return_op, leave_op = work.swap_gap, work.swap_return, work.return_op, work.leave_op
+    replay_s, replay_peak, replay_end, replay_ops = work.replay_s, work.replay_peak, work.replay_end, work.replay_ops
+    op_mark, chain, last_use, made_mark = work.op_mark, work.chain, work.last_use, work.made_mark
+    time_s, plain, before, workspace, size = static.time_s, static.plain, static.before, static.workspace, static.size
+    birth, last, previous, can_rerun = static.birth, static.last, static.previous, static.can_rerun
+    read_ptr, read_ids, write_ptr, write_ids = static.read_ptr, static.read_ids, static.write_ptr, static.write_ids
+    gap_buffer, gap_last = static.gap_buffer, static.gap_last
+    gap_next, gap_by_next = static.gap_next, static.gap_by_next
     num_gaps = codes.shape[0]
     starting, ending = 0, 0
     num_swaps, num_replayed = 0, 0
@@ -218,4 +219,4 @@ def contents(s: Static, w: Work, codes: Codes, budget: Any, most_excess: Any) ->
     ints[STAMP] = stamp
     ints[NUM_SWAPS], ints[NUM_REPLAYED] = num_swaps, num_replayed
     ints[HOST_PEAK], ints[DISK_PEAK] = host_peak, disk_peak
-    w.floats[NO_STALL] = busy_s
+    work.floats[NO_STALL] = busy_s

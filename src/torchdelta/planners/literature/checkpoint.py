@@ -7,10 +7,10 @@ it), everything is kept.
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.checkpoint_rules import decisions
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.checkpoint_rules import decisions
 from torchdelta.planners.registry import Effort, register
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["plan"]
@@ -23,7 +23,7 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     Raises:
         InfeasibleError: No rule fits.
     """
-    problem = Problem.of(trace, machine)
+    problem = PlanningProblem.of(trace, machine)
     best, best_s, smallest, least_bytes = None, float("inf"), problem.keep_all(), None
     for codes in decisions(problem):
         score = problem.score(codes, budget_bytes)
@@ -35,4 +35,4 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     if best is None and problem.score(keep, budget_bytes).is_feasible:
         best = keep
     codes = smallest if best is None else best
-    return finished(problem, codes, budget_bytes, planner="checkpoint", least_bytes=least_bytes)
+    return feasible_plan(problem, codes, budget_bytes, planner="checkpoint", least_bytes=least_bytes)

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.ideal import IdealLoad, in_s, out_s, start_times_s
-from torchdelta.planners.outcome import finished
+from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.literature.ideal import IdealLoad, in_s, out_s, start_times_s
+from torchdelta.planners.literature.lower_limit import NoChoiceError, choose_within_budget
 from torchdelta.planners.registry import Effort, Planner, register
-from torchdelta.planners.tighten import NoChoiceError, tighten
 from torchdelta.simulate.gaps import Gap
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import Problem
+from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["MIN_BYTES", "SCORES", "Candidates", "Score"]
@@ -53,21 +53,21 @@ def _planner(score: Score) -> Planner:
         Raises:
             InfeasibleError: Swapping every candidate is not enough.
         """
-        problem = Problem.of(trace, machine, decision_class="all")
+        problem = PlanningProblem.of(trace, machine, decision_class="all")
         candidates = Candidates(trace, machine, problem.gaps)
-        outcome = tighten(
+        found = choose_within_budget(
             problem,
             budget_bytes,
             lambda limit: _codes(problem, candidates.top(candidates.scores(limit)[score], limit)),
         )
         name = f"autoswap-{score}"
-        return finished(problem, outcome.codes, budget_bytes, planner=name, least_bytes=outcome.least_bytes)
+        return feasible_plan(problem, found.codes, budget_bytes, planner=name, least_bytes=found.least_bytes)
 
     return plan
 
 
 for _score in SCORES:
-    register(f"autoswap-{_score}")(_planner(_score))
+    register(f"autoswap-{_score}", "all")(_planner(_score))
 
 
 class Candidates:
@@ -111,7 +111,7 @@ class Candidates:
         }
 
     def top(self, scores: Array, limit_bytes: int) -> list[int]:
-        """Return who is swapped, as places in the gaps given: from the top until the load on paper is within the limit.
+        """Return what is swapped, as places in these gaps: from the top until the load on paper is within the limit.
 
         Raises:
             NoChoiceError: All of them are not enough.
@@ -127,7 +127,7 @@ class Candidates:
         return places
 
     def chosen(self, score: Score, limit_bytes: int) -> tuple[Gap, ...]:
-        """Return who is swapped, as gaps, in their order; for a limit that swapping everyone reaches."""
+        """Return what is swapped, as gaps, in their order; for a limit that swapping all of them reaches."""
         places = set(self.top(self.scores(limit_bytes)[score], limit_bytes))
         return tuple(gap for place, gap in zip(self._places, self.gaps, strict=True) if place in places)
 
@@ -145,7 +145,7 @@ class Candidates:
         return rank
 
 
-def _codes(problem: Problem, places: list[int]) -> Codes:
+def _codes(problem: PlanningProblem, places: list[int]) -> Codes:
     codes = problem.keep_all()
     codes[places] = Code.SWAP
     return codes
