@@ -15,7 +15,7 @@ from tests.trace.strategies import traces
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
-from torchdelta.planners import get, names
+from torchdelta.planners import get, names, played
 from torchdelta.planners.torchdelta import choose, least_peak
 from torchdelta.simulate import execute, simulate_plan
 from torchdelta.simulate.problem import Problem
@@ -28,20 +28,25 @@ OTHERS = list(names())
 RELATIVE = 1e-6
 
 
-SEEN = []  # the scores of the kernel that became plans, the last one last
+SEEN = []  # the scores that became plans, the last one last
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _noted():
     """Note what planners see before they return a plan."""
-    plain = Problem.simulation
+    plain, accepted = Problem.simulation, played.accepted
 
     def noting(self, codes, budget_bytes, **names):
         SEEN.append(self.score(codes, budget_bytes))
         return plain(self, codes, budget_bytes, **names)
 
+    def noting_played(simulation, *arguments):
+        SEEN.append(simulation.score)
+        return accepted(simulation, *arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Problem, "simulation", noting)
+        patch.setattr(played, "accepted", noting_played)
         yield
 
 
