@@ -10,7 +10,7 @@ Source: branch `delta` of TonyTangYu/pytorch (head of 2023-07), `CheckpointTenso
   again.
 - Memory is made free after each op and not before it, so the budget is passed by what an op allocates. A plan has to
   hold its budget, so this planner gives the code the largest limit at which the step's true peak is within the budget.
-- Copies are synchronous and nothing is prefetched (the calls are commented out): so its plan says, by `OPTIONS`.
+- Copies are synchronous and nothing is prefetched (the calls are commented out): so its plan says.
 - Op times are taken by the host around an asynchronous launch. That is not modelled: here they are the trace's.
 """
 
@@ -19,13 +19,9 @@ from torchdelta.plan.model import Plan
 from torchdelta.planners.literature.delta_2022 import FilterAndDirector
 from torchdelta.planners.literature.played import PlayedPlanner
 from torchdelta.planners.registry import Effort, register
-from torchdelta.simulate.model import Options
 from torchdelta.trace.model import Trace
 
-__all__ = ["OPTIONS", "PLAYED", "plan", "recomputes"]
-
-OPTIONS = Options(prefetch=False, synchronous=True)
-"""How the published code moves tensors."""
+__all__ = ["PLAYED", "plan", "recomputes"]
 
 _BYTES_PER_US = 0.35 * 32 * 2**30 / 1e6
 
