@@ -311,10 +311,11 @@ class Contents(Storages):
 
     def suspend_alias(self, alias: torch.Tensor) -> None:
         """Count a storage as freed by the program in a survey, if it has no other holder than an alias."""
-        record = self.records.get(storage_address(alias))
-        if self._journal is not None and record is not None:
-            if record.reference is not None or storage_num_holders(record.address) <= 1:
-                self._suspend(self._journal, record)
+        journal, record = self._journal, self.records.get(storage_address(alias))
+        if journal is None or record is None:
+            return
+        if record.reference is not None or storage_num_holders(record.address) <= 1:
+            self._suspend(journal, record)
 
     def _suspend(self, journal: Journal, record: StorageRecord) -> None:
         """Count a storage as freed if only the journal keeps it alive, by its alias and the storage's Python object."""

@@ -6,9 +6,9 @@ with that budget would fail a little later, and so on until the backward of the 
 exceed the budget. So from that op on nothing is computed: every op returns `FakeTensor`s (shapes without memory), while
 the ledger, the policy and the saved-tensor hooks work as before, with the budget raised to the need at each moment. The
 user's own code runs the rest of the forward and the backward in a fraction of a step's time. Parameters, statistics and
-optimizer states are not changed, and what the program reassigns is restored (program_state.py). When the backward ends, `BudgetError` names the largest need. If the code reads the
-value of a fake tensor (`loss.item()` before the backward), the backward of that value is surveyed immediately. If that
-is not possible, the error says "at least".
+optimizer states are not changed, and what the program reassigns is restored (program_state.py). When the backward
+ends, `BudgetError` names the largest need. If the code reads the value of a fake tensor (`loss.item()` before the
+backward), the backward of that value is surveyed immediately. If that is not possible, the error says "at least".
 
 Evictions in a survey change byte counts only: the ledger's journal keeps the real storages alive and restores them at
 the end, so that graphs of earlier losses work as before.
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.fake import FakeModeForOnce, FakeTensor, fake_view
 from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.fake import FakeModeForOnce, FakeTensor, fake_view
 from torchdelta._torch.modes import pop_mode, push_mode, top_mode
 from torchdelta._torch.ops import execute
 from torchdelta._torch.tensors import grad_fn_of
@@ -211,6 +211,7 @@ class _BackwardStart(Observer):
         self._program = program
 
     def on_backward_start(self, gradients: Any) -> None:
+        """Accept what the forward has exchanged, at the start of the outermost backward."""
         del gradients
         if graph_task_id() == -1:
             self._program.note_backward_start()
