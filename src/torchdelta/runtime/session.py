@@ -47,7 +47,8 @@ from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.steps import StepTracker
 from torchdelta.runtime.survey.first_step import foresee_first_step, is_trial
-from torchdelta.runtime.survey.survey import Survey, drop_fake_gradients
+from torchdelta.runtime.survey.program_state import drop_fake_gradients
+from torchdelta.runtime.survey.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 
 if TYPE_CHECKING:

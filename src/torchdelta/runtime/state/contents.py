@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torchdelta._torch.modes import NoDispatch, NoFunction
-from torchdelta._torch.storages import address_of, storage_num_holders
+from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
 from torchdelta._torch.tensors import (
     counted_version_of,
     is_leaf,
@@ -308,6 +308,14 @@ class Contents(Storages):
     def _note(self, buffer: Buffer) -> None:
         if self._journal is not None:
             self._journal.note(buffer)
+
+    def suspend_alias(self, alias: torch.Tensor) -> None:
+        """Count a storage as freed by the program in a survey, if it has no other holder than an alias."""
+        journal, record = self._journal, self.records.get(storage_address(alias))
+        if journal is None or record is None:
+            return
+        if record.reference is not None or storage_num_holders(record.address) <= 1:
+            self._suspend(journal, record)
 
     def _suspend(self, journal: Journal, record: StorageRecord) -> None:
         """Count a storage as freed if only the journal keeps it alive, by its alias and the storage's Python object."""

@@ -25,6 +25,7 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 | `cut` | no saved tensor is left: the recorded ops are forgotten |
 | `invalidate_unheld`, `forget` | the scope ends: writes are no longer recorded / nothing is counted any more |
 | `begin_survey` / `end_survey` | changes are logged from here on / they are undone |
+| `suspend_alias` | in a survey, the program has freed a storage that is still needed to undo that |
 """
 
 from __future__ import annotations
