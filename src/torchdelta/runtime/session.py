@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
+from torchdelta._torch.tensors import identity_of
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
@@ -52,6 +53,8 @@ from torchdelta.runtime.survey.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchdelta.config import Config
     from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
@@ -255,6 +258,7 @@ class Session:
         """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
         self.ledger.cut()
         self.room.forget()
+        self.steps.on_graph_over()
         if self.ledger.is_closing:
             self._finish()
 
@@ -298,6 +302,8 @@ class Session:
     def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             self.steps.on_optimizer_end()
+            if self.ledger.num_handles:
+                self.ledger.cut_unread()
 
     def _on_step_end(self) -> None:
         self.room.digests = False
@@ -316,6 +322,19 @@ class Session:
     def trace(self) -> Trace | None:
         """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
         return self._trace
+
+    def swap_tensors(self, original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
+        """Run `torch.utils.swap_tensors` on two tensors that the runtime may refer to."""
+        if self.survey is not None:
+            raise self._take_error()  # the program would be left with what the survey made
+        self.backward.headroom.forget(t1, t2)
+        self.ledger.watch_storages_of(t1, t2)
+        identity = identity_of(t1)
+        try:
+            original(t1, t2)
+        finally:
+            if identity_of(t1) != identity:
+                self.ledger.exchange_witnesses(t1, t2)
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""

@@ -138,6 +138,8 @@ class Contents(Storages):
         buffer = self._begin_content(record, entry, origin, index)
         if tensor.requires_grad and is_trained_leaf(tensor):
             buffer.stays |= Stays.LEAF
+        if old is not None:
+            buffer.stays |= old.stays & Stays.LEAF  # a leaf's storage, seen through `leaf.data`
         if old is not None and old.num_saved:
             self.succeed(old, buffer, tensor)
         return buffer
@@ -198,6 +200,14 @@ class Contents(Storages):
         """Use another tensor's version to detect unrecorded writes."""
         self._note(buffer)
         buffer.witness, buffer.witness_version = witness, version
+
+    def exchange_witnesses(self, t1: torch.Tensor, t2: torch.Tensor) -> None:
+        """Follow the version counters of two tensors that `torch.utils.swap_tensors` has exchanged."""
+        for buffer in self.held.values():
+            if buffer.witness is t1:
+                buffer.witness = t2
+            elif buffer.witness is t2:
+                buffer.witness = t1
 
     def release(self, buffer: Buffer) -> None:
         """Stop holding a buffer's storage."""
