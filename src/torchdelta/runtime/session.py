@@ -277,6 +277,9 @@ class Session:
         if self.ledger.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all saved tensors were kept, so no last handle will trigger this
         if self.survey is not None and not isinstance(error, BudgetError | KeyboardInterrupt):
+            if keeps_graph and error is None:
+                self.survey.had_backward = True
+                return  # a further backward of this graph may follow: the next loss, or a penalty's
             # If the backward raised an error itself, it was not surveyed to its end.
             raise self.survey.error(is_lower_bound=error is not None) from error
 
@@ -284,7 +287,7 @@ class Session:
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
-                raise self.survey.error(is_lower_bound=True)
+                raise self.survey.error(is_lower_bound=not self.survey.had_backward)
             self.steps.on_optimizer_start()
             if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)

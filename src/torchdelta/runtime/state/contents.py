@@ -164,6 +164,8 @@ class Contents(Storages):
             self._vacate(buffer.record)
         record.current, buffer.record = buffer, record
         buffer.move(Residence.RESIDENT)
+        if is_trained_leaf(tensor):
+            buffer.stays |= Stays.LEAF  # its copy did without
         if buffer.num_saved or (buffer.op is None and buffer.num_views):
             self.hold(buffer, tensor)
 
@@ -185,7 +187,10 @@ class Contents(Storages):
                 alias = tensor.detach()
             else:  # a fake tensor of a survey
                 alias = tensor = byte_alias(tensor.untyped_storage())
-            witness = tensor if buffer.op is None and is_leaf(tensor) else alias
+            # The program's own tensor is a witness only where it must be: it keeps the storage alive, which then cannot
+            # leave. Trained leaves stay anyway, and a scalar is an argument of replays as it is (a wrapped number).
+            is_own = buffer.op is None and is_leaf(tensor) and (is_trained_leaf(tensor) or not tensor.dim())
+            witness = tensor if is_own else alias
             self._hold_by(buffer, alias, witness)
 
     def _hold_by(self, buffer: Buffer, alias: torch.Tensor, witness: torch.Tensor) -> None:
@@ -236,6 +241,8 @@ class Contents(Storages):
         buffer.last_used = self.clock
         buffer.move(Residence.RESIDENT)
         self.observing.observer.on_return(buffer, record)
+        if held:
+            buffer.stays &= ~Stays.LEAF  # the copy of what a leaf held before a write is not the leaf's storage
         if (held or buffer.num_saved) and buffer.strong is None:
             alias = byte_alias(storage)
             self._hold_by(buffer, alias, alias)

@@ -33,7 +33,7 @@ from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.record.needs import omitted_bytes
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.storages import memory_address
-from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, Inventory, add_up
+from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, PASSED, Inventory, add_up
 from torchdelta.runtime.survey.program_state import ProgramState, drop_fake_gradients
 from torchdelta.runtime.survey.whole_run import RunNeed
 from torchdelta.units import format_bytes
@@ -69,6 +69,7 @@ class Survey:
         self._ledger = recorder.ledger
         self._budget_bytes = budget_bytes
         self.mode = FakeModeForOnce()
+        self.had_backward = False  # one that kept its graph was surveyed to its end
         self.needed_bytes = 0
         self.op = ""
         self.module = ""
@@ -81,7 +82,9 @@ class Survey:
         self._inventory = Inventory(self._ledger, self._saved.modules, recorder.observing.observer)
         steps = self._saved.steps
         is_first_pass = steps.num_steps == 0 and not steps.is_after_backward
-        self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass)
+        # What the pass needed before is a need of the run too, beside states and gradients that come later.
+        passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
+        self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
         self._real_memory = _RealMemory(self._ledger)
         self._program = ProgramState(self._ledger, self.mode)
 
@@ -184,12 +187,15 @@ class Survey:
         groups, largest = self.groups, self.largest
         if needed.optimizer:
             groups, largest = self._at_optimizer(is_lower_bound=is_lower_bound)
+        if needed.passed_bytes:
+            groups = {PASSED: needed.passed_bytes}
         groups = add_up({**groups, GRADIENTS: needed.gradient_bytes}, needed.more.items())
+        op = f"the step of {needed.optimizer}" if needed.optimizer else PASSED if needed.passed_bytes else self.op
         error = BudgetError(
             budget_bytes=self._budget_bytes,
             least_budget_bytes=needed.size_bytes,
-            op=f"the step of {needed.optimizer}" if needed.optimizer else self.op,
-            module="" if needed.optimizer else self.module,
+            op=op,
+            module="" if op is not self.op else self.module,
             groups=groups,
             largest=largest,
             swapped_out_bytes=self.away_bytes[0],
