@@ -21,7 +21,9 @@ from torchdelta.cli.step import (
     read_step,
     say_if_compiling,
 )
-from torchdelta.units import parse_size
+from torchdelta.machine.model import Machine
+from torchdelta.trace.model import Trace, peak
+from torchdelta.units import format_bytes, parse_size
 
 __all__ = ["plan"]
 
@@ -75,6 +77,7 @@ def plan(
         size = number_or_text(memory_budget)
         budget_bytes = parse_size(size, total_bytes=hardware.memory_bytes, name="memory budget")
         step = priced(read_step(trace), hardware)
+        typer.echo(f"torchdelta: {_summary(trace, step, hardware, budget_bytes)}", err=True)
         say_if_compiling()
         say(f"planning ({planner})")
         placed: dict[str, Any] = {}
@@ -120,3 +123,10 @@ def plan(
             write_plan(made, output)
             facts["path"] = str(output)
     show(facts, as_json=as_json)
+
+
+def _summary(path: Path, step: Trace, machine: Machine, budget_bytes: int) -> str:
+    """Return what is said before the planner starts, which can take a minute."""
+    plain_s = sum(op.time_s for op in step.ops)
+    plain = f"peak {format_bytes(peak(step, with_workspace=True).size_bytes)}, {plain_s * 1e3:.2f} ms"
+    return f"{path}: {len(step.ops)} ops, {plain} on {machine.name}; planning within {format_bytes(budget_bytes)}"

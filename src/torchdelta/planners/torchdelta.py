@@ -248,7 +248,9 @@ class _Hunt:
 
     def release(self, codes: Codes, neighbours: int) -> None:
         static, work, limits = self.problem.static, self.problem.work, self.limits
-        search.release(static, work, codes, limits, self.allowed, self.everyone, 0.0, neighbours, search.UNPRICED)
+        search.release(
+            static, work, codes, limits, self.allowed, self.everyone, 0.0, neighbours, search.unpriced(codes)
+        )
         self.follow(codes, rounds=1)
 
     def follow(self, codes: Codes, *, rounds: int) -> None:
@@ -270,7 +272,7 @@ class _Hunt:
         for gap in self.largest_first[swapped[self.largest_first]][:_REBUILDS]:
             codes = decided.copy()
             codes[gap] = Code.KEEP
-            search.release(static, work, codes, limits, self.allowed, smaller, 0.0, 0, search.UNPRICED)
+            search.release(static, work, codes, limits, self.allowed, smaller, 0.0, 0, search.unpriced(codes))
             self.follow(codes, rounds=1)
 
     def exchange(self, most: int) -> None:
@@ -292,7 +294,18 @@ class _Hunt:
         for part in range(parts):
             codes = self.codes.copy()
             reach, slack = _SHAKES[part % len(_SHAKES)]
-            search.shake(static, work, codes, self.limits, self.allowed, steps // parts, reach, slack, part + 1)
+            search.shake(
+                static,
+                work,
+                codes,
+                self.limits,
+                self.allowed,
+                steps // parts,
+                reach,
+                slack,
+                part + 1,
+                search.unpriced(codes),
+            )
             found = search.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
             self._take(codes, found)
             self.exchange(most_exchanges)
@@ -384,5 +397,7 @@ def _with_states_away(saved: Problem, problem: Problem, budget_bytes: int) -> li
     codes[states] = Code.SWAP
     limits, allowed = problem.limits(budget_bytes), _allowed(problem)
     among = np.union1d(_places(saved, problem), over_end)
-    search.release(problem.static, problem.work, codes, limits, allowed, among, _FAST_STARTS[0][0], 0, search.UNPRICED)
+    search.release(
+        problem.static, problem.work, codes, limits, allowed, among, _FAST_STARTS[0][0], 0, search.unpriced(codes)
+    )
     return [codes]
