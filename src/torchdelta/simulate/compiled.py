@@ -55,7 +55,9 @@ numba compiles what a function calls once more inside of it, so a function with 
 
 
 def is_kept(function: Any) -> bool:
-    """Return whether an earlier process has compiled a `compiled` function, so that this one loads it."""
+    """Return whether a `compiled` function need not be compiled: it was before, or `NUMBA_DISABLE_JIT` is set."""
+    if config.DISABLE_JIT:
+        return True
     path: str | None = function.stats.cache_path
     name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}-*.nbi"
     return path is not None and any(Path(path).glob(name))
