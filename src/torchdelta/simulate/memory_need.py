@@ -6,8 +6,6 @@ over, counts references, which took longer than the replays themselves.
 
 from typing import Any
 
-from numba import njit
-
 from torchdelta.simulate.arrays import (
     AGAIN,
     CUT,
@@ -27,13 +25,14 @@ from torchdelta.simulate.arrays import (
     Static,
     Work,
 )
+from torchdelta.simulate.compiled import compiled
 
 __all__ = ["fill_need"]
 
 _SHORT = 64
 
 
-@njit(cache=True)
+@compiled
 def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess: Any) -> None:
     """Fill `need`: the bytes at each moment, swap-ins ahead of their use and swap-outs on their way left out.
 
@@ -146,18 +145,21 @@ def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess
                         stack[top] = read
                         top += 1
             # Their old order. Most chains are a few ops, latest first, for which a sort by insertion is the fastest.
-            if length > _SHORT:
-                chain[:length].sort()
-            else:
-                for end in range(length // 2):
-                    chain[end], chain[length - 1 - end] = chain[length - 1 - end], chain[end]
-                for step in range(1, length):
+            # Long ones are sorted at wider strides first (Shell). numpy's sort takes a second to compile.
+            for end in range(length // 2):
+                chain[end], chain[length - 1 - end] = chain[length - 1 - end], chain[end]
+            stride = 1
+            while stride * _SHORT < length:
+                stride = 4 * stride + 1
+            while stride:
+                for step in range(stride, length):
                     later = chain[step]
                     place = step
-                    while place > 0 and chain[place - 1] > later:
-                        chain[place] = chain[place - 1]
-                        place -= 1
+                    while place >= stride and chain[place - stride] > later:
+                        chain[place] = chain[place - stride]
+                        place -= stride
                     chain[place] = later
+                stride //= 4
             for step in range(length):
                 producer = chain[step]
                 for place in range(read_ptr[producer], read_ptr[producer + 1]):
