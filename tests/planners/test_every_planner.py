@@ -17,6 +17,7 @@ from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners import classes_of, get, names
 from torchdelta.planners.default.search_planner import choose, least_peak
+from torchdelta.planners.literature import played
 from torchdelta.simulate import execute, simulate_plan
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak
@@ -28,20 +29,25 @@ PLANNERS = [f"{name}/{decision_class}" for name in names() for decision_class in
 RELATIVE = 1e-6
 
 
-SEEN = []  # the scores of the kernel that became plans, the last one last
+SEEN = []  # the scores that became plans, the last one last
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _noted():
     """Note what planners see before they return a plan."""
-    plain = PlanningProblem.simulation
+    plain, accepted = PlanningProblem.simulation, played.accepted
 
     def noting(self, codes, budget_bytes, **names):
         SEEN.append(self.score(codes, budget_bytes))
         return plain(self, codes, budget_bytes, **names)
 
+    def noting_played(simulation, *arguments):
+        SEEN.append(simulation.score)
+        return accepted(simulation, *arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlanningProblem, "simulation", noting)
+        patch.setattr(played, "accepted", noting_played)
         yield
 
 

@@ -7,7 +7,7 @@ from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta.errors import InfeasibleError
 from torchdelta.planners import get, names
 from torchdelta.planners.literature.checkpoint_rules import block_of, decisions
-from torchdelta.planners.literature.delta_2022_released import OPTIONS, recomputes
+from torchdelta.planners.literature.delta_2022_released import PLAYED, recomputes
 from torchdelta.planners.literature.ideal import LinkSlack
 from torchdelta.simulate import simulate_plan
 from torchdelta.simulate.problem import PlanningProblem
@@ -64,8 +64,7 @@ def test_the_released_director_compares_microseconds_with_nanoseconds():
     """100 MiB made in 1 ms: the ratio is 0.017 and not 17, so it is swapped; only far cheaper ops are recomputed."""
     assert not recomputes(100 * MIB, 1e-3)
     assert recomputes(100 * MIB, 1e-5)
-    assert OPTIONS.synchronous
-    assert not OPTIONS.prefetch
+    assert PLAYED.synchronous
     trace = chain(EQUAL)
     assert actions(get("delta-2022-released")(trace, SLOW, share(trace, 60), "fast"))["recompute"] == 0
 

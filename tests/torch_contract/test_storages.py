@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from torchdelta._torch.doors import patch_storage_resize
+from torchdelta._torch.doors import patch_storage_resize, patch_swap_tensors
 from torchdelta._torch.storages import storage_address, storage_at, storage_num_holders, storage_over
-from torchdelta._torch.tensors import conj, neg_view, tensor_num_holders
+from torchdelta._torch.tensors import conj, identity_of, neg_view, tensor_num_holders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_storage_address() -> None:
@@ -135,3 +138,40 @@ def test_tensor_num_holders() -> None:
     y = torch.ones(2, requires_grad=True) * x  # autograd keeps x itself
     assert tensor_num_holders(x) == alone + 1
     del y
+
+
+def test_patch_swap_tensors() -> None:
+    """Conversions of modules come through the door, and what a tensor stands for changes its Python object there."""
+    seen: list[tuple[int, int, int, int]] = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+            before = (identity_of(t1), identity_of(t2))
+            original(t1, t2)
+            seen.append((*before, identity_of(t1), identity_of(t2)))
+
+        return swap_tensors
+
+    original = torch.utils.swap_tensors
+    undo = patch_swap_tensors(make)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        torch.nn.Linear(2, 2, bias=False).to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        undo()
+    assert torch.utils.swap_tensors is original
+    [(first, second, *after)] = seen
+    assert first != second
+    assert after == [second, first]
+
+
+def test_swap_tensors_refuses_weak_references() -> None:
+    """So the runtime has to take its own off; without them the same exchange works."""
+    t1, t2 = torch.ones(2), torch.zeros(3)
+    reference = weakref.ref(t1)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(t1, t2)
+    del reference
+    torch.utils.swap_tensors(t1, t2)
+    assert t1.shape == (3,)

@@ -5,8 +5,10 @@ A torch release that changes one fails here, by name.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +17,7 @@ from torchdelta._torch import autocast as own
 from torchdelta._torch import symbolic as torch_symbolic
 from torchdelta._torch.autocast import cuda_autocast_on_cpu
 from torchdelta._torch.device import default_to_foreach, is_mkldnn_enabled
-from torchdelta._torch.fake import FakeTensor, FakeTensorMode, fake_mode, fake_mode_for_once, fake_view
+from torchdelta._torch.fake import FakeModeForOnce, FakeTensor, FakeTensorMode, fake_mode, fake_view
 from torchdelta._torch.modes import num_modes
 
 
@@ -51,10 +53,15 @@ def test_fake_mode() -> None:
 
 
 def test_fake_mode_for_once() -> None:
-    """It answers like any other, and torch remembers nothing of it."""
+    """It answers like any other, torch remembers nothing of it, and once ended its tensors refuse everything."""
     before = len(FakeTensorMode.cache)
-    with fake_mode_for_once():
-        assert (torch.ones(17, 19) @ torch.ones(19, 23)).shape == (17, 23)
+    with FakeModeForOnce() as mode:
+        fake = torch.ones(17, 19) @ torch.ones(19, 23)
+    assert fake.shape == (17, 23)
+    mode.end("no content")
+    for use in (lambda: fake + 1, lambda: torch.ones(23) * fake, fake.tolist, lambda: pickle.dumps(fake)):
+        with pytest.raises(RuntimeError, match="no content"):
+            use()
     assert len(FakeTensorMode.cache) == before
     with FakeTensorMode():
         torch.ones(17, 19) @ torch.ones(19, 23)

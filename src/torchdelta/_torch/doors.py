@@ -83,6 +83,14 @@ def patch_storage_resize(make: Callable[[Callable[..., Any]], Callable[..., Any]
     return replace(torch.UntypedStorage, "resize_", make)
 
 
+def patch_swap_tensors(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace `torch.utils.swap_tensors`, which refuses tensors with weak references, by `make(original)`.
+
+    Returns what undoes it.
+    """
+    return replace(torch.utils, "swap_tensors", make)
+
+
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Calls back right after a module was imported by somebody else."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "fake_mode", "fake_mode_for_once", "fake_view"]
+__all__ = ["FakeModeForOnce", "FakeTensor", "FakeTensorMode", "fake_mode", "fake_view"]
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -20,14 +20,35 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(_FAKE)
 
 
-def fake_mode_for_once() -> Any:
-    """Return a fake-tensor mode that takes real tensors as well, and leaves nothing in torch's cache of its findings.
+class FakeModeForOnce(FakeTensorMode):
+    """A fake-tensor mode that takes real tensors as well, and can be ended.
 
-    That cache is never emptied.
+    It leaves nothing in torch's cache of its findings, which is never emptied.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    return mode
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False
+        self._ended = ""
+
+    def end(self, message: str) -> None:
+        """Make every op on a tensor of this mode raise, and pickling it too.
+
+        Raises (later): RuntimeError: with `message`.
+        """
+        self._ended = message
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op. The signature is torch's."""
+        if self._ended:
+            raise RuntimeError(self._ended)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, as a part of a tensor."""
+        if self._ended:
+            raise RuntimeError(self._ended)
+        return super().__reduce_ex__(protocol)
 
 
 def fake_view(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

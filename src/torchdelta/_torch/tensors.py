@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 is_in_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 tensor_num_holders: Callable[[torch.Tensor], int] = torch.Tensor._use_count
+# The address of what a Python tensor stands for; `torch.utils.swap_tensors` exchanges those of two tensors.
+identity_of: Callable[[torch.Tensor], int] = attrgetter("_cdata")
 # Whether a tensor is zeros without memory, as forward-mode derivatives make them.
 is_zerotensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 # The tensor that a view looks at, never a view itself; None for a tensor that is no view.

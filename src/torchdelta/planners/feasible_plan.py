@@ -1,14 +1,16 @@
-"""From the codes that a planner chose to its plan, or to the error that says why there is none."""
+"""From what a planner chose to its plan, or to the error that says why there is none."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.model import Plan
+from torchdelta.simulate.model import Simulation
 from torchdelta.simulate.problem import PlanningProblem
+from torchdelta.trace.model import Trace
 from torchdelta.units import format_bytes
 
-__all__ = ["feasible_plan"]
+__all__ = ["accepted", "feasible_plan"]
 
 
 def feasible_plan(
@@ -34,6 +36,21 @@ def feasible_plan(
         InfeasibleError: They do not hold the budget.
     """
     simulation = problem.simulation(codes, budget_bytes, planner=planner, effort=effort)
+    return accepted(simulation, problem.trace, planner, least_bytes=least_bytes)
+
+
+def accepted(simulation: Simulation, trace: Trace, planner: str, *, least_bytes: int | None = None) -> Plan:
+    """Return the plan that was simulated.
+
+    Args:
+        simulation: Of the plan.
+        trace: Its step.
+        planner: The planner's name.
+        least_bytes: The least budget that the planner found, for the error; by default the plan's peak.
+
+    Raises:
+        InfeasibleError: It does not hold the budget.
+    """
     score = simulation.score
     if score.is_feasible:
         return simulation.plan
@@ -52,7 +69,7 @@ def feasible_plan(
             least_budget_bytes=None,
         )
     least_bytes = score.peak_bytes if least_bytes is None else least_bytes
-    op = problem.trace.ops[score.peak_op]
+    op, budget_bytes = trace.ops[score.peak_op], simulation.budget_bytes
     raise InfeasibleError(
         f"planner {planner}: no plan within {format_bytes(budget_bytes)} was found: the least budget found is "
         f"{format_bytes(least_bytes)} ({least_bytes} bytes), set by op {op.index} {op.name!r}",

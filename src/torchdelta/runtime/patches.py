@@ -9,7 +9,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from torchdelta._torch.compiled import patch_compiled_call
-from torchdelta._torch.doors import patch_fsdp_backward, patch_functorch_guard, patch_run_backward
+from torchdelta._torch.doors import (
+    patch_fsdp_backward,
+    patch_functorch_guard,
+    patch_run_backward,
+    patch_swap_tensors,
+)
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, pop_mode, push_mode, top_mode, without_mode
 from torchdelta.notices import warn_once
@@ -18,6 +23,8 @@ from torchdelta.runtime.interrupts import call_outside, shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from torchdelta._torch.compiled import InputsOf
 
@@ -45,6 +52,7 @@ def patch() -> None:
                 _undo.append(patch_functorch_guard(_make_functorch_guard))
                 _undo.append(patch_compiled_call(_make_compiled_call))
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
+                _undo.append(patch_swap_tensors(_make_swap_tensors))
             except BaseException:
                 _remove_patches()
                 raise
@@ -150,3 +158,17 @@ def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:
                 pop_mode()
 
     return step_of_backward
+
+
+def _make_swap_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remove the runtime's weak references from two tensors before they exchange what they are."""
+
+    @shielded
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        session = current_session()
+        if session is None:
+            original(t1, t2)
+        else:
+            session.swap_tensors(original, t1, t2)
+
+    return swap_tensors

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
+from torchdelta._torch.tensors import identity_of
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
@@ -47,10 +48,13 @@ from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.steps import StepTracker
 from torchdelta.runtime.survey.first_step import foresee_first_step, is_trial
-from torchdelta.runtime.survey.survey import Survey, drop_fake_gradients
+from torchdelta.runtime.survey.program_state import drop_fake_gradients
+from torchdelta.runtime.survey.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchdelta.config import Config
     from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
@@ -254,6 +258,7 @@ class Session:
         """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
         self.ledger.cut()
         self.room.forget()
+        self.steps.on_graph_over()
         if self.ledger.is_closing:
             self._finish()
 
@@ -272,6 +277,9 @@ class Session:
         if self.ledger.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all saved tensors were kept, so no last handle will trigger this
         if self.survey is not None and not isinstance(error, BudgetError | KeyboardInterrupt):
+            if keeps_graph and error is None:
+                self.survey.had_backward = True
+                return  # a further backward of this graph may follow: the next loss, or a penalty's
             # If the backward raised an error itself, it was not surveyed to its end.
             raise self.survey.error(is_lower_bound=error is not None) from error
 
@@ -279,7 +287,7 @@ class Session:
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
-                raise self.survey.error(is_lower_bound=True)
+                raise self.survey.error(is_lower_bound=not self.survey.had_backward)
             self.steps.on_optimizer_start()
             if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
@@ -297,6 +305,8 @@ class Session:
     def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             self.steps.on_optimizer_end()
+            if self.ledger.num_handles:
+                self.ledger.cut_unread()
 
     def _on_step_end(self) -> None:
         self.room.digests = False
@@ -315,6 +325,19 @@ class Session:
     def trace(self) -> Trace | None:
         """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
         return self._trace
+
+    def swap_tensors(self, original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
+        """Run `torch.utils.swap_tensors` on two tensors that the runtime may refer to."""
+        if self.survey is not None:
+            raise self._take_error()  # the program would be left with what the survey made
+        self.backward.headroom.forget(t1, t2)
+        self.ledger.watch_storages_of(t1, t2)
+        identity = identity_of(t1)
+        try:
+            original(t1, t2)
+        finally:
+            if identity_of(t1) != identity:
+                self.ledger.exchange_witnesses(t1, t2)
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""

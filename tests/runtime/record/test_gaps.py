@@ -10,6 +10,7 @@ from tests.runtime.programs import UNLIMITED, running
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import new_counter
+from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.policies.base import Action
 
 WIDTH, NUM_ROWS, DEPTH = 64, 2048, 10
@@ -126,3 +127,21 @@ def test_room_is_made_for_what_a_replayed_write_takes_inside() -> None:
         assert ledger.usage.peak_bytes <= room.budget_bytes
         room.budget_bytes = None
         (out.sum() + other.sum()).backward()
+
+
+def test_a_refused_backward_teaches_no_headroom() -> None:
+    """What runs in a tensor hook is refused in every step after the first, and not only in every other one."""
+    x = torch.randn(64, 64, requires_grad=True)
+    large_bytes = 64 << 20
+    with running("8MiB") as (budget, _):
+        _step_with_a_large_hook(x, large_bytes)  # this one learns what the hook takes
+        for _ in range(3):
+            with pytest.raises(BudgetError):
+                _step_with_a_large_hook(x, large_bytes)
+    assert [step.peak_bytes >= large_bytes for step in budget.summary().steps] == [True, False, False, False]
+
+
+def _step_with_a_large_hook(x: torch.Tensor, size_bytes: int) -> None:
+    z = (x * 2).sin()
+    z.register_hook(lambda g: g.repeat(size_bytes // g.nbytes, 1).sum() * 0 + g)
+    z.sum().backward()

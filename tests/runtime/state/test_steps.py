@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 
 from tests.runtime.programs import UNLIMITED, mlp, running
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.state.buffer import Buffer, OpEntry
 from torchdelta.runtime.state.counters import Counters
+from torchdelta.runtime.state.instances import instances_of
 from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.steps import MAX_SUMMARIES, StepTracker
 
@@ -53,6 +56,19 @@ def manual_sgd() -> None:
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+
+def manual_sgd_that_retains() -> None:
+    """No optimizer, and every backward keeps its graph."""
+    model, x = model_and_batch()
+    for _ in range(4):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.data.sub_(parameter.grad, alpha=0.1)
                 parameter.grad = None
 
 
@@ -170,6 +186,44 @@ def double_backward() -> None:
         optimizer.zero_grad()
 
 
+def always_retained_graph() -> None:
+    """Every backward keeps its graph."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        model(x).sum().backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gan_that_retains() -> None:
+    """The discriminator's backward keeps the graph of the generator for the second one."""
+    generator, x = model_and_batch()
+    discriminator = mlp(16, 2)
+    for_generator = torch.optim.Adam(generator.parameters())
+    for_discriminator = torch.optim.Adam(discriminator.parameters())
+    for _ in range(2):
+        made = generator(x)
+        discriminator(made).mean().backward(retain_graph=True)
+        for_discriminator.step()
+        for_discriminator.zero_grad()
+        discriminator(made).mean().backward()
+        for_generator.step()
+        for_generator.zero_grad()
+
+
+def two_losses_that_retain() -> None:
+    """Two backwards that keep their graphs are one step, when the optimizer steps after both."""
+    model, x = model_and_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        hidden = model(x)
+        hidden.sum().backward(retain_graph=True)
+        hidden.sin().sum().backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def checkpointed() -> None:
     """The forward that a checkpoint runs in backward is no new one."""
     model, x = model_and_batch()
@@ -190,6 +244,9 @@ LOOPS: list[tuple[Callable[[], Any], int]] = [
     (evaluation_only, 0),
     (retained_graph, 2),
     (double_backward, 2),
+    (always_retained_graph, 3),
+    (gan_that_retains, 4),
+    (two_losses_that_retain, 3),
     (checkpointed, 3),
     (closure, 3),
 ]
@@ -204,12 +261,39 @@ def test_number_of_steps(loop: Callable[[], Any], num_steps: int) -> None:
     assert [step.index for step in steps] == list(range(num_steps))
 
 
-@pytest.mark.parametrize(("loop", "num_backwards"), [(manual_sgd, 4), (functional_gradients, 3)])
+@pytest.mark.parametrize(
+    ("loop", "num_backwards"), [(manual_sgd, 4), (functional_gradients, 3), (manual_sgd_that_retains, 4)]
+)
 def test_loops_without_an_optimizer(loop: Callable[[], Any], num_backwards: int) -> None:
     """A step ends where the next forward begins; the last one may still be open at the end of the scope."""
     with MemoryBudget(UNLIMITED) as budget:
         loop()
     assert len(budget.summary().steps) in {num_backwards - 1, num_backwards}
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("width", [16, 64])
+def test_nothing_grows_while_graphs_are_kept(width: int, *, is_held: bool) -> None:
+    """The trace ends with the first step, and a graph that outlives its step does not keep those before it."""
+    model = mlp(width, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    numbers: list[tuple[int, int, int]] = []
+    with running() as (budget, session):
+        for _ in range(8):
+            loss = model(torch.randn(64, width)).sum()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not is_held:
+                del loss
+            gc.collect()
+            numbers.append((len(instances_of(OpEntry)), len(instances_of(Buffer)), len(session.ledger.records)))
+            if len(numbers) == 1:
+                trace = budget.trace()
+                assert trace is not None
+        assert budget.trace() is trace
+    assert numbers[3:] == [numbers[3]] * 5
+    assert len(budget.summary().steps) == 8
 
 
 def test_two_optimizers_after_one_backward() -> None:

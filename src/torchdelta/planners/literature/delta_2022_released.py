@@ -10,28 +10,18 @@ Source: branch `delta` of TonyTangYu/pytorch (head of 2023-07), `CheckpointTenso
   again.
 - Memory is made free after each op and not before it, so the budget is passed by what an op allocates. A plan has to
   hold its budget, so this planner gives the code the largest limit at which the step's true peak is within the budget.
-- Copies are synchronous and nothing is prefetched (the calls are commented out): so its plan says, by `OPTIONS`.
+- Copies are synchronous and nothing is prefetched (the calls are commented out): so its plan says.
 - Op times are taken by the host around an asynchronous launch. That is not modelled: here they are the trace's.
 """
 
-import numpy as np
-from numpy.typing import NDArray
-
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.feasible_plan import feasible_plan
 from torchdelta.planners.literature.delta_2022 import FilterAndDirector
-from torchdelta.planners.literature.lower_limit import choose_within_budget
-from torchdelta.planners.literature.online import frugal, play
+from torchdelta.planners.literature.played import PlayedPlanner
 from torchdelta.planners.registry import Effort, register
-from torchdelta.simulate.model import Options
-from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
-__all__ = ["OPTIONS", "plan", "recomputes"]
-
-OPTIONS = Options(prefetch=False, synchronous=True)
-"""How the published code moves tensors."""
+__all__ = ["PLAYED", "plan", "recomputes"]
 
 _BYTES_PER_US = 0.35 * 32 * 2**30 / 1e6
 
@@ -50,12 +40,12 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     Raises:
         InfeasibleError: No limit was found at which the peak stays within the budget.
     """
-    problem = PlanningProblem.of(trace, machine, decision_class="extended", options=OPTIONS)
+    return PLAYED.plan(trace, machine, budget_bytes)
 
-    def choose(limit_bytes: int) -> NDArray[np.int8]:
-        policy = FilterAndDirector(trace, recomputes, swaps_again=True)
-        return frugal(problem, play(trace, problem.gaps, limit_bytes, policy, soft=True), budget_bytes)
 
-    outcome = choose_within_budget(problem, budget_bytes, choose)
-    name = "delta-2022-released"
-    return feasible_plan(problem, outcome.codes, budget_bytes, planner=name, least_bytes=outcome.least_bytes)
+PLAYED = PlayedPlanner(
+    name="delta-2022-released",
+    policy=lambda step, _: FilterAndDirector(step.trace, recomputes, keeps_dead=True, swaps_again=True),
+    soft=True,
+    synchronous=True,
+)

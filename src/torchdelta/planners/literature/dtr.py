@@ -8,10 +8,12 @@ is dropped, and is made again by its whole missing chain when it is used next. T
 approximation: classes of evicted tensors in a union-find structure, whose costs are added up where an evicted tensor
 joins them and whose splits are never undone when one comes back ("spurious links").
 
-Our reading: *offline*, since the whole step is known: the same victims as online, but each is dropped right after its
-last use ([Note] of `online.py`). Every gap of every buffer is open to it (class *extended*), as DTR drops again what it
-made again. Without the sampling and the size filter of the prototype, which only save it search time. The budget is a
-hard limit here, and is tightened within the planner until the simulator agrees that the plan holds it.
+Every tensor of the step takes part, as in the paper: what the program lets go counts as evicted from then on, and what
+a replay makes on its way stays until it is the one to go, dead in the step or not (at small budgets that costs much
+time). Being read by a replay is an access, as in the prototype (the paper's simulator counts the step's own alone). Our
+reading: without the sampling and the size filter of the prototype, which only save it search time; the budget is a hard
+limit; the plan is the program that was played. [Note: where a play differs from the systems] in `online.py` says the
+rest.
 """
 
 import numpy as np
@@ -19,82 +21,80 @@ from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
-from torchdelta.planners.feasible_plan import feasible_plan
-from torchdelta.planners.literature.lineage import Lineage, lineage
-from torchdelta.planners.literature.lower_limit import choose_within_budget
-from torchdelta.planners.literature.online import Play, frugal, play
+from torchdelta.planners.literature.lineage import lineage
+from torchdelta.planners.literature.online_policy import State
+from torchdelta.planners.literature.played import PlayedPlanner
+from torchdelta.planners.literature.played_step import PlayedStep
 from torchdelta.planners.registry import Effort, register
-from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
-__all__ = ["Dtr", "plan"]
+__all__ = ["PLAYED", "Dtr", "plan"]
+
+_NONE = -1  # the class of what is not evicted
 
 
 @register("dtr", "extended")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Drop the tensor that is cheapest to make again for its bytes and its staleness, until the step fits.
+    """Drop the tensor that is cheapest to make again for its bytes and its staleness, whenever memory is short.
 
     Raises:
-        InfeasibleError: No plan within the budget was found.
+        InfeasibleError: Nothing was left to evict.
     """
-    problem = PlanningProblem.of(trace, machine, decision_class="extended")
-    droppable = [index for index, gap in enumerate(problem.gaps) if gap.can_recompute]
-    gaps = tuple(problem.gaps[index] for index in droppable)
-    relations = lineage(trace, {gap.buffer_id for gap in gaps})
-
-    def choose(limit_bytes: int) -> NDArray[np.int8]:
-        codes = problem.keep_all()
-        codes[droppable] = play(trace, gaps, limit_bytes, Dtr(relations, len(trace.buffers)))
-        return frugal(problem, codes, budget_bytes)
-
-    outcome = choose_within_budget(problem, budget_bytes, choose)
-    return feasible_plan(problem, outcome.codes, budget_bytes, planner="dtr", least_bytes=outcome.least_bytes)
+    return PLAYED.plan(trace, machine, budget_bytes)
 
 
 class Dtr:
     """DTR's score with the union-find approximation of the neighbourhood. Mutable; one play long."""
 
-    def __init__(self, relations: Lineage, num_buffers: int) -> None:
-        self._relations = relations
-        self._class_of = np.full(num_buffers, -1, dtype=np.int64)  # -1: not evicted
-        self._class_cost_s: list[float] = []
-        self._members: list[list[int]] = []
+    can_swap = False
+    prefetch_count = 0
+    keeps_dead = True
 
-    def scores(self, state: Play, candidates: NDArray[np.int64]) -> NDArray[np.float64]:
+    def __init__(self, step: PlayedStep) -> None:
+        ids = np.flatnonzero(step.evictable).tolist()
+        relations = lineage(step.trace, ids)
+        self._cost_s = relations.cost_s
+        num_buffers = len(step.size_bytes)
+        around = [(*relations.parents[id_], *relations.children[id_]) for id_ in ids]
+        # By buffer, its neighbours; the last place, whose class is always none, fills the rows up.
+        self._around = np.full((num_buffers, max(map(len, around), default=0) + 1), num_buffers, dtype=np.int64)
+        for id_, others in zip(ids, around, strict=True):
+            self._around[id_, : len(others)] = others
+        self._class_of = np.full(num_buffers + 1, _NONE, dtype=np.int64)
+        self._class_cost_s = np.zeros(num_buffers)
+        self._num_classes = 0
+
+    def scores(self, state: State, candidates: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return (own cost + each neighbouring class once) / (bytes x staleness)."""
-        cost_s = self._relations.cost_s[candidates] + [self._around_s(int(id_)) for id_ in candidates]
+        classes = np.sort(self._class_of[self._around[candidates]], axis=1)
+        counts = classes != _NONE
+        counts[:, 1:] &= classes[:, 1:] != classes[:, :-1]
+        cost_s = self._cost_s[candidates] + np.where(counts, self._class_cost_s[classes], 0.0).sum(axis=1)
         staleness_s = state.clock_s - state.last_access_s[candidates] + 1e-9
-        return cost_s / (np.maximum(state.size_bytes[candidates], 1) * staleness_s)
+        return cost_s / (state.step.size_bytes[candidates] * staleness_s)
 
-    def action(self, state: Play, buffer_id: int) -> int:  # noqa: ARG002
+    def recomputes(self, state: State, buffer_id: int) -> bool:  # noqa: ARG002
         """Drop, always."""
-        return int(Code.RECOMPUTE)
+        return True
 
-    def left(self, state: Play, buffer_id: int) -> None:  # noqa: ARG002
+    def dropped(self, buffer_id: int) -> None:
         """Put the buffer into a class of its own and join it with those around it."""
-        number = len(self._members)
-        self._members.append([buffer_id])
-        self._class_cost_s.append(float(self._relations.cost_s[buffer_id]))
-        around = self._classes_around(buffer_id)
+        number = self._num_classes
+        self._num_classes += 1
+        if number >= len(self._class_cost_s):
+            self._class_cost_s = np.append(self._class_cost_s, np.zeros(number + 1))
+        joined = np.unique(self._class_of[self._around[buffer_id]])
+        joined = joined[joined != _NONE]
+        self._class_of[np.isin(self._class_of, joined)] = number
         self._class_of[buffer_id] = number
-        for other in sorted(around):
-            self._class_of[self._members[other]] = number
-            self._members[number] += self._members[other]
-            self._class_cost_s[number] += self._class_cost_s[other]
-            self._members[other] = []
+        self._class_cost_s[number] = self._cost_s[buffer_id] + self._class_cost_s[joined].sum()
 
-    def came_back(self, state: Play, buffer_id: int) -> None:  # noqa: ARG002
+    def remade(self, buffer_id: int) -> None:
         """Take its cost out of its class, which stays whole."""
-        number = int(self._class_of[buffer_id])
-        if number >= 0:
-            self._class_cost_s[number] -= float(self._relations.cost_s[buffer_id])
-            self._members[number].remove(buffer_id)
-            self._class_of[buffer_id] = -1
+        number = self._class_of[buffer_id]
+        if number != _NONE:
+            self._class_cost_s[number] -= self._cost_s[buffer_id]
+            self._class_of[buffer_id] = _NONE
 
-    def _classes_around(self, buffer_id: int) -> set[int]:
-        around = (*self._relations.parents[buffer_id], *self._relations.children[buffer_id])
-        return {number for other in around if (number := int(self._class_of[other])) >= 0}
 
-    def _around_s(self, buffer_id: int) -> float:
-        return sum(self._class_cost_s[number] for number in sorted(self._classes_around(buffer_id)))
+PLAYED = PlayedPlanner(name="dtr", policy=lambda step, _: Dtr(step))

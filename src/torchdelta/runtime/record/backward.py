@@ -125,8 +125,10 @@ class Backward:
             self._gaps.end()
             self._gaps.end_unseen(failed=True)
             self._count_leaf_gradients()
-            # A garbage collection in between would make the growth look too small for a start without garbage.
-            if graph is not None and error is None and collected_bytes == self.room.collected_bytes:
+            # A garbage collection in between would make the growth look too small for a start without garbage, and the
+            # fake tensors of a survey that began in between take no memory.
+            is_measured = error is None and not self.ledger.surveys and collected_bytes == self.room.collected_bytes
+            if graph is not None and is_measured:
                 self.headroom.measured(
                     graph,
                     start_bytes=start_bytes,

@@ -90,6 +90,13 @@ class Headroom:
             leaves=[weakref.ref(leaf) for leaf in graph.leaves],
         )
 
+    def forget(self, *leaves: torch.Tensor) -> None:
+        """Forget the graphs over any of these leaves, and with them the weak references to the leaves."""
+        ids = {id(leaf) for leaf in leaves}
+        for signature, earlier in list(self._measured.items()):
+            if any(id(leaf()) in ids for leaf in earlier.leaves):
+                del self._measured[signature]
+
     def expected_peak_bytes(
         self, graph: Graph, *, live_bytes: int, num_handles: int, num_needs: int, budget_bytes: int
     ) -> int | None:

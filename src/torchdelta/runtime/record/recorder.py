@@ -327,6 +327,8 @@ class Recorder(TorchDispatchMode):
         self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, facts: OpFacts, index: int
     ) -> Buffer:
         buffer = self.ledger.written(tensor, old, entry, facts.name, index)
+        if buffer.stays & Stays.LEAF:
+            self.saved.steps.on_graph_over()
         if buffer.num_saved and not facts.is_collective:  # a collective may still be writing its output
             self.saved.on_resaved(buffer)
         return buffer

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.modes import NoDispatch, NoFunction, Quietly
-from torchdelta._torch.tensors import counted_version_of, is_leaf, is_trained_leaf, is_zerotensor, sizes_of
+from torchdelta._torch.tensors import counted_version_of, identity_of, is_leaf, is_trained_leaf, is_zerotensor, sizes_of
 from torchdelta.config import SavedBuffer
-from torchdelta.errors import ConfigError
+from torchdelta.errors import ConfigError, SavedTensorError
 from torchdelta.runtime.interrupts import destructor, enter, leave
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.policies.base import Action
@@ -73,13 +73,14 @@ class Staying:
     Its version is checked at unpack, as autograd does.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("identity", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # A node that saves its own output must not hold the output's graph: that would be a cycle which the garbage
         # collector cannot see. The alias shares the version.
         self.tensor = tensor if is_leaf(tensor) else detached(tensor)
         self.version = counted_version_of(tensor)
+        self.identity = identity_of(self.tensor)
 
 
 class SavedTensors:
@@ -212,6 +213,9 @@ class SavedTensors:
             with self.device.locked():
                 return self._unpack_handle(packed)
         if packed.__class__ is Staying:
+            if identity_of(packed.tensor) != packed.identity:  # where autograd itself saves it, the exchange raises
+                msg = "a saved tensor was exchanged by torch.utils.swap_tensors before its backward"
+                raise SavedTensorError(msg)
             if counted_version_of(packed.tensor) != packed.version:
                 shape = sizes_of(packed.tensor)
                 version = counted_version_of(packed.tensor)

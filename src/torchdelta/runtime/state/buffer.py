@@ -271,8 +271,10 @@ class StorageRecord:
 
     def watch_again(self) -> bool:
         """Watch the storage object if the last known tensor has died. Return whether the storage lives."""
-        if self.holders or self.weak is None:
-            return True
+        return True if self.holders or self.weak is None else self.watch_anew()
+
+    def watch_anew(self) -> bool:
+        """Watch the storage object in place of the tensors; `weak` must be set. Return whether the storage lives."""
         storage = None if self.is_dead() else storage_at(self.address)
         if storage is None:
             return False
@@ -288,6 +290,11 @@ class _RecordReference(weakref.ref[_Watched]):
     __slots__ = ("record",)
 
     record: StorageRecord  # set by whoever makes the reference: a method of its own would cost a call per storage
+
+
+def records_watching(tensor: torch.Tensor) -> list[StorageRecord]:
+    """Return the records that watch their storage through a tensor."""
+    return [reference.record for reference in weakref.getweakrefs(tensor) if reference.__class__ is _RecordReference]
 
 
 @destructor

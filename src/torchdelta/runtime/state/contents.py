@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torchdelta._torch.modes import NoDispatch, NoFunction
-from torchdelta._torch.storages import address_of, storage_num_holders
+from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
 from torchdelta._torch.tensors import (
     counted_version_of,
     is_leaf,
@@ -138,6 +138,8 @@ class Contents(Storages):
         buffer = self._begin_content(record, entry, origin, index)
         if tensor.requires_grad and is_trained_leaf(tensor):
             buffer.stays |= Stays.LEAF
+        if old is not None:
+            buffer.stays |= old.stays & Stays.LEAF  # a leaf's storage, seen through `leaf.data`
         if old is not None and old.num_saved:
             self.succeed(old, buffer, tensor)
         return buffer
@@ -162,6 +164,8 @@ class Contents(Storages):
             self._vacate(buffer.record)
         record.current, buffer.record = buffer, record
         buffer.move(Residence.RESIDENT)
+        if is_trained_leaf(tensor):
+            buffer.stays |= Stays.LEAF  # its copy did without
         if buffer.num_saved or (buffer.op is None and buffer.num_views):
             self.hold(buffer, tensor)
 
@@ -183,7 +187,10 @@ class Contents(Storages):
                 alias = tensor.detach()
             else:  # a fake tensor of a survey
                 alias = tensor = byte_alias(tensor.untyped_storage())
-            witness = tensor if buffer.op is None and is_leaf(tensor) else alias
+            # The program's own tensor is a witness only where it must be: it keeps the storage alive, which then cannot
+            # leave. Trained leaves stay anyway, and a scalar is an argument of replays as it is (a wrapped number).
+            is_own = buffer.op is None and is_leaf(tensor) and (is_trained_leaf(tensor) or not tensor.dim())
+            witness = tensor if is_own else alias
             self._hold_by(buffer, alias, witness)
 
     def _hold_by(self, buffer: Buffer, alias: torch.Tensor, witness: torch.Tensor) -> None:
@@ -198,6 +205,14 @@ class Contents(Storages):
         """Use another tensor's version to detect unrecorded writes."""
         self._note(buffer)
         buffer.witness, buffer.witness_version = witness, version
+
+    def exchange_witnesses(self, t1: torch.Tensor, t2: torch.Tensor) -> None:
+        """Follow the version counters of two tensors that `torch.utils.swap_tensors` has exchanged."""
+        for buffer in self.held.values():
+            if buffer.witness is t1:
+                buffer.witness = t2
+            elif buffer.witness is t2:
+                buffer.witness = t1
 
     def release(self, buffer: Buffer) -> None:
         """Stop holding a buffer's storage."""
@@ -226,6 +241,8 @@ class Contents(Storages):
         buffer.last_used = self.clock
         buffer.move(Residence.RESIDENT)
         self.observing.observer.on_return(buffer, record)
+        if held:
+            buffer.stays &= ~Stays.LEAF  # the copy of what a leaf held before a write is not the leaf's storage
         if (held or buffer.num_saved) and buffer.strong is None:
             alias = byte_alias(storage)
             self._hold_by(buffer, alias, alias)
@@ -308,6 +325,14 @@ class Contents(Storages):
     def _note(self, buffer: Buffer) -> None:
         if self._journal is not None:
             self._journal.note(buffer)
+
+    def suspend_alias(self, alias: torch.Tensor) -> None:
+        """Count a storage as freed by the program in a survey, if it has no other holder than an alias."""
+        journal, record = self._journal, self.records.get(storage_address(alias))
+        if journal is None or record is None:
+            return
+        if record.reference is not None or storage_num_holders(record.address) <= 1:
+            self._suspend(journal, record)
 
     def _suspend(self, journal: Journal, record: StorageRecord) -> None:
         """Count a storage as freed if only the journal keeps it alive, by its alias and the storage's Python object."""

@@ -28,13 +28,13 @@ def subclasses_of(base: type) -> set[type]:
     return kinds
 
 
-def instances_of(base: type[_T]) -> list[_T]:
-    """Return the living objects of a class and of its subclasses, so far as the garbage collector tracks them.
+def instances_of(*bases: type[_T]) -> list[_T]:
+    """Return the living objects of some classes and of their subclasses, so far as the garbage collector tracks them.
 
     Takes up to a second in a process with many objects. Compares `type(o)`, because `isinstance` would run the
     `__class__` properties of lazy objects.
     """
-    is_wanted = subclasses_of(base).__contains__
+    is_wanted = set().union(*map(subclasses_of, bases)).__contains__
     is_collecting = gc.isenabled()
     gc.disable()  # a finalizer would let other threads run in between
     try:

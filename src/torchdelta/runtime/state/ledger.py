@@ -7,6 +7,8 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 |---|---|
 | `know`, `know_by_tensor`, `know_inner` | a storage is seen, perhaps for the first time |
 | `resize` | a storage has a new size |
+| `watch_storages_of` | two tensors are about to be exchanged: records refer to storages only |
+| `exchange_witnesses` | two tensors were exchanged (`torch.utils.swap_tensors`) |
 | `recheck_unwatched`, `sweep` | storages may have died without a callback |
 | `made` | an op put new content into a new storage |
 | `buffer_of`, `view_of` | an op or a saved tensor refers to a storage's content, perhaps for the first time |
@@ -23,8 +25,10 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 | `cannot_replay` | the op of a buffer cannot be replayed any more |
 | `stay`, `stay_resizable` | a buffer, or all contents of a storage, must not leave from now on |
 | `cut` | no saved tensor is left: the recorded ops are forgotten |
+| `cut_unread` | an optimizer has stepped while a graph is kept: the ops of contents that nothing reads are forgotten |
 | `invalidate_unheld`, `forget` | the scope ends: writes are no longer recorded / nothing is counted any more |
 | `begin_survey` / `end_survey` | changes are logged from here on / they are undone |
+| `suspend_alias` | in a survey, the program has freed a storage that is still needed to undo that |
 """
 
 from __future__ import annotations
@@ -117,6 +121,21 @@ class Ledger(Contents):
             buffer.op = None
             self.uncopied(buffer)
             self.release(buffer)
+
+    def cut_unread(self) -> None:
+        """Forget the ops of the contents that no saved tensor and no recorded op needs.
+
+        Where the program keeps a graph across its optimizer's steps there is always a saved tensor, so `cut` is never
+        called, and the tape of what the optimizer computes from itself (a momentum buffer) would grow without end.
+        """
+        is_cutting = True
+        while is_cutting:  # the contents that an op has read are the next ones that nothing reads
+            is_cutting = False
+            for record in list(self.records.values()):
+                buffer = record.current
+                if buffer is not None and buffer.op is not None and not (buffer.num_views or buffer.num_saved):
+                    buffer.op = None
+                    is_cutting = True
 
     def invalidate_unheld(self) -> None:
         """Stop reading storages that only the user keeps alive: after the scope, writes to them are not recorded.

@@ -2,7 +2,9 @@
 
 A step is one forward, one backward and, if there is one, an optimizer step. It ends after `optimizer.step()`. In a loop
 without `torch.optim`, or between the micro-batches of gradient accumulation, it ends when the next forward saves its
-first tensor after a backward that freed its graph. Evaluation saves nothing and is not a step.
+first tensor after a backward that freed its graph. After a backward that kept it (`retain_graph`), it ends so once a
+parameter was written or no saved tensor is left: until then the graph may have another backward in the same step.
+Evaluation saves nothing and is not a step.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class StepTracker:
         self.node_name = ""  # of the running autograd node, if its ops are recorded
         self.on_step_end: Callable[[], None] | None = None
         self._had_backward = False
+        self._kept_graph = False  # whether a backward of this step kept its graph
         self._saved_index = 0
         self._start_s = time.perf_counter()
         self._before = counters.copy()
@@ -90,8 +93,15 @@ class StepTracker:
         return self._saved_index - 1
 
     def on_backward_end(self, *, keeps_graph: bool) -> None:
-        """A backward has ended. If it keeps its graph (double backward, several losses), the step continues."""
-        if not keeps_graph:
+        """A backward has ended. If it keeps its graph (double backward, several losses), the step may continue."""
+        if keeps_graph:
+            self._kept_graph = True
+        else:
+            self._had_backward = True
+
+    def on_graph_over(self) -> None:
+        """Kept graphs are not needed any more: no saved tensor is left, or a trained leaf was written."""
+        if self._kept_graph and graph_task_id() == -1:
             self._had_backward = True
 
     def on_optimizer_start(self) -> None:
@@ -101,7 +111,7 @@ class StepTracker:
     def on_optimizer_end(self) -> None:
         """An optimizer has stepped."""
         self.is_in_optimizer = False
-        if self._had_backward:
+        if self._had_backward or self._kept_graph:
             self.end()
 
     def end(self) -> None:
@@ -128,7 +138,7 @@ class StepTracker:
         self.ledger.usage.restart_peak()
         self._before = self.counters.copy()
         self._start_s = now_s
-        self._had_backward = False
+        self._had_backward = self._kept_graph = False
         self._saved_index = 0
         if self.on_step_end is not None:
             self.on_step_end()

@@ -10,7 +10,7 @@ from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta._torch.tensors import is_zerotensor
 from torchdelta.native.weak_storage import weak_storage_type
-from torchdelta.runtime.state.buffer import StorageRecord
+from torchdelta.runtime.state.buffer import StorageRecord, records_watching
 from torchdelta.runtime.state.kinds import inner_tensors
 from torchdelta.runtime.state.usage import Usage
 
@@ -118,6 +118,16 @@ class Storages:
             record = unwatched.pop()
             if not record.watch_again():
                 self._died(record)
+
+    def watch_storages_of(self, *tensors: torch.Tensor) -> None:
+        """Watch the storages that are watched through these tensors by their objects from now on.
+
+        Afterwards no record refers to the tensors. See [Note: two ways to see a storage die] in buffer.py.
+        """
+        for tensor in tensors:
+            for record in records_watching(tensor):
+                if not record.watch_anew():
+                    self._died(record)
 
     def sweep(self) -> int:
         """Remove the storages that died when a tensor exchanged its storage. Return their bytes."""

@@ -37,6 +37,7 @@ INPUTS: Final = "inputs and other tensors"
 OP: Final = "the op itself"
 UNSEEN: Final = "workspace of ops and other allocations"
 SMALL: Final = "small tensors between passes"
+PASSED: Final = "the forward and backward before the optimizer"
 TEMPORARIES: Final = "temporaries of the optimizer"
 
 

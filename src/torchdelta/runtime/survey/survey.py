@@ -6,9 +6,9 @@ with that budget would fail a little later, and so on until the backward of the 
 exceed the budget. So from that op on nothing is computed: every op returns `FakeTensor`s (shapes without memory), while
 the ledger, the policy and the saved-tensor hooks work as before, with the budget raised to the need at each moment. The
 user's own code runs the rest of the forward and the backward in a fraction of a step's time. Parameters, statistics and
-optimizer states are not changed. When the backward ends, `BudgetError` names the largest need. If the code reads the
-value of a fake tensor (`loss.item()` before the backward), the backward of that value is surveyed immediately. If that
-is not possible, the error says "at least".
+optimizer states are not changed, and what the program reassigns is restored (program_state.py). When the backward
+ends, `BudgetError` names the largest need. If the code reads the value of a fake tensor (`loss.item()` before the
+backward), the backward of that value is surveyed immediately. If that is not possible, the error says "at least".
 
 Evictions in a survey change byte counts only: the ledger's journal keeps the real storages alive and restores them at
 the end, so that graphs of earlier losses work as before.
@@ -22,17 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.fake import FakeTensor, fake_mode_for_once, fake_view
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.fake import FakeModeForOnce, FakeTensor, fake_view
 from torchdelta._torch.modes import pop_mode, push_mode, top_mode
 from torchdelta._torch.ops import execute
-from torchdelta._torch.tensors import grad_fn_of, is_leaf
+from torchdelta._torch.tensors import grad_fn_of
 from torchdelta.aten.facts import Kind, written_tensors
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.record.needs import omitted_bytes
+from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.storages import memory_address
-from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, Inventory, add_up
+from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, PASSED, Inventory, add_up
+from torchdelta.runtime.survey.program_state import ProgramState, drop_fake_gradients
 from torchdelta.runtime.survey.whole_run import RunNeed
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +68,8 @@ class Survey:
         self._saved = recorder.saved
         self._ledger = recorder.ledger
         self._budget_bytes = budget_bytes
-        self.mode = fake_mode_for_once()
+        self.mode = FakeModeForOnce()
+        self.had_backward = False  # one that kept its graph was surveyed to its end
         self.needed_bytes = 0
         self.op = ""
         self.module = ""
@@ -77,8 +82,11 @@ class Survey:
         self._inventory = Inventory(self._ledger, self._saved.modules, recorder.observing.observer)
         steps = self._saved.steps
         is_first_pass = steps.num_steps == 0 and not steps.is_after_backward
-        self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass)
+        # What the pass needed before is a need of the run too, beside states and gradients that come later.
+        passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
+        self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
         self._real_memory = _RealMemory(self._ledger)
+        self._program = ProgramState(self._ledger, self.mode)
 
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
@@ -89,10 +97,18 @@ class Survey:
         self._saved.plain_types = self._plain_types | {FakeTensor}
         self._saved.fake_view = self._fake_view
         self._recorder.execute = self.run  # pyright: ignore[reportAttributeAccessIssue]
+        if graph_task_id() == -1:
+            self._ledger.observing.observer = _BackwardStart(self._program)
 
     def end(self) -> None:
         """Switch back to the real tensors, as they were when the survey began."""
-        drop_fake_gradients(self.leaves)
+        self._program.restore()
+        drop_fake_gradients(self.leaves)  # on leaves that the garbage collector does not list
+        self.mode.end(
+            "this tensor was made in a step that did not fit the memory budget "
+            f"(of {format_bytes(self._budget_bytes)}, see its BudgetError): it has no content"
+        )
+        self._ledger.observing.observer = Observer()
         self._recorder.execute = execute
         self._saved.plain_types = self._plain_types
         self._saved.fake_view = None
@@ -103,6 +119,7 @@ class Survey:
 
     def need(self, size_bytes: int, why: str) -> None:
         """Record that `size_bytes` more are needed at this moment, and raise the budget accordingly."""
+        self._program.discount()
         self._real_memory.ask()
         needed_bytes = self._ledger.usage.total_bytes + size_bytes
         self._run_need.add_backward_leaves(self._running_leaves())
@@ -170,12 +187,15 @@ class Survey:
         groups, largest = self.groups, self.largest
         if needed.optimizer:
             groups, largest = self._at_optimizer(is_lower_bound=is_lower_bound)
+        if needed.passed_bytes:
+            groups = {PASSED: needed.passed_bytes}
         groups = add_up({**groups, GRADIENTS: needed.gradient_bytes}, needed.more.items())
+        op = f"the step of {needed.optimizer}" if needed.optimizer else PASSED if needed.passed_bytes else self.op
         error = BudgetError(
             budget_bytes=self._budget_bytes,
             least_budget_bytes=needed.size_bytes,
-            op=f"the step of {needed.optimizer}" if needed.optimizer else self.op,
-            module="" if needed.optimizer else self.module,
+            op=op,
+            module="" if op is not self.op else self.module,
             groups=groups,
             largest=largest,
             swapped_out_bytes=self.away_bytes[0],
@@ -195,11 +215,17 @@ class Survey:
         return groups, largest
 
 
-def drop_fake_gradients(leaves: list[Any]) -> None:
-    """Remove the gradients that a surveyed backward has left on leaves."""
-    for leaf in leaves:
-        if is_leaf(leaf) and isinstance(leaf.grad, FakeTensor):
-            leaf.grad = None
+class _BackwardStart(Observer):
+    """Tells the state of the program when the backward of a survey begins."""
+
+    def __init__(self, program: ProgramState) -> None:
+        self._program = program
+
+    def on_backward_start(self, gradients: Any) -> None:
+        """Accept what the forward has exchanged, at the start of the outermost backward."""
+        del gradients
+        if graph_task_id() == -1:
+            self._program.note_backward_start()
 
 
 def _away_bytes(room: Room) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import without_mode
 from torchdelta._torch.tensors import is_leaf
 from torchdelta.runtime.state.instances import instances_of
@@ -43,6 +44,7 @@ class Needed:
     size_bytes: int
     freeing_bytes: int  # if gradients are set to None before each forward
     optimizer: str  # the class of the optimizer whose step needs the most; empty if an op of the pass does
+    passed_bytes: int  # the peak of the pass before the survey, where that decides; else 0
     gradient_bytes: int
     more: dict[str, int]  # bytes by group, in addition to those of the pass and the gradients
 
@@ -50,10 +52,11 @@ class Needed:
 class RunNeed:
     """Collects the need of a run while one of its passes is surveyed."""
 
-    def __init__(self, ledger: Ledger, mode: Any, *, is_first_pass: bool) -> None:
+    def __init__(self, ledger: Ledger, mode: Any, *, is_first_pass: bool, passed_bytes: int = 0) -> None:
         self._ledger = ledger
         self._mode = mode
         self._is_first_pass = is_first_pass
+        self._passed_bytes = passed_bytes  # the peak of the pass, if the survey begins after it
         self._without_gradients_bytes = 0  # the largest need in the pass, without the gradients that existed then
         self._forward_bytes = 0  # the largest need before the backward
         self._backward_bytes = 0
@@ -105,19 +108,25 @@ class RunNeed:
         later_bytes = state_bytes + small_bytes
         freeing_bytes = max(self._forward_bytes + outputs_bytes, self._backward_bytes) + later_bytes
         if self._forward_bytes < self._backward_bytes:
-            outputs_bytes = 0
+            outputs_bytes = max(0, self._forward_bytes + outputs_bytes - self._backward_bytes)
         pass_bytes = self._without_gradients_bytes + all_gradients_bytes + later_bytes + outputs_bytes
         resident_bytes = self._resident_bytes(is_lower_bound=is_lower_bound)
         temporary_bytes, name = max(((step.temporary_bytes, type(o).__name__) for o, step in steps), default=(0, ""))
         optimizer_bytes = resident_bytes + all_gradients_bytes + later_bytes + temporary_bytes
-        is_optimizer_most = bool(name) and optimizer_bytes > pass_bytes
+        passed_bytes = self._passed_bytes + all_gradients_bytes + later_bytes if self._passed_bytes else 0
+        is_passed_most = passed_bytes > max(pass_bytes, optimizer_bytes)
+        if is_passed_most:
+            freeing_bytes = max(freeing_bytes, self._passed_bytes + later_bytes)
+        is_optimizer_most = bool(name) and optimizer_bytes > pass_bytes and not is_passed_most
         more = {STATES: state_bytes, SMALL: small_bytes}
         return Needed(
-            size_bytes=max(pass_bytes, optimizer_bytes),
+            size_bytes=max(pass_bytes, optimizer_bytes, passed_bytes),
             freeing_bytes=max(freeing_bytes, optimizer_bytes),
             optimizer=name if is_optimizer_most else "",
+            passed_bytes=self._passed_bytes if is_passed_most else 0,
             gradient_bytes=all_gradients_bytes,
-            more=more | ({TEMPORARIES: temporary_bytes} if is_optimizer_most else {HELD: outputs_bytes}),
+            more=more
+            | ({TEMPORARIES: temporary_bytes} if is_optimizer_most else {HELD: 0 if is_passed_most else outputs_bytes}),
         )
 
     def _first_step(self, optimizer: torch.optim.Optimizer, trained: Container[int]) -> FirstStep:
@@ -148,11 +157,14 @@ class RunNeed:
     def _held_outputs_bytes(self) -> int:
         """Return the bytes of outputs that the program still holds after its backward, such as the loss and logits.
 
-        They stay alive during the next forward, until its outputs replace them.
+        They stay alive during the next forward, until its outputs replace them. Those that need no gradient count if
+        the survey has made them: of the real ones it is not known whether the next step makes them again.
         """
         found: dict[int, int] = {}
+        gradients = {id(leaf.grad) for leaf in self.leaves.values()}
         for tensor in instances_of(torch.Tensor):
-            if tensor.layout is torch.strided and not is_leaf(tensor):
+            is_made = isinstance(tensor, FakeTensor) and id(tensor) not in gradients
+            if tensor.layout is torch.strided and (is_made or not is_leaf(tensor)):
                 record = self._ledger.find(tensor)
                 if record is not None:
                     found[record.id] = record.size_bytes
