@@ -258,7 +258,7 @@ def test_the_first_plan_says_that_it_compiles(monkeypatch, tmp_path, capsys):
     function = SimpleNamespace(stats=stats, __module__="torchdelta.simulate.kernel", __name__="evaluate")
     monkeypatch.setattr(kernel, "evaluate", function)
     say_if_compiling()
-    assert capsys.readouterr().err == "torchdelta: compiling the planner, once per version: 15 to 40 s more\n"
+    assert capsys.readouterr().err == "torchdelta: compiling the planner, once per version: about half a minute more\n"
     (tmp_path / "kernel.evaluate-93.py311.nbi").touch()
     say_if_compiling()
     assert capsys.readouterr().err == ""

@@ -94,7 +94,7 @@ def test_releases_may_share_their_first_prices(drawn, share):
         assert tuple(prices[:, gap, code]) == expected
     for link_price, neighbours in ((0.0, 1), (0.3, 0)):
         ends = []
-        for first_prices in (prices, moves.unpriced(codes)):
+        for first_prices in (prices, moves.UNPRICED):
             codes = problem.keep_all()
             rest = (limits, allowed, everyone, link_price, neighbours, first_prices)
             found = moves.release(problem.static, problem.work, codes, *rest)

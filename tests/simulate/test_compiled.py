@@ -76,9 +76,7 @@ def test_no_compiled_function_calls_one_outside_of_these_folders():
             function.name
             for function in functions
             if any(
-                word in ast.dump(decorator)
-                for decorator in function.decorator_list
-                for word in ("njit", "compiled", "inlined")
+                word in ast.dump(decorator) for decorator in function.decorator_list for word in ("njit", "compiled")
             )
         }
         imports[path] = {

@@ -147,7 +147,7 @@ def say_if_compiling() -> None:
     from torchdelta.simulate.kernel import evaluate
 
     if not is_kept(evaluate):
-        typer.echo("torchdelta: compiling the planner, once per version: 15 to 40 s more", err=True)
+        typer.echo("torchdelta: compiling the planner, once per version: about half a minute more", err=True)
 
 
 def machine_named(name: str) -> Machine:

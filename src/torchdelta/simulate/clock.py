@@ -63,8 +63,7 @@ def issue_moments(static: Static, work: Work, budget: Any, prefetch: bool) -> No
     num_swaps = work.ints[NUM_SWAPS]
     swap_gap, swap_return, swap_issue = work.swap_gap, work.swap_return, work.swap_issue
     if not prefetch:
-        for number in range(num_swaps):  # numba takes seconds to compile what it says if two slices do not match
-            swap_issue[number] = swap_return[number]
+        swap_issue[:num_swaps] = swap_return[:num_swaps]
         return
     need, size = work.need, static.size
     gap_buffer, gap_last, gap_next = static.gap_buffer, static.gap_last, static.gap_next

@@ -20,7 +20,7 @@ from numba import config, njit
 
 from torchdelta.machine.cache import cache_directory
 
-__all__ = ["SOURCES", "code_folder", "compiled", "digest", "inlined", "is_kept"]
+__all__ = ["SOURCES", "code_folder", "compiled", "digest", "is_kept"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -45,13 +45,6 @@ def compiled(function: _Function) -> _Function:
         finally:
             config.CACHE_DIR = before
     return dispatcher
-
-
-inlined = njit(inline="always")
-"""Decorates a function that is compiled as part of each `compiled` function that calls it.
-
-numba compiles what a function calls once more inside of it, so a function with one caller is compiled twice otherwise.
-"""
 
 
 def is_kept(function: Any) -> bool:

@@ -25,7 +25,7 @@ from torchdelta.simulate.arrays import (
     Work,
 )
 from torchdelta.simulate.clock import LAST_TURN, clock, is_settled, issue_moments
-from torchdelta.simulate.compiled import compiled, inlined
+from torchdelta.simulate.compiled import compiled
 from torchdelta.simulate.memory_need import fill_need
 
 __all__ = ["NO_CUT", "evaluate", "measure"]
@@ -48,10 +48,8 @@ def evaluate(
     synchronous: bool,
     most_excess: Any,
     most_s: Any,
-) -> tuple[int, float]:
-    """Simulate a step; all results are in `work`.
-
-    Returns excess and time, both at their worst where the codes are impossible or the evaluation was cut.
+) -> None:
+    """Simulate a step. The results are in `work`.
 
     Args:
         static: The arrays of the problem.
@@ -90,12 +88,12 @@ def evaluate(
     work.ints[EXCESS_SUM] += max(0, work.ints[DISK_PEAK] - limits[2]) * static.time_s.shape[0]
     if work.ints[INVALID]:
         work.floats[TIME] = np.inf
+
+
+@compiled
+def measure(static: Static, work: Work, codes: Codes, limits: Ints, most_excess: Any, most_s: Any) -> tuple[int, float]:
+    """Return excess and time; both at their worst where the codes are impossible or the evaluation was cut."""
+    evaluate(static, work, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)
     if work.ints[INVALID] or work.ints[CUT]:
         return NO_CUT, np.inf
     return work.ints[EXCESS_SUM], work.floats[TIME]
-
-
-@inlined
-def measure(static: Static, work: Work, codes: Codes, limits: Ints, most_excess: Any, most_s: Any) -> tuple[int, float]:
-    """Return excess and time, as `evaluate` does, for a runtime like ours."""
-    return evaluate(static, work, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)

@@ -145,21 +145,18 @@ def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess
                         stack[top] = read
                         top += 1
             # Their old order. Most chains are a few ops, latest first, for which a sort by insertion is the fastest.
-            # Long ones are sorted at wider strides first (Shell). numpy's sort takes a second to compile.
-            for end in range(length // 2):
-                chain[end], chain[length - 1 - end] = chain[length - 1 - end], chain[end]
-            stride = 1
-            while stride * _SHORT < length:
-                stride = 4 * stride + 1
-            while stride:
-                for step in range(stride, length):
+            if length > _SHORT:
+                chain[:length].sort()
+            else:
+                for end in range(length // 2):
+                    chain[end], chain[length - 1 - end] = chain[length - 1 - end], chain[end]
+                for step in range(1, length):
                     later = chain[step]
                     place = step
-                    while place >= stride and chain[place - stride] > later:
-                        chain[place] = chain[place - stride]
-                        place -= stride
+                    while place > 0 and chain[place - 1] > later:
+                        chain[place] = chain[place - 1]
+                        place -= 1
                     chain[place] = later
-                stride //= 4
             for step in range(length):
                 producer = chain[step]
                 for place in range(read_ptr[producer], read_ptr[producer + 1]):

@@ -13,13 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
-from torchdelta.simulate.compiled import compiled, inlined
+from torchdelta.simulate.compiled import compiled
 from torchdelta.simulate.kernel import NO_CUT, measure
 
-__all__ = ["Flags", "Prices", "exchange", "improve", "is_better", "price_each", "release", "shake", "unpriced"]
+__all__ = ["UNPRICED", "Flags", "Prices", "exchange", "improve", "is_better", "price_each", "release", "shake"]
 
 Flags = NDArray[np.bool_]
 Prices = NDArray[np.float64]
+
+UNPRICED: Prices = np.empty((2, 0, 5))
+"""In place of what `price_each` returns: nothing is known yet."""
 
 _NUM_SAMPLED = 20
 """How many gaps, drawn at random, each repair of `shake` may change beside those near what was taken back."""
@@ -33,7 +36,7 @@ _NO_NEIGHBOURS: Any = np.int64(0)
 _ONCE: Any = np.int64(1)
 
 
-@inlined
+@compiled
 def is_better(found: tuple[int, float], now: tuple[int, float]) -> bool:
     """Return whether a decision's excess and time are better than another's, by more than rounding."""
     return found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
@@ -46,33 +49,28 @@ def _price(
     codes: Codes,
     limits: NDArray[np.int64],
     allowed: Flags,
-    among: NDArray[np.int64],
+    gap: int,
     prices: Prices,
 ) -> None:
-    """Fill `prices[:, gap]`, for some gaps: excess and time if the gap alone changes, by code."""
-    for index in range(among.shape[0]):
-        gap = among[index]
-        old = codes[gap]
-        prices[:, gap] = np.inf
-        for code in range(1, 5):
-            if allowed[gap, code] and code != old:
-                codes[gap] = code
-                excess, time_s = measure(static, work, codes, limits, NO_CUT, np.inf)
-                prices[0, gap, code], prices[1, gap, code] = excess, time_s
-        codes[gap] = old
+    """Fill `prices[:, gap]`: excess and time if the gap alone changes, by code."""
+    old = codes[gap]
+    prices[:, gap] = np.inf
+    for code in range(1, 5):
+        if allowed[gap, code] and code != old:
+            codes[gap] = code
+            excess, time_s = measure(static, work, codes, limits, NO_CUT, np.inf)
+            prices[0, gap, code], prices[1, gap, code] = excess, time_s
+    codes[gap] = old
 
 
-def unpriced(codes: Codes) -> Prices:
-    """Return what stands for the prices of `price_each` where nothing is known yet."""
-    return np.full((2, codes.shape[0], 5), np.nan)
-
-
+@compiled
 def price_each(
     static: Static, work: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, among: NDArray[np.int64]
 ) -> Prices:
     """Return what each change of one gap leads to: `[0, gap, code]` the excess, `[1, gap, code]` the time."""
     prices = np.full((2, codes.shape[0], 5), np.inf)
-    _price(static, work, codes, limits, allowed, among, prices)
+    for index in range(among.shape[0]):
+        _price(static, work, codes, limits, allowed, among[index], prices)
     return prices
 
 
@@ -117,18 +115,15 @@ def release(
         among: The gaps that may change.
         link_price: Added cost of a swap, as a share of its transfer's time.
         neighbours: How many gaps on either side are priced anew.
-        first_prices: What `price_each` says of the start, or `unpriced`.
+        first_prices: What `price_each` says of the start, or `UNPRICED`.
     """
     now = measure(static, work, codes, limits, NO_CUT, np.inf)
     if now[0] == 0:
         return now
-    prices = first_prices.copy()
-    if np.isnan(prices[0, 0, 0]):
-        prices[:] = np.inf
-        _price(static, work, codes, limits, allowed, among, prices)
-    ratio = prices[0].copy()
-    ratio[:] = -1.0
-    one = among[:1].copy()
+    prices = (
+        price_each(static, work, codes, limits, allowed, among) if first_prices.shape[1] == 0 else first_prices.copy()
+    )
+    ratio = np.full((codes.shape[0], 5), -1.0)
     for index in range(among.shape[0]):
         _rate(static, link_price, among[index], now, prices, ratio)
     stale_rounds = 0
@@ -148,12 +143,11 @@ def release(
             stale_rounds += 1
             if stale_rounds > 2:
                 break
-            _price(static, work, codes, limits, allowed, among, prices)
             for index in range(among.shape[0]):
+                _price(static, work, codes, limits, allowed, among[index], prices)
                 _rate(static, link_price, among[index], now, prices, ratio)
             continue
-        one[0] = best
-        _price(static, work, codes, limits, allowed, one, prices)
+        _price(static, work, codes, limits, allowed, best, prices)
         _rate(static, link_price, best, now, prices, ratio)
         fresh, fresh_code = 0.0, 0
         for code in range(1, 5):
@@ -167,17 +161,13 @@ def release(
         prices[:, best] = np.inf
         ratio[best, :] = -1.0
         for other in range(max(0, best - neighbours), min(codes.shape[0], best + neighbours + 1)):
-            is_open = False
-            for code in range(1, 5):
-                is_open = is_open or ratio[other, code] > 0.0
-            if codes[other] == 0 and is_open:
-                one[0] = other
-                _price(static, work, codes, limits, allowed, one, prices)
+            if codes[other] == 0 and ratio[other, 1:].max() > 0.0:
+                _price(static, work, codes, limits, allowed, other, prices)
                 _rate(static, link_price, other, now, prices, ratio)
     return now
 
 
-@inlined
+@compiled
 def _alone(
     static: Static,
     work: Work,
@@ -186,30 +176,31 @@ def _alone(
     allowed: Flags,
     gap: int,
     now: tuple[int, float],
-    before: Codes,
+    changed: NDArray[np.int64],
 ) -> tuple[int, float]:
     """Drop a buffer, and let its replay free again what it meets on the way; undone if that is not better.
 
     One move, because its halves are none: what a replay meets stays from there on, which is too much where memory is
     short, and to free it again gains nothing while no replay runs in between.
     """
-    for other in range(codes.shape[0]):
-        before[other] = codes[other]
+    old = codes[gap]
     codes[gap] = RECOMPUTE
     measure(static, work, codes, limits, NO_CUT, np.inf)
-    changed = False
+    num_changed = 0
     for other in range(codes.shape[0]):
         met = work.return_op[other] == static.gap_next[gap] and static.gap_next[other] > static.gap_next[gap]
         if codes[other] == RECOMPUTE and met and allowed[other, AGAIN]:
             codes[other] = AGAIN
-            changed = True
-    if changed:
+            changed[num_changed] = other
+            num_changed += 1
+    if num_changed:
         most_s = now[1] * (1 + 1e-9) if now[0] == 0 else np.inf
         found = measure(static, work, codes, limits, now[0], most_s)
         if is_better(found, now):
             return found
-    for other in range(codes.shape[0]):
-        codes[other] = before[other]
+    for number in range(num_changed):
+        codes[changed[number]] = RECOMPUTE
+    codes[gap] = old
     return now
 
 
@@ -225,7 +216,7 @@ def improve(
 ) -> tuple[int, float]:
     """Try every other code, KEEP first, gap by gap in the given order, and keep what is better; then `_alone`."""
     now = measure(static, work, codes, limits, NO_CUT, np.inf)
-    before = codes.copy()
+    freed = np.empty(codes.shape[0], np.int64)
     for _ in range(rounds):
         changed = False
         for index in range(order.shape[0]):
@@ -248,7 +239,7 @@ def improve(
                     changed = True
             codes[gap] = best
             if allowed[gap, AGAIN] and (now[0] > 0 or old != 0):
-                found = _alone(static, work, codes, limits, allowed, gap, now, before)
+                found = _alone(static, work, codes, limits, allowed, gap, now, freed)
                 changed = changed or found != now
                 now = found
         if not changed:
@@ -316,7 +307,6 @@ def shake(
     reach: int,
     slack: float,
     seed: int,
-    nothing_priced: Prices,
 ) -> tuple[int, float]:
     """Take a few releases back, repair around, and go on from the result; leave the best one in `codes`.
 
@@ -328,6 +318,7 @@ def shake(
     now = measure(static, work, codes, limits, NO_CUT, np.inf)
     state = seed
     old = codes.copy()
+    unpriced = np.empty((2, 0, 5))  # a global array would be of a type of its own: readonly
     best, best_codes = now, codes.copy()
     plain_s = static.time_s.sum()
     for step in range(steps):
@@ -356,7 +347,7 @@ def shake(
             state = (state * 1103515245 + 12345) % 2147483648
             chosen[(state >> 8) % num_gaps] = True
         among = np.flatnonzero(chosen)
-        found = release(static, work, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS, nothing_priced)
+        found = release(static, work, codes, limits, allowed, among, 0.0, _NO_NEIGHBOURS, unpriced)
         if found[0] <= now[0] and found[1] < now[1] * 1.02:
             touched = among[codes[among] != 0]
             found = improve(static, work, codes, limits, allowed, touched, _ONCE)

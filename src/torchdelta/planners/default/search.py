@@ -98,7 +98,7 @@ class Search:
     def release(self, codes: Codes, neighbours: int) -> None:
         """Let go of what has to leave, from some decision."""
         static, work, limits = self.problem.static, self.problem.work, self.limits
-        moves.release(static, work, codes, limits, self.allowed, self.all_gaps, 0.0, neighbours, moves.unpriced(codes))
+        moves.release(static, work, codes, limits, self.allowed, self.all_gaps, 0.0, neighbours, moves.UNPRICED)
         self.follow(codes, rounds=1)
 
     def follow(self, codes: Codes, *, rounds: int) -> None:
@@ -121,7 +121,7 @@ class Search:
         for gap in self.largest_first[swapped[self.largest_first]][:_MAX_REBUILDS]:
             codes = decided.copy()
             codes[gap] = Code.KEEP
-            moves.release(static, work, codes, limits, self.allowed, smaller, 0.0, 0, moves.unpriced(codes))
+            moves.release(static, work, codes, limits, self.allowed, smaller, 0.0, 0, moves.UNPRICED)
             self.follow(codes, rounds=1)
 
     def exchange(self, most: int) -> None:
@@ -142,13 +142,12 @@ class Search:
 
     def shake(self, steps: int, parts: int, most_exchanges: int) -> None:
         """Take some releases back and repair at another place, in so many steps, a part of them at a time."""
-        static, work, limits, allowed = self.problem.static, self.problem.work, self.limits, self.allowed
+        static, work = self.problem.static, self.problem.work
         for part in range(parts):
             codes = self.codes.copy()
             reach, slack = _SHAKES[part % len(_SHAKES)]
-            nothing_priced = moves.unpriced(codes)
-            moves.shake(static, work, codes, limits, allowed, steps // parts, reach, slack, part + 1, nothing_priced)
-            found = moves.improve(static, work, codes, limits, allowed, self.largest_first, 2)
+            moves.shake(static, work, codes, self.limits, self.allowed, steps // parts, reach, slack, part + 1)
+            found = moves.improve(static, work, codes, self.limits, self.allowed, self.largest_first, 2)
             self._take(codes, found)
             self.exchange(most_exchanges)
 

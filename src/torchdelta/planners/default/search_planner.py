@@ -266,14 +266,6 @@ def _with_states_away(saved: PlanningProblem, problem: PlanningProblem, budget_b
     limits, allowed = problem.limits(budget_bytes), allowed_codes(problem)
     among = np.union1d(_places(saved, problem), over_end)
     moves.release(
-        problem.static,
-        problem.work,
-        codes,
-        limits,
-        allowed,
-        among,
-        _FAST_STARTS[0].link_price,
-        0,
-        moves.unpriced(codes),
+        problem.static, problem.work, codes, limits, allowed, among, _FAST_STARTS[0].link_price, 0, moves.UNPRICED
     )
     return [codes]
