@@ -254,17 +254,21 @@ def test_times_without_launches_are_marked(tmp_path):
 
 def test_the_first_plan_says_that_it_compiles(monkeypatch, tmp_path, capsys):
     """Once on a machine: where compiled code lies, nothing is said."""
-    monkeypatch.setattr(kernel, "evaluate", SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path))))
+    stats = SimpleNamespace(cache_path=str(tmp_path))
+    function = SimpleNamespace(stats=stats, __module__="torchdelta.simulate.kernel", __name__="evaluate")
+    monkeypatch.setattr(kernel, "evaluate", function)
     say_if_compiling()
-    assert capsys.readouterr().err == "torchdelta: compiling, once on this machine: about half a minute more\n"
-    (tmp_path / "kernel.measure-93.py311.nbi").touch()
+    assert capsys.readouterr().err == "torchdelta: compiling the planner, once per version: about half a minute more\n"
+    (tmp_path / "kernel.evaluate-93.py311.nbi").touch()
     say_if_compiling()
     assert capsys.readouterr().err == ""
 
 
 def test_compiled_code_is_kept_where_it_is_looked_for(trace):
-    """After a plan there is something to be found, so that the next process is told nothing."""
+    """After a plan there is something to be found, so that the next process is told nothing of it, but of the step."""
     torchdelta("plan", trace, "--memory-budget", "80%", *KNAPSACK)
     assert list(pathlib.Path(kernel.evaluate.stats.cache_path).glob("kernel.*.nbi"))
     again = in_a_process("plan", trace, "--memory-budget", "80%", *KNAPSACK)
     assert "compiling" not in again.stderr
+    assert f"torchdelta: {trace}: planning within " in again.stderr
+    assert " ms on a100-80g\n" in again.stderr

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from torchdelta.simulate.stale_code import forget_stale_code
+from benchmarks.papers.proof.stale_code import forget_stale_code
 
 __all__ = [
     "HELD",

@@ -68,8 +68,11 @@ def plan(
         from torchdelta.simulate.problem import PlanningProblem
 
         def begin(what: str) -> None:
-            say_if_compiling()  # only now: what is wrong with the arguments is one line
-            say(what)
+            phase, _, facts_of_step = what.partition(": ")
+            if facts_of_step:  # only now: what is wrong with the arguments is one line
+                typer.echo(f"torchdelta: {trace}: {what}", err=True)
+                say_if_compiling()
+            say(phase)
 
         found = plan_step(
             trace,

@@ -143,11 +143,11 @@ def decision_class_named(word: str | None) -> DecisionClass | None:
 
 def say_if_compiling() -> None:
     """Print on stderr that a plan takes longer than the next one, if its code was not compiled on this machine yet."""
+    from torchdelta.simulate.compiled import is_kept
     from torchdelta.simulate.kernel import evaluate
 
-    path: str | None = evaluate.stats.cache_path
-    if path is not None and not any(Path(path).glob("kernel.*.nbi")):
-        typer.echo("torchdelta: compiling, once on this machine: about half a minute more", err=True)
+    if not is_kept(evaluate):
+        typer.echo("torchdelta: compiling the planner, once per version: about half a minute more", err=True)
 
 
 def machine_named(name: str) -> Machine:

@@ -26,7 +26,7 @@ from torchdelta.plan.validate import validate
 from torchdelta.planners.registry import DEFAULT_EFFORT, DEFAULT_PLANNER, Effort, get
 from torchdelta.trace.file import read_trace
 from torchdelta.trace.model import Trace, peak
-from torchdelta.units import parse_size
+from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from torchdelta.pool.planned import PooledPlan
@@ -121,7 +121,7 @@ def plan_step(
         effort: How long the planner may think: `"fast"` or `"best"`.
         with_bound: Whether to prove how much faster another plan of the class *saved* could be (extra `solver`).
         within_footprint: Whether the budget is for the footprint, fragmentation included, and not for the bytes alone.
-        say: Called with a few words when something begins that can take seconds.
+        say: Called with a few words when something begins that can take seconds, first of all with what is planned.
 
     Raises:
         SizeError: The budget cannot be parsed.
@@ -140,7 +140,7 @@ def plan_step(
     budget_bytes = parse_size(budget, total_bytes=hardware.memory_bytes, name="memory budget")
     step, uses_recorded_times = _priced(trace, hardware)
     say = say or (lambda _: None)
-    say(f"planning ({planner})")
+    say(f"planning within {format_bytes(budget_bytes)}: {_summary(step, hardware)}")
     start_s = time.monotonic()
     pooled = None
     if within_footprint:
@@ -212,3 +212,10 @@ def _priced(trace: Trace | str | os.PathLike[str], machine: Machine) -> tuple[Tr
     if not any(op.time_s for op in step.ops):
         raise PlanError(f"{where}the trace has neither op times nor FLOPs: its time cannot be predicted")
     return step, True
+
+
+def _summary(step: Trace, machine: Machine) -> str:
+    """Return what there is to plan, for who waits for it."""
+    plain_s = sum(op.time_s for op in step.ops)
+    plain_peak = format_bytes(peak(step, with_workspace=True).size_bytes)
+    return f"{len(step.ops)} ops, peak {plain_peak}, {plain_s * 1e3:.2f} ms on {machine.name}"

@@ -5,11 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchdelta.simulate.stale_code import forget_stale_code
-
 __all__ = ["Codes", "Floats", "Ints", "Static", "Work", "new_work"]
-
-forget_stale_code()  # here, because everything compiled imports this file first
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -26,8 +26,6 @@ follow one another from the start of the following step on, in their old order.
 
 from typing import Any
 
-from numba import njit
-
 from torchdelta.simulate.arrays import (
     CUT,
     DISK,
@@ -45,6 +43,7 @@ from torchdelta.simulate.arrays import (
     Static,
     Work,
 )
+from torchdelta.simulate.compiled import compiled
 from torchdelta.simulate.copies import end_of_copy
 
 __all__ = ["LAST_TURN", "clock", "is_settled", "issue_moments"]
@@ -55,10 +54,10 @@ LAST_TURN = 4
 _ROUNDING = 1e-9
 """Times of two rounds that differ by such a share of the step are the same."""
 
-_end = njit(cache=True)(end_of_copy)
+_end = compiled(end_of_copy)
 
 
-@njit(cache=True)
+@compiled
 def issue_moments(static: Static, work: Work, budget: Any, prefetch: bool) -> None:
     """Fill `swap_issue`: the first moment at which each swap-in may take its memory. See [Note: a stack of peaks]."""
     num_swaps = work.ints[NUM_SWAPS]
@@ -106,7 +105,7 @@ def issue_moments(static: Static, work: Work, budget: Any, prefetch: bool) -> No
         earliest = swap_issue[number]
 
 
-@njit(cache=True)
+@compiled
 def clock(
     static: Static,
     work: Work,
@@ -311,7 +310,7 @@ def clock(
     work.ints[EXCESS] = max(0, peak - budget)
 
 
-@njit(cache=True)
+@compiled
 def is_settled(static: Static, work: Work, codes: Codes, turn: int) -> bool:
     """Return whether `clock` left what it found; else have it begin with what it left, in the last turn with nothing.
 

@@ -10,7 +10,6 @@ those are numpy's numbers, which have a type and no value.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from torchdelta.simulate.arrays import (
     CUT,
@@ -26,6 +25,7 @@ from torchdelta.simulate.arrays import (
     Work,
 )
 from torchdelta.simulate.clock import LAST_TURN, clock, is_settled, issue_moments
+from torchdelta.simulate.compiled import compiled
 from torchdelta.simulate.memory_need import fill_need
 
 __all__ = ["NO_CUT", "evaluate", "measure"]
@@ -38,7 +38,7 @@ _SYNCHRONOUS: Any = np.bool_(False)
 """What a planner counts on."""
 
 
-@njit(cache=True)
+@compiled
 def evaluate(
     static: Static,
     work: Work,
@@ -90,7 +90,7 @@ def evaluate(
         work.floats[TIME] = np.inf
 
 
-@njit(cache=True)
+@compiled
 def measure(static: Static, work: Work, codes: Codes, limits: Ints, most_excess: Any, most_s: Any) -> tuple[int, float]:
     """Return excess and time; both at their worst where the codes are impossible or the evaluation was cut."""
     evaluate(static, work, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)

@@ -6,8 +6,6 @@ over, counts references, which took longer than the replays themselves.
 
 from typing import Any
 
-from numba import njit
-
 from torchdelta.simulate.arrays import (
     AGAIN,
     CUT,
@@ -27,13 +25,14 @@ from torchdelta.simulate.arrays import (
     Static,
     Work,
 )
+from torchdelta.simulate.compiled import compiled
 
 __all__ = ["fill_need"]
 
 _SHORT = 64
 
 
-@njit(cache=True)
+@compiled
 def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess: Any) -> None:
     """Fill `need`: the bytes at each moment, swap-ins ahead of their use and swap-outs on their way left out.
 

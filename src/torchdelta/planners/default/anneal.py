@@ -8,11 +8,11 @@ that rises until they are left; slower ones with a chance that falls (Kirkpatric
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from torchdelta.planners.default.moves import Flags
 from torchdelta.simulate.arrays import Codes, Static, Work
+from torchdelta.simulate.compiled import compiled
 from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["anneal"]
@@ -30,7 +30,7 @@ _MOST_CHANGES = 4
 """The most gaps that one step changes."""
 
 
-@njit(cache=True)
+@compiled
 def _chance(state: NDArray[np.uint64]) -> float:
     """Return the next random number from 0 up to 1 (Marsaglia's xorshift, 64 bits: millions are drawn)."""
     bits = state[0]
@@ -41,7 +41,7 @@ def _chance(state: NDArray[np.uint64]) -> float:
     return float(bits >> np.uint64(11)) / 9007199254740992.0
 
 
-@njit(cache=True)
+@compiled
 def anneal(
     static: Static,
     work: Work,

@@ -10,10 +10,10 @@ generator with a fixed seed: the same problem gives the same plan.
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
+from torchdelta.simulate.compiled import compiled
 from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["UNPRICED", "Flags", "Prices", "exchange", "improve", "is_better", "price_each", "release", "shake"]
@@ -36,13 +36,13 @@ _NO_NEIGHBOURS: Any = np.int64(0)
 _ONCE: Any = np.int64(1)
 
 
-@njit(cache=True)
+@compiled
 def is_better(found: tuple[int, float], now: tuple[int, float]) -> bool:
     """Return whether a decision's excess and time are better than another's, by more than rounding."""
     return found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
 
 
-@njit(cache=True)
+@compiled
 def _price(
     static: Static,
     work: Work,
@@ -63,7 +63,7 @@ def _price(
     codes[gap] = old
 
 
-@njit(cache=True)
+@compiled
 def price_each(
     static: Static, work: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, among: NDArray[np.int64]
 ) -> Prices:
@@ -74,7 +74,7 @@ def price_each(
     return prices
 
 
-@njit(cache=True)
+@compiled
 def _rate(
     static: Static, link_price: float, gap: int, now: tuple[int, float], prices: Prices, ratio: NDArray[np.float64]
 ) -> None:
@@ -89,7 +89,7 @@ def _rate(
             ratio[gap, code] = gain / cost
 
 
-@njit(cache=True)
+@compiled
 def release(
     static: Static,
     work: Work,
@@ -167,7 +167,7 @@ def release(
     return now
 
 
-@njit(cache=True)
+@compiled
 def _alone(
     static: Static,
     work: Work,
@@ -204,7 +204,7 @@ def _alone(
     return now
 
 
-@njit(cache=True)
+@compiled
 def improve(
     static: Static,
     work: Work,
@@ -247,7 +247,7 @@ def improve(
     return now
 
 
-@njit(cache=True)
+@compiled
 def exchange(
     static: Static, work: Work, codes: Codes, limits: NDArray[np.int64], allowed: Flags, most: int
 ) -> tuple[int, float]:
@@ -296,7 +296,7 @@ def exchange(
     return now
 
 
-@njit(cache=True)
+@compiled
 def shake(
     static: Static,
     work: Work,

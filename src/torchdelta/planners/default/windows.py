@@ -6,17 +6,17 @@ if their buffers are used again one after another: there replays share their cha
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from torchdelta.planners.default.moves import Flags, is_better
 from torchdelta.simulate.arrays import Codes, Static, Work
+from torchdelta.simulate.compiled import compiled
 from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["try_windows"]
 
 
-@njit(cache=True)
+@compiled
 def try_windows(
     static: Static,
     work: Work,

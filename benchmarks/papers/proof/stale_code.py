@@ -2,24 +2,19 @@
 
 numba keeps compiled code beside each source and compiles again when that source has changed. What a function calls in
 another file is inside its code, and a change there goes unnoticed: after an update of part of the sources (`git pull`)
-a planner would go on with the simulation of before, or crash where the arrays have changed. Not reached: code that
+a proof would go on with the code of before, or crash where the arrays have changed. Not reached: code that
 `NUMBA_CACHE_DIR` sends elsewhere; whoever sets it while changing sources has to empty it.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["FOLDERS", "forget_stale_code"]
-
-_PLANNERS = Path(__file__).parent.parent / "planners" / "default"
-
-FOLDERS = (Path(__file__).parent, _PLANNERS)
-"""Whose compiled functions call one another."""
+__all__ = ["forget_stale_code"]
 
 _STAMP = "compiled.stamp"
 
 
-def forget_stale_code(folders: Iterable[Path] = FOLDERS) -> None:
+def forget_stale_code(folders: Iterable[Path]) -> None:
     """Remove the compiled code of all these folders if a source in any of them has changed since it was looked at.
 
     Where the folders cannot be written nothing happens: there numba keeps its code elsewhere, and an installation
