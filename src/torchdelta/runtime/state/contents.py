@@ -187,10 +187,9 @@ class Contents(Storages):
                 alias = tensor.detach()
             else:  # a fake tensor of a survey
                 alias = tensor = byte_alias(tensor.untyped_storage())
-            # The program's own tensor is a witness only where it must be: it keeps the storage alive, which then cannot
-            # leave. Trained leaves stay anyway, and a scalar is an argument of replays as it is (a wrapped number).
-            is_own = buffer.op is None and is_leaf(tensor) and (is_trained_leaf(tensor) or not tensor.dim())
-            witness = tensor if is_own else alias
+            # The alias is made below autograd and has a version counter of its own: only the program's own tensor shows a
+            # write outside of the scope. It also keeps the storage from leaving.
+            witness = tensor if buffer.op is None and is_leaf(tensor) else alias
             self._hold_by(buffer, alias, witness)
 
     def _hold_by(self, buffer: Buffer, alias: torch.Tensor, witness: torch.Tensor) -> None:
