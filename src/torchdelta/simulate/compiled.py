@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from numba import config, njit
 
@@ -23,6 +23,8 @@ from torchdelta.machine.cache import cache_directory
 __all__ = ["SOURCES", "code_folder", "compiled", "digest", "is_kept"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_SETTINGS: Any = config  # its attributes are set when numba reads the environment
 
 _HERE = Path(__file__).parent
 
@@ -36,20 +38,20 @@ _VERSIONS_KEPT = 4
 def compiled(function: _Function) -> _Function:
     """Return a function that numba compiles at its first call, or that an earlier process has compiled."""
     dispatcher = njit(function)
-    folder = None if config.DISABLE_JIT else code_folder()
+    folder = None if _SETTINGS.DISABLE_JIT else code_folder()
     if folder is not None:
         # numba reads the setting when it is told to keep code, and has no argument for it.
-        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+        before, _SETTINGS.CACHE_DIR = _SETTINGS.CACHE_DIR, str(folder)
         try:
             dispatcher.enable_caching()
         finally:
-            config.CACHE_DIR = before
-    return dispatcher
+            _SETTINGS.CACHE_DIR = before
+    return cast("_Function", dispatcher)
 
 
 def is_kept(function: Any) -> bool:
     """Return whether a `compiled` function need not be compiled: it was before, or `NUMBA_DISABLE_JIT` is set."""
-    if config.DISABLE_JIT:
+    if _SETTINGS.DISABLE_JIT:
         return True
     path: str | None = function.stats.cache_path
     name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}-*.nbi"
@@ -69,7 +71,7 @@ def digest(folders: Iterable[Path] = SOURCES) -> str:
 @cache
 def code_folder() -> Path | None:
     """Return the folder of this version's code, and make it; None where it cannot be written."""
-    given = config.CACHE_DIR
+    given = _SETTINGS.CACHE_DIR
     parent = (Path(given) if given else cache_directory()) / "compiled"
     folder = parent / digest()
     try:

@@ -187,8 +187,8 @@ class Contents(Storages):
                 alias = tensor.detach()
             else:  # a fake tensor of a survey
                 alias = tensor = byte_alias(tensor.untyped_storage())
-            # The alias is made below autograd and has a version counter of its own: only the program's own tensor shows a
-            # write outside of the scope. It also keeps the storage from leaving.
+            # The alias is made below autograd and has a version counter of its own: only the program's own tensor shows
+            # a write outside of the scope. It also keeps the storage from leaving.
             witness = tensor if buffer.op is None and is_leaf(tensor) else alias
             self._hold_by(buffer, alias, witness)
 
