@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.runtime.parts import scoped_library
 from tests.runtime.programs import mlp, running
+from torchdelta._torch.modes import Quietly
 from torchdelta.errors import ReplayError
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.policies.base import Action
@@ -122,6 +123,35 @@ def test_source_changed_outside_of_the_scope_is_refused() -> None:
     weight.add_(1)
     with pytest.raises(ReplayError, match="changed in place by code"):
         total.backward()
+
+
+def test_replay_leaves_alone_what_is_being_fetched() -> None:
+    """Of a layer norm the output is on its way back from the tier while its mean is recomputed."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 64, requires_grad=True)
+    norm = nn.LayerNorm(64)
+    norm(x).sin().sum().backward()
+    expected, x.grad = x.grad, None
+    with running() as (budget, session):
+        y = norm(x)
+        output, total = buffer_of(session, y), y.sin().sum()
+        del y
+        assert output.op is not None
+        mean = next(each for ref in output.op.outputs if (each := ref()) is not None and each is not output)
+        session.room.evict(output, Action.SWAP)
+        session.room.evict(mean, Action.RECOMPUTE)
+        assert output.copy is not None
+        is_there = [resident(buffer) is not None for buffer in (output, mean)]  # a storage takes long to print
+        assert is_there == [False, False]
+        with Quietly():
+            session.room.transfers.start_fetch(output, output.copy, torch.UntypedStorage(output.size_bytes))
+            session.restorer.bring(mean)
+        is_there = [resident(buffer) is not None for buffer in (output, mean)]
+        assert is_there == [False, True]
+        total.backward()
+        assert budget.summary().recomputed_bytes > 0
+    assert expected is not None
+    assert torch.equal(expected, x.grad)
 
 
 def chain(session: Session, length: int) -> tuple[torch.Tensor, list[Buffer]]:
