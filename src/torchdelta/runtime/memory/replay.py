@@ -214,7 +214,7 @@ class _Chain:
         self.held: dict[int, torch.UntypedStorage] = {}  # of the target, and of buffers that will still be read
 
     def misses(self, buffer: Buffer) -> bool:
-        """Return whether a buffer that a replay has made on the side is to be brought back. One being fetched is not."""
+        """Return whether to bring back a buffer that a replay has made on the side: not if it is being fetched."""
         if buffer.fetching is not None:
             return False
         return resident(buffer) is None and bool(buffer.num_saved or self.uses.get(id(buffer)))
