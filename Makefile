@@ -30,7 +30,7 @@ demo: $(READY)  ## train a real model twice, plain and inside half of its memory
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
-test: $(READY)  ## run the tests of every part, with a sample of the long lists (WORKERS=2 processes; 10 minutes)
+test: $(READY)  ## run the tests of every part, with a sample of the long lists (WORKERS=2 processes; 5 to 7 minutes)
 	$(PYTEST) -m "not rest"
 
 test-rest: $(READY)  ## run what `make test` leaves out: the whole lists, slow processes, long searches
