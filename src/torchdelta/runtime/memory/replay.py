@@ -105,6 +105,9 @@ class Replayer:
             for source in sources(buffer.op):
                 uses[id(source)] = uses.get(id(source), 0) + 1
                 stack.append((source, False))
+        # In the order of their first run: whatever the program made late, such as a large constant right before its
+        # use, is made late again. A depth-first order may hold all such constants of a chain at once.
+        order.sort(key=_creation_order)
         return order
 
     def _carry_out(self, chain: _Chain, order: list[Buffer]) -> torch.UntypedStorage:
@@ -223,6 +226,10 @@ class _Chain:
         """Hold a storage if it is the target's or will still be read."""
         if buffer is self.target or self.uses.get(id(buffer)):
             self.held[id(buffer)] = storage
+
+
+def _creation_order(buffer: Buffer) -> int:
+    return buffer.id
 
 
 def _check_version(buffer: Buffer) -> None:
