@@ -15,6 +15,8 @@ __all__ = ["DECISIONS", "POLICIES", "TIERS", "VERIFY", "Config", "SavedBuffer"]
 
 # The reactive policies; a test compares the runtime's registry with this.
 POLICIES: Final = ("torchdelta", "delta-2022", "dtr", "largest-first", "lru", "recompute-only", "swap-only")
+# The planners whose plans a session can follow: those that plan in the class "saved". A test compares the registry.
+PLANNERS: Final = ("capuchin", "checkpoint", "delta-2024", "keep", "mu-two", "swap-all", "torchdelta")
 DECISIONS: Final = ("recompute", "swap", "keep")
 TIERS: Final = ("disk", "memory")
 VERIFY: Final = ("first-step",)
@@ -49,6 +51,10 @@ class Config:
         policy: Which buffers are evicted when the budget is reached, and how. "torchdelta" weighs recomputing against
             swapping; "delta-2022" follows the paper literally; "dtr", "largest-first" and "lru" are known rules to
             compare with; "recompute-only" and "swap-only" do one of the two.
+        planner: Follow a plan from this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
+            lists them), in place of the policy: the second step that evicts is traced, a helper process plans it while
+            the training goes on, and the following steps carry the plan out. Steps that differ from the traced one, and
+            what the plan misses, are left to the policy. None never plans. Experimental; needs the extra "plan".
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.
@@ -75,6 +81,7 @@ class Config:
     """
 
     policy: str = "torchdelta"
+    planner: str | None = None
     decisions: str | Callable[[SavedBuffer], str] | None = None
     tier: Literal["disk", "memory"] = "disk"
     swap_dir: str | os.PathLike[str] | None = None
@@ -88,6 +95,10 @@ class Config:
     def __post_init__(self) -> None:
         """Check every field."""
         _check_choice("policy", self.policy, POLICIES)
+        if self.planner is not None:
+            _check_choice("planner", self.planner, PLANNERS, or_else="None")
+            if self.decisions is not None:
+                raise ConfigError("planner and decisions exclude each other: leave one of them out")
         if self.decisions is not None and not callable(self.decisions):
             _check_choice("decisions", self.decisions, DECISIONS, or_else="None, or a callable taking a SavedBuffer")
         _check_choice("tier", self.tier, TIERS)

@@ -172,3 +172,19 @@ def _make_swap_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
             session.swap_tensors(original, t1, t2)
 
     return swap_tensors
+
+
+def _leave_child() -> None:
+    """Remove the session from a forked child, such as a DataLoader worker, without any effect on the parent.
+
+    The child inherits the dispatch mode, hooks and ledger, but neither the tier's threads nor its file: without this a
+    worker's tensors would be counted in its copy of the ledger, and its swaps would fail once that was full.
+    The patches stay: without a session they do nothing.
+    """
+    leave_child()
+    session = current_session()
+    if session is not None:
+        session.leave_child()
+
+
+os.register_at_fork(after_in_child=_leave_child)

@@ -26,6 +26,8 @@ from torchdelta.runtime.device.accelerator import Accelerator
 from torchdelta.runtime.device.device import Device
 from torchdelta.runtime.device.memory import session_device
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.follow.follower import Follower
+from torchdelta.runtime.follow.programs import Programs
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.memory.costs import Costs
 from torchdelta.runtime.memory.restore import Restorer
@@ -94,7 +96,9 @@ class Session:
 
         subclasses = Subclasses(self.ledger)
         self.subclasses = subclasses
-        self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions)
+        self.follower = Follower(self.restorer)
+        self.programs = Programs(config, self.follower, budget_bytes)
+        self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
         self.recorder = Recorder(self.restorer, self.saved, subclasses, other_streams)
@@ -163,8 +167,7 @@ class Session:
 
     def _install(self) -> None:
         self._count()
-        self._trace_builder = TraceBuilder(self.ledger, self.steps, self.device.timer)
-        self.ledger.observing.observer = self._trace_builder
+        self._begin_trace()
         scan_storages(self.ledger)
         self.ledger.usage.restart_peak()
         set_current_session(self)
@@ -204,6 +207,7 @@ class Session:
     def _uninstall(self) -> None:
         self.ledger.is_closing = True
         self.placing.stop()
+        self.programs.close()
         usage = self.ledger.usage
         if usage.counter is not None:
             usage.counter.stop()
@@ -234,6 +238,7 @@ class Session:
         self._remove_hooks()
         self.resizes.leave_child()
         self.placing.leave_child()
+        self.programs.leave_child()
 
     def _remove_hooks(self) -> None:
         if self._hooks is not None:
@@ -314,12 +319,25 @@ class Session:
             log_first_step(self.room, self.steps, self.config.policy, self.budget_bytes)
         self._end_trace()
         self.placing.on_step_end()
+        self.follower.on_step_end()
+        self.programs.on_step_end(self.steps.last_peak_bytes)
+        if self.programs.wants_trace:  # from its start, and with the optimizer's states, which the first step lacks
+            self._begin_trace()
+            scan_storages(self.ledger)
+
+    def _begin_trace(self) -> None:
+        self._trace_builder = TraceBuilder(self.ledger, self.steps, self.device.timer)
+        self.ledger.observing.observer = self._trace_builder
 
     def _end_trace(self) -> None:
         builder, self._trace_builder = self._trace_builder, None
         if builder is not None:
             if self.steps.num_steps or self.steps.is_after_backward:
-                self._trace = builder.finish()
+                trace = builder.finish()
+                if self._trace is None:
+                    self._trace = trace
+                elif trace is not None:
+                    self.programs.on_traced(trace, builder.log())
             self.ledger.observing.observer = Observer()
 
     def trace(self) -> Trace | None:
@@ -342,6 +360,7 @@ class Session:
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
         if self.survey is None:
+            self.follower.leave("the budget cannot hold")
             self.survey = Survey(
                 self.recorder,
                 self.budget_bytes,
@@ -373,19 +392,3 @@ class Session:
         self.survey = None
         if self.ledger.num_handles == 0:
             self._on_last_handle()
-
-
-def _leave_child() -> None:
-    """Remove the session from a forked child, such as a DataLoader worker, without any effect on the parent.
-
-    The child inherits the dispatch mode, hooks and ledger, but neither the tier's threads nor its file: without this a
-    worker's tensors would be counted in its copy of the ledger, and its swaps would fail once that was full.
-    The patches stay: without a session they do nothing.
-    """
-    patches.leave_child()
-    session = current_session()
-    if session is not None:
-        session.leave_child()
-
-
-os.register_at_fork(after_in_child=_leave_child)

@@ -57,12 +57,25 @@ class Replayer:
             SavedTensorError: The content of a source was overwritten by code that is not recorded.
             ReplayError: A source was changed by code that is not recorded, or the replay gave a different result.
         """
+        storage = self._run(_Chain([target])).get(id(target))
+        return storage if storage is not None else self.bring(target)
+
+    def recompute_group(self, targets: list[Buffer]) -> None:
+        """Recompute buffers in one chain of replays, and leave nothing else of it. Call this inside `Quietly`.
+
+        Raises:
+            SavedTensorError, ReplayError: As `recompute`.
+        """
+        self._run(_Chain(targets, keeps_others=False))
+
+    def _run(self, chain: _Chain) -> dict[int, torch.UntypedStorage]:
+        """Run a chain, and return the storages of its targets by the ids of their buffers."""
         start_s = time.perf_counter()
         self._depth += 1
         locked: list[Buffer] = []
-        chain = _Chain(target)
         try:
-            return self._carry_out(chain, self.plan(chain, locked))
+            self._carry_out(chain, self.plan(chain, locked))
+            return dict(chain.held)
         finally:
             chain.held.clear()
             for buffer in locked:
@@ -77,9 +90,9 @@ class Replayer:
         Lock the available buffers that the replays will read, so that they are not evicted.
         """
         order: list[Buffer] = []
-        target, uses = chain.target, chain.uses
+        uses = chain.uses
         seen: dict[int, Buffer] = {}
-        stack: list[tuple[Buffer, bool]] = [(target, False)]
+        stack: list[tuple[Buffer, bool]] = [(target, False) for target in chain.targets.values()]
         while stack:
             buffer, is_done = stack.pop()
             if is_done:
@@ -88,7 +101,7 @@ class Replayer:
             if id(buffer) in seen:
                 continue
             seen[id(buffer)] = buffer
-            if buffer is not target and (
+            if id(buffer) not in chain.targets and (
                 buffer.copy is not None or buffer.fetching is not None or resident(buffer) is not None
             ):
                 buffer.num_locks += 1
@@ -110,8 +123,8 @@ class Replayer:
         order.sort(key=_creation_order)
         return order
 
-    def _carry_out(self, chain: _Chain, order: list[Buffer]) -> torch.UntypedStorage:
-        target, uses, held = chain.target, chain.uses, chain.held
+    def _carry_out(self, chain: _Chain, order: list[Buffer]) -> None:
+        uses, held = chain.uses, chain.held
         for buffer in order:
             if id(buffer) not in held:
                 storage = resident(buffer)
@@ -124,10 +137,11 @@ class Replayer:
             assert entry is not None
             for source in sources(entry):
                 left = uses[id(source)] = uses[id(source)] - 1
-                if left == 0 and source is not target:
+                if left == 0 and id(source) not in chain.targets:
                     held.pop(id(source), None)
-        storage = held.get(id(target))
-        return storage if storage is not None else self.bring(target)
+                    if chain.passing.pop(id(source), None) is not None:
+                        self.ledger.release(source)
+                        self.room.costs.note_dropped(source)
 
     def _replay(self, buffer: Buffer, chain: _Chain) -> None:
         entry = buffer.op
@@ -201,6 +215,8 @@ class Replayer:
                 self.ledger.brought_back(buffer, storage)
                 self.counters.recomputed_bytes += buffer.size_bytes
                 chain.hold(buffer, storage)
+                if not chain.keeps_others and id(buffer) not in chain.targets:
+                    chain.passing[id(buffer)] = buffer
         if not writes:
             for result in results:
                 storage = storage_of(result) if isinstance(result, torch.Tensor) else None
@@ -209,22 +225,31 @@ class Replayer:
 
 
 class _Chain:
-    """The state of one chain of replays."""
+    """The state of one chain of replays.
 
-    def __init__(self, target: Buffer) -> None:
-        self.target = target
+    Args:
+        targets: What it brings back.
+        keeps_others: Whether other buffers that saved tensors need stay where the chain makes them on its way.
+    """
+
+    def __init__(self, targets: list[Buffer], *, keeps_others: bool = True) -> None:
+        self.targets = {id(target): target for target in targets}
+        self.keeps_others = keeps_others
         self.uses: dict[int, int] = {}  # how often each buffer will still be read, by id
-        self.held: dict[int, torch.UntypedStorage] = {}  # of the target, and of buffers that will still be read
+        self.held: dict[int, torch.UntypedStorage] = {}  # of the targets, and of buffers that will still be read
+        self.passing: dict[int, Buffer] = {}  # brought back on the way: released after their last use
 
     def misses(self, buffer: Buffer) -> bool:
         """Return whether to bring back a buffer that a replay has made on the side: not if it is being fetched."""
-        if buffer.fetching is not None:
+        if buffer.fetching is not None or resident(buffer) is not None:
             return False
-        return resident(buffer) is None and bool(buffer.num_saved or self.uses.get(id(buffer)))
+        if id(buffer) in self.targets or self.uses.get(id(buffer)):
+            return True
+        return self.keeps_others and buffer.num_saved > 0
 
     def hold(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
-        """Hold a storage if it is the target's or will still be read."""
-        if buffer is self.target or self.uses.get(id(buffer)):
+        """Hold a storage if it is a target's or will still be read."""
+        if id(buffer) in self.targets or self.uses.get(id(buffer)):
             self.held[id(buffer)] = storage
 
 

@@ -76,6 +76,7 @@ class Room:
         self.policy = policy
         self.budget_bytes = budget_bytes
         self.least_eviction_bytes = least_eviction_bytes
+        self.is_followed = False  # a program is carried out: only its misses are made up for here
         self.digests = False  # verify="first-step": hash buffers when they are dropped
         self.largest_request_bytes = 0
         self.reserved_bytes = 0  # for an autograd node whose ops are not recorded, while it unpacks its saved tensors
@@ -138,6 +139,11 @@ class Room:
         usage, transfers = self.usage, self.transfers
         # Memory outside the known storages cannot be evicted, so the known ones have to make room for it.
         target_bytes = total_bytes - usage.unseen_bytes
+        if self.is_followed:
+            transfers.finish_leaving(target_bytes)  # the program waits here for a copy that it has started
+            if usage.live_bytes <= target_bytes:
+                return
+            self.counters.num_unplanned += 1
         for attempt in range(2):
             if attempt or not self._ranking or self.ledger.clock - self._ranked_at > RANKING_LIFE_OPS:
                 self._ranking = self.policy.rank(self._candidates(), self.costs)

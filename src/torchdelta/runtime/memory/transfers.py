@@ -187,6 +187,10 @@ class Transfers:
         while self.leaving and (target_bytes is None or self.ledger.usage.live_bytes > target_bytes):
             self._release(self.leaving.pop(0))
 
+    def finish_first(self) -> None:
+        """Wait until the first of the leaving buffers is released."""
+        self._release(self.leaving.pop(0))
+
     def stop_leaving(self, buffer: Buffer) -> None:
         """Keep a buffer that was leaving."""
         if buffer in self.leaving:

@@ -30,6 +30,7 @@ class PseudoOps(StepDraft):
     @guarded
     def on_backward_start(self, gradients: Any) -> None:
         """Move the ops that have just made the gradients of the loss from the forward to the backward."""
+        self._num_backwards += 1
         versions = [self._known(gradient) for gradient in gradients or () if isinstance(gradient, torch.Tensor)]
         ids = {version.id for version in versions if version is not None}
         for index in range(len(self._draft.ops) - 1, max(-1, len(self._draft.ops) - 1 - len(ids)), -1):

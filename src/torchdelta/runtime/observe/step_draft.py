@@ -12,6 +12,7 @@ import torch
 from torchdelta._torch.storages import storage_address
 from torchdelta._torch.tensors import is_trained_leaf_or_view
 from torchdelta.modules import ModulePaths
+from torchdelta.runtime.follow.step_log import StepLog
 from torchdelta.runtime.observe.draft import Draft
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.trace.model import BEFORE_STEP, Op
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torchdelta.runtime.device.op_timer import OpTimer
+    from torchdelta.runtime.follow.step_log import Signature
     from torchdelta.runtime.observe.draft import PlainVersion
     from torchdelta.runtime.state import buffer as live
     from torchdelta.runtime.state.ledger import Ledger
@@ -69,6 +71,10 @@ class StepDraft(Observer):
         self._opaque_reads: dict[int, None] | None = None  # what the running opaque code reads; None: none is running
         self._opaque_start_s = 0.0
         self._opaque_workspace_bytes = 0
+        self._saves: list[tuple[int, int, Signature]] = []  # index in the draft's `saved`, ops before it, what it is
+        self._unpacks: list[tuple[int, int]] = []
+        self._num_backwards = 0
+        self._saves_in_backward = False
         self._is_over = False
 
     # -- end
@@ -98,6 +104,18 @@ class StepDraft(Observer):
         self._is_over = True
         self._retire()
         return trace
+
+    def log(self) -> StepLog:
+        """Return the saves of the step. Call this after `finish`."""
+        saved = self._draft.saved
+        return StepLog(
+            signatures=tuple(signature for _, _, signature in self._saves),
+            pack_ops=tuple(op for _, op, _ in self._saves),
+            buffer_ids=tuple(saved[index].version.id if index >= 0 else -1 for index, _, _ in self._saves),
+            unpacks=tuple(self._unpacks),
+            num_backwards=self._num_backwards,
+            saves_in_backward=self._saves_in_backward,
+        )
 
     def module_of(self, record: live.StorageRecord) -> str:
         """Return the path of the module whose op made a storage, or an empty string if it is not known."""

@@ -81,6 +81,9 @@ class TraceBuilder(PseudoOps):
     @guarded
     def on_save(self, buffer: live.Buffer, view: live.View) -> None:
         """Add a saved tensor whose buffer may leave."""
+        self._saves.append((-1, len(self._draft.ops), (view.shape, view.dtype, buffer.origin)))
+        if self._steps.phase == "backward":
+            self._saves_in_backward = True
         version = self._draft.by_buffer.get(buffer.id)
         if version is None:
             record = buffer.record
@@ -88,6 +91,7 @@ class TraceBuilder(PseudoOps):
                 return
             version = self._draft.by_buffer[buffer.id] = self._draft.by_record.get(record.id) or self._appear(record)
         version.storage.saved.add(buffer.id)
+        self._saves[-1] = (len(self._draft.saved), *self._saves[-1][1:])
         self._draft.saved.append(
             Saved(len(self._draft.ops), version, tuple(view.shape), tuple(view.stride), int(view.offset), view.dtype)
         )
@@ -125,8 +129,10 @@ class TraceBuilder(PseudoOps):
             self._draft.die(storage)
 
     @guarded
-    def on_unpack(self, tensor: torch.Tensor) -> None:
+    def on_unpack(self, tensor: torch.Tensor, save: int = -1) -> None:
         """Add a saved tensor to what the running opaque code reads."""
+        if save >= 0:
+            self._unpacks.append((save, len(self._draft.ops)))
         if self._opaque_reads is not None:
             version = self._known(tensor)
             if version is not None:

@@ -63,6 +63,7 @@ class Backward:
         self.room = recorder.room
         self.observing = recorder.observing
         self.steps = steps
+        self.follower = recorder.saved.follower
         self._on_end = on_end
         self._pending: list[Any] = []  # leaves whose .grad may have changed since the last node
         self._depth = 0
@@ -84,7 +85,11 @@ class Backward:
         usage, budget_bytes = self.usage, self.room.budget_bytes
         usage.ask_counter(fresh=True)
         start_bytes, earlier_peak_bytes, num_handles = usage.total_bytes, usage.peak_bytes, self.ledger.num_handles
-        graph = Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and self._may_fit() else None
+        is_proven = self.follower.is_proven and usage.has_exact_peak
+        may_fit = self._depth == 0 and not keeps_graph and (is_proven or self._may_fit())
+        graph = Graph(_roots(outputs)) if may_fit else None
+        if graph is not None and is_proven and not graph.has_hooks:
+            return self._run_unwatched(original, graph, budget_bytes or 0, outputs, *args, **kwargs)
         if graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
                 graph,

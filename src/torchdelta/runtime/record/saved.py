@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.modules import ModulePaths
+    from torchdelta.runtime.follow.follower import Follower
     from torchdelta.runtime.memory.restore import Restorer
     from torchdelta.runtime.record.subclasses import Subclasses
     from torchdelta.runtime.state.buffer import Buffer
@@ -42,11 +43,12 @@ _ACTIONS = {"recompute": Action.RECOMPUTE, "swap": Action.SWAP, "keep": None}
 class Handle:
     """The object that autograd holds in place of a saved tensor."""
 
-    __slots__ = ("ledger", "probe", "version", "view")
+    __slots__ = ("ledger", "probe", "save", "version", "view")
 
     def __init__(self, ledger: Ledger, buffer: Buffer, tensor: torch.Tensor) -> None:
         self.ledger = ledger
         self.view = View(buffer, tensor)
+        self.save = -1  # its number among the saves of the step
         self.version = counted_version_of(tensor)
         if ledger.surveys:
             self.probe = _unchanging
@@ -93,6 +95,7 @@ class SavedTensors:
         modules: Names the module whose forward runs.
         decisions: One decision for all saved buffers, or a function that decides; None: the policy decides when room is
             needed.
+        follower: Carries a program out.
     """
 
     def __init__(
@@ -102,8 +105,10 @@ class SavedTensors:
         subclasses: Subclasses,
         modules: ModulePaths,
         decisions: str | Callable[[SavedBuffer], str] | None,
+        follower: Follower,
     ) -> None:
         self.restorer = restorer
+        self.follower = follower
         self.room = restorer.room
         self.ledger = restorer.ledger
         self.device = restorer.device
@@ -154,6 +159,7 @@ class SavedTensors:
         if buffer.strong is not None and buffer.op is not None and not ledger.surveys:
             # The alias has its own version counter; the probe shares the tensor's, and so shows unrecorded writes.
             ledger.watch(buffer, handle.probe, handle.version)
+        handle.save = self.follower.on_save(buffer, handle.view)
         if self.decisions is not None:
             self._carry_out(buffer, self._decide(buffer, tensor))
         return handle
@@ -234,12 +240,16 @@ class SavedTensors:
         buffer = view.buffer
         while buffer.successor is not None:
             buffer = buffer.successor
+        follower = self.follower
+        if follower.is_following:
+            follower.before_unpack(handle.save)
         with Quietly():
             tensor = view.on(self.restorer.bring(buffer))
         if tensor.is_meta and self.fake_view is not None:
             tensor = self.fake_view(tensor)
-        self.observing.observer.on_unpack(tensor)
-        self.restorer.prefetch(buffer.save_order)
+        self.observing.observer.on_unpack(tensor, handle.save)
+        if not follower.is_following:
+            self.restorer.prefetch(buffer.save_order)
         return tensor
 
 

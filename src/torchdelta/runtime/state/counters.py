@@ -19,6 +19,7 @@ class Counters:
     num_recomputed_ops: int = 0
     num_evictions: int = 0
     num_copies_before_write: int = 0
+    num_unplanned: int = 0  # times that room had to be made beyond what a followed program does
     stall_s: float = 0.0
     recompute_s: float = 0.0
 

@@ -49,8 +49,8 @@ class Observer:
     def on_unsave(self, buffer: Buffer) -> None:
         """No handle of a saved tensor needs a buffer any more."""
 
-    def on_unpack(self, tensor: torch.Tensor) -> None:
-        """Backward reads a saved tensor."""
+    def on_unpack(self, tensor: torch.Tensor, save: int = -1) -> None:
+        """Backward reads a saved tensor. `save` is its number in the step, -1 if it stays."""
 
     def on_op(
         self,

@@ -37,6 +37,7 @@ class StepTracker:
         self._rows = array.array("d")
         self.num_steps = 0
         self.peak_bytes = 0
+        self.last_peak_bytes = 0  # of the latest step
         self.is_in_optimizer = False
         self.node_name = ""  # of the running autograd node, if its ops are recorded
         self.on_step_end: Callable[[], None] | None = None
@@ -134,7 +135,8 @@ class StepTracker:
         )
         del self._rows[: -MAX_SUMMARIES * _ROW]
         self.num_steps += 1
-        self.peak_bytes = max(self.peak_bytes, self.ledger.usage.peak_bytes)
+        self.last_peak_bytes = self.ledger.usage.peak_bytes
+        self.peak_bytes = max(self.peak_bytes, self.last_peak_bytes)
         self.ledger.usage.restart_peak()
         self._before = self.counters.copy()
         self._start_s = now_s

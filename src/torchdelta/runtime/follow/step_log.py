@@ -1,0 +1,49 @@
+"""How the saved tensors of a traced step were numbered, and where in the trace each was packed and unpacked.
+
+A *save* is one call of the pack hook whose tensor may leave (tensors that stay are not numbered). Saves are numbered
+from 0 in the order of a step's forward; the number is the link between a trace and later runs of the same step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Signature", "StepLog"]
+
+Signature: TypeAlias = "tuple[torch.Size, torch.dtype, str]"
+"""What has to be equal for a save to be the same as in the trace: shape, dtype, name of the op that made the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    """The saves of one traced step.
+
+    Attributes:
+        signatures: By save.
+        pack_ops: By save: how many ops of the trace came before it. The op that saves may be running.
+        buffer_ids: By save: the buffer of the trace; -1 if the trace does not have it.
+        unpacks: (save, ops of the trace before it), in the order of backward.
+        num_backwards: Passes of the engine in the step, nested ones included.
+        saves_in_backward: Whether tensors were saved while a backward ran, as by a reentrant checkpoint.
+    """
+
+    signatures: tuple[Signature, ...]
+    pack_ops: tuple[int, ...]
+    buffer_ids: tuple[int, ...]
+    unpacks: tuple[tuple[int, int], ...]
+    num_backwards: int
+    saves_in_backward: bool
+
+    def why_not_followed(self) -> str:
+        """Return why no program of this step can be followed; an empty string if one can."""
+        if not self.signatures:
+            return "no tensor that could leave was saved"
+        if self.num_backwards != 1:
+            return f"the step has {self.num_backwards} backward passes"
+        if self.saves_in_backward:
+            return "tensors are saved while backward runs"
+        return ""

@@ -1,0 +1,176 @@
+"""Followed steps give the plain bits inside the budget; steps that differ fall back to the policy."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.programs import UNLIMITED, running
+from torchdelta.config import PLANNERS, Config
+from torchdelta.errors import ConfigError, NativeError
+from torchdelta.native.counting import new_counter
+from torchdelta.planners import classes_of, names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.session import Session
+
+WIDTH, NUM_ROWS, DEPTH = 64, 1024, 12
+WAIT_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _needs_counter() -> None:
+    made = new_counter()
+    if isinstance(made, NativeError):
+        pytest.skip(f"no counting allocator here: {made}")
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
+    return nn.Sequential(*layers, nn.Dropout(0.1))
+
+
+def _train(
+    budget: int,
+    rows: list[int],
+    planner: str | None = None,
+    tier: str = "memory",
+    after_step: Callable[[int, Session], None] | None = None,
+) -> tuple[list[torch.Tensor], list[int], Session]:
+    """Train steps of these numbers of rows. Return the parameters, the peaks, and the session."""
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    with running(budget, planner=planner, tier=tier) as (memory_budget, session):
+        for step, num_rows in enumerate(rows):
+            optimizer.zero_grad()
+            model(torch.randn(num_rows, WIDTH)).square().mean().backward()
+            optimizer.step()
+            if after_step is not None:
+                after_step(step, session)
+    peaks = [one.peak_bytes for one in memory_budget.summary().steps]
+    return [parameter.detach().clone() for parameter in model.parameters()], peaks, session
+
+
+def _wait(step: int, session: Session) -> None:
+    if step == 1:  # the second step was traced
+        assert session.programs.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("planner", "tier"), [("torchdelta", "memory"), ("torchdelta", "disk"), ("delta-2024", "disk")]
+)
+def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier: str) -> None:
+    """From the third step on the program acts alone: no eviction beyond it, backward unwatched once it has held."""
+    rows = [NUM_ROWS] * 7
+    expected, plain_peaks, _ = _train(UNLIMITED, rows)
+    budget = int(0.6 * max(plain_peaks[1:]))
+    found, peaks, session = _train(budget, rows, planner, tier, _wait)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps == 5
+    assert session.follower.num_diverged_steps == 0
+    assert session.counters.num_unplanned == 0
+    assert session.follower.has_held
+
+
+def test_steps_that_differ_are_left_to_the_policy() -> None:
+    """Other batch sizes, larger ones too, keep bits and budget, and the traced size is followed again."""
+    rows = [NUM_ROWS, NUM_ROWS, NUM_ROWS, NUM_ROWS // 2, NUM_ROWS, NUM_ROWS + 128, NUM_ROWS, NUM_ROWS]
+    expected, plain_peaks, _ = _train(UNLIMITED, rows)
+    budget = int(0.65 * plain_peaks[1])
+    found, peaks, session = _train(budget, rows, "torchdelta", "memory", _wait)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps == 4
+    assert session.follower.num_diverged_steps == 2
+
+
+def test_an_exception_in_mid_step_ends_the_following_of_that_step() -> None:
+    """The next step saves its tensors anew; what the broken one left behind changes nothing."""
+    model = _network()
+    x = torch.randn(NUM_ROWS, WIDTH)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with running(UNLIMITED) as (memory_budget, _):
+        loss_of(model).backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    budget = int(0.6 * memory_budget.summary().peak_bytes)
+    del plain
+    with running(budget, planner="torchdelta") as (_, session):
+        for step in range(6):
+            model.zero_grad()
+            if step == 3:
+                with pytest.raises(ZeroDivisionError):
+                    _fail_after(model, x)
+            torch.manual_seed(5)
+            loss_of(model).backward()
+            if step >= 1:
+                session.programs.wait(WAIT_S)
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss_of(model).backward()
+    assert all(
+        torch.equal(a, parameter.grad)
+        for a, parameter in zip(found, model.parameters(), strict=True)
+        if parameter.grad is not None
+    )
+    assert session.follower.num_followed_steps >= 1
+
+
+def _fail_after(model: nn.Module, x: torch.Tensor) -> None:
+    half = model[: DEPTH // 2](x)  # pyright: ignore[reportIndexIssue]
+    raise ZeroDivisionError(str(tuple(half.shape)))
+
+
+def test_a_step_that_fits_is_not_planned() -> None:
+    """Where nothing has to leave, no second trace is made and no helper runs."""
+    _, _, session = _train(UNLIMITED, [NUM_ROWS] * 3, "torchdelta")
+    assert session.follower.program is None
+    assert session.follower.num_followed_steps == 0
+
+
+def test_a_helper_that_fails_leaves_the_policy_in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training goes on, with the same bits, and says once that nothing is planned."""
+    monkeypatch.setattr("torchdelta.runtime.follow.planning.COMMAND", ("false",))
+    rows = [NUM_ROWS] * 4
+    expected, plain_peaks, _ = _train(UNLIMITED, rows)
+    budget = int(0.6 * max(plain_peaks[1:]))
+    found, peaks, session = _train(
+        budget, rows, "torchdelta", after_step=lambda step, session: bool(step == 1 and session.programs.wait(WAIT_S))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps == 0
+
+
+def test_nothing_is_left_in_the_temporary_directory(
+    tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traces and plans are files only while they are needed, also where the scope ends before the answer."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rows = [NUM_ROWS] * 3
+    _, plain_peaks, _ = _train(UNLIMITED, rows)
+    budget = int(0.6 * max(plain_peaks[1:]))
+    _train(budget, rows, "torchdelta", after_step=_wait)
+    _train(budget, rows[:2], "torchdelta")
+    assert os.listdir(tmp_path) == []  # noqa: PTH208 - names are enough
+
+
+def test_planners_that_can_be_followed() -> None:
+    """`Config` lists the planners of the class saved; others are refused by name."""
+    assert tuple(name for name in names() if "saved" in classes_of(name)) == PLANNERS
+    with pytest.raises(ConfigError, match="planner='dtr' is not allowed"):
+        Config(planner="dtr")
+    with pytest.raises(ConfigError, match="exclude each other"):
+        Config(planner="torchdelta", decisions="swap")
