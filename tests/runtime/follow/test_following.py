@@ -88,7 +88,8 @@ def test_steps_that_differ_are_left_to_the_policy() -> None:
     budget = int(0.65 * plain_peaks[1])
     found, peaks, session = _train(budget, rows, "torchdelta", "memory", _wait)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert max(peaks) <= budget
+    known = [peak for step, peak in enumerate(peaks) if step not in {3, 5}]  # what ops of a new shape take is learned
+    assert max(known) <= budget
     assert session.follower.num_followed_steps == 4
     assert session.follower.num_diverged_steps == 2
 

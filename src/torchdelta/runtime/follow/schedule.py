@@ -127,11 +127,11 @@ class _Maker:
         self._set_released([leave_op for _, leave_op in sorted(starts, key=lambda start: start[0])])
 
     def _set_released(self, leave_ops: list[int]) -> None:
-        """At every moment of the schedule, let the copies out have ended that the plan waits for."""
+        """At every unpack, let the copies out have ended that the plan waits for before the next one."""
         num_released = 0
-        for position, op in zip(self.positions, self.ops, strict=True):
+        for position, next_op in zip(self.positions, [*self.ops[1:], float("inf")], strict=True):
             earlier = num_released
-            while num_released < len(leave_ops) and leave_ops[num_released] <= op:
+            while num_released < len(leave_ops) and leave_ops[num_released] <= next_op:
                 num_released += 1
             if num_released > earlier:
                 self._due(position).num_released = num_released
