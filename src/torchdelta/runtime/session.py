@@ -322,6 +322,7 @@ class Session:
         self.follower.on_step_end()
         self.programs.on_step_end(self.steps.last_peak_bytes)
         if self.programs.wants_trace:  # from its start, and with the optimizer's states, which the first step lacks
+            self.programs.on_trace_begin()
             self._begin_trace()
             scan_storages(self.ledger)
 

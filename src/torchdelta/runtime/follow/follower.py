@@ -50,16 +50,36 @@ class Follower:
         self.num_followed_steps = 0
         self.num_diverged_steps = 0
         self.was_followed = False  # the latest step, to its end
+        self._measured: tuple[int, int] | None = None  # the graph of the latest watched backward, and its growth
         self._running: Schedule | None = None  # what this step carries out
         self._due: dict[int, Due] = {}
         self._live: dict[int, weakref.ref[Buffer]] = {}
         self._num_swaps = 0
 
     @property
-    def is_proven(self) -> bool:
-        """Whether backward may run unwatched: its program held the budget when it ran watched, and all saves agree."""
-        running = self._running
-        return running is not None and self.has_held and self.num_saves == len(running.signatures)
+    def is_complete(self) -> bool:
+        """Whether this step has saved all that the traced one saved, and nothing else."""
+        return self._running is not None and self.num_saves == len(self._running.signatures)
+
+    def may_run_unwatched(self, signature: int, start_bytes: int) -> bool:
+        """Return whether a backward is known to fit: this program held the budget when the same graph ran watched.
+
+        Args:
+            signature: Of the graph (`record/headroom.py`).
+            start_bytes: The bytes in use before it.
+        """
+        budget_bytes = self.room.budget_bytes
+        return (
+            self.has_held
+            and self._measured is not None
+            and self._measured[0] == signature
+            and budget_bytes is not None
+            and start_bytes + self._measured[1] <= budget_bytes
+        )
+
+    def measured(self, signature: int, growth_bytes: int) -> None:
+        """Record by how much the peak of a watched backward was above its start."""
+        self._measured = signature, growth_bytes
 
     @property
     def is_following(self) -> bool:

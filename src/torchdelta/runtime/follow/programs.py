@@ -8,6 +8,7 @@ out, and more where a program that was carried out needed room beyond its own.
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import PlanError, TierError, TraceFileError
@@ -28,6 +29,7 @@ __all__ = ["Programs"]
 _logger = logging.getLogger("torchdelta")
 _MARGIN_SHARE: Final = 0.005
 _LARGER_MARGIN_SHARE: Final = 0.01  # added when a program did not hold
+_MAX_TRACES: Final = 3
 _MAX_PLANS: Final = 4
 _MISSES_ALLOWED: Final = 1  # in the first followed steps copies out may be slower than they were measured
 
@@ -45,16 +47,28 @@ class Programs:
         self.follower = follower
         self.budget_bytes = budget_bytes
         self.planning = Planning(config) if config.planner is not None else None
+        if self.planning is not None and find_spec("numba") is None:
+            self._end("numba is not installed: pip install 'torchdelta[plan]'")
         self._step: tuple[Trace, StepLog] | None = None
         self._margin_bytes = 0
+        self._num_traces = 0
         self._num_plans = 0
         self._num_misses = 0
         self._num_unplanned = 0
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the next step is to be traced: one whose buffers had to leave, and that has no program yet."""
-        return self.planning is not None and self._step is None and self.follower.room.counters.num_evictions > 0
+        """Whether the next step is to be traced: buffers have had to leave, and no step was traced to its end yet."""
+        return (
+            self.planning is not None
+            and self._step is None
+            and self._num_traces < _MAX_TRACES
+            and self.follower.room.counters.num_evictions > 0
+        )
+
+    def on_trace_begin(self) -> None:
+        """Count a step that is being traced: its trace may be dropped."""
+        self._num_traces += 1
 
     def on_traced(self, trace: Trace, log: StepLog) -> None:
         """Ask for a program of a step that was traced to its end."""
@@ -73,9 +87,9 @@ class Programs:
         counters = self.follower.room.counters
         num_unplanned, self._num_unplanned = counters.num_unplanned - self._num_unplanned, counters.num_unplanned
         held = not num_unplanned and peak_bytes <= self.budget_bytes
-        if self.follower.was_followed or not held:
+        if self.follower.was_followed or num_unplanned:
             self.follower.has_held = held
-        if self.follower.program is not None and not held:
+        if (self.follower.was_followed or num_unplanned) and not held:
             self._num_misses += 1
             if self._num_misses == _MISSES_ALLOWED + 1:
                 over_bytes = max(0, peak_bytes - self.budget_bytes)

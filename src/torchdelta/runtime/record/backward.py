@@ -85,12 +85,15 @@ class Backward:
         usage, budget_bytes = self.usage, self.room.budget_bytes
         usage.ask_counter(fresh=True)
         start_bytes, earlier_peak_bytes, num_handles = usage.total_bytes, usage.peak_bytes, self.ledger.num_handles
-        is_proven = self.follower.is_proven and usage.has_exact_peak
-        may_fit = self._depth == 0 and not keeps_graph and (is_proven or self._may_fit())
-        graph = Graph(_roots(outputs)) if may_fit else None
-        if graph is not None and is_proven and not graph.has_hooks:
-            return self._run_unwatched(original, graph, budget_bytes or 0, outputs, *args, **kwargs)
-        if graph is not None:
+        follower = self.follower
+        follows = follower.is_complete and usage.has_exact_peak
+        graph = (
+            Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
+        )
+        if graph is not None and follows:
+            if not graph.has_hooks and follower.may_run_unwatched(graph.signature, start_bytes):
+                return self._run_unwatched(original, graph, 0, outputs, *args, **kwargs)
+        elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
                 graph,
                 live_bytes=start_bytes,
@@ -133,7 +136,9 @@ class Backward:
             # A garbage collection in between would make the growth look too small for a start without garbage, and the
             # fake tensors of a survey that began in between take no memory.
             is_measured = error is None and not self.ledger.surveys and collected_bytes == self.room.collected_bytes
-            if graph is not None and is_measured:
+            if graph is not None and is_measured and follows:
+                follower.measured(graph.signature, usage.peak_bytes - start_bytes)
+            elif graph is not None and is_measured:
                 self.headroom.measured(
                     graph,
                     start_bytes=start_bytes,
@@ -172,15 +177,24 @@ class Backward:
     ) -> Any:
         """Run a backward that is known to fit. See [Note: never act without need] in headroom.py."""
         usage = self.usage
+        error: BaseException | None = None
+        self._leaves.extend(graph.leaves)  # a survey may begin where a followed backward brings a buffer back
         try:
             with without_mode(self.recorder):
                 return call_outside(original, outputs, *args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
             self._pending.extend(graph.leaves)
             self._count_leaf_gradients()
             if not usage.has_exact_peak:
                 usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
-            self._on_end(keeps_graph=False, is_outermost=True, leaves=[], error=None)
+            self._leaves.clear()
+            try:
+                self._on_end(keeps_graph=False, is_outermost=True, leaves=graph.leaves, error=error)
+            finally:
+                error = None  # as in `run`
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:
         stack = _roots(outputs)
