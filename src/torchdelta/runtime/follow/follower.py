@@ -163,6 +163,7 @@ class Follower:
         if program is not None:
             self.num_followed_steps += 1
             program.num_followed += 1
+            self.programs.use(program)
         elif self._running is not None:
             self.leave("it ended early")
         self.ended = EndedStep(
@@ -200,7 +201,6 @@ class Follower:
             return
         program, self._is_exact = chosen
         self._running = program
-        self.programs.use(program)
         self._due = dict(program.schedule.due)
         self._num_swaps = len(self.transfers.leaving)
         self.room.is_followed = True

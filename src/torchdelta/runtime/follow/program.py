@@ -3,10 +3,11 @@
 [Note: which program]
 A step is known by its saves. Two running hashes of them are compared with those of every program: the *exact* one
 (shape, dtype, op) and the *shape-free* one (number of dimensions, dtype, op). While the saves of a step agree exactly
-with a program, that one is followed; of several, the one that was made for the bytes in use at the start of the step
-(the second micro-batch of an accumulation begins with gradients, the first one without). Where none agrees exactly, one
-that agrees but for the shapes is followed: of those, the smallest one whose saved bytes were at least those of this
-step, since what a longer sequence needs holds a shorter one, too; else the largest. It is a stopgap until the step
+with a program, that one is followed. If several agree, the step is taken to be what the latest of them was; of the
+programs of one step, the one is followed that was made for the bytes in use at the start (the second micro-batch of an
+accumulation begins with gradients, the first one without). Where none agrees exactly, one that agrees but for the
+shapes is followed: of those, the smallest one whose saved bytes were at least those of this step, because a program
+that holds a longer sequence within the budget holds a shorter one, too; else the largest. This serves until the step
 itself has been traced and planned.
 """
 
@@ -84,7 +85,7 @@ class Program:
         num_retraces: How often it was traced again.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         measured_s: The latest median of them; 0.0 before there is one.
-        used_at: The step in which it was last followed.
+        used_at: When it last carried a step out to its end, or was made: larger is later.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class ProgramCache:
             del self._programs[oldest.key, oldest.start_bytes]
 
     def use(self, program: Program) -> None:
-        """Note that a program is followed."""
+        """Note that a program has carried a step out."""
         program.used_at = next(self._clock)
 
     def find(self, key: Key, start_bytes: int) -> Program | None:
@@ -180,9 +181,10 @@ class ProgramCache:
         exact = [program for program in programs if program.agrees(position, exactly=True)]
         if exact:
             serving = [program for program in exact if self.covers(program.start_bytes, position.start_bytes)]
+            key = max(serving or exact, key=lambda program: program.used_at).key
             if serving:
-                return min(serving, key=lambda program: (program.start_bytes, -program.used_at)), True
-            return max(exact, key=lambda program: (program.start_bytes, program.used_at)), True
+                return min((p for p in serving if p.key == key), key=lambda program: program.start_bytes), True
+            return max((p for p in exact if p.key == key), key=lambda program: program.start_bytes), True
         index = position.num_saves - 1
         others = [program for program in programs if program.agrees(position, exactly=False)]
         larger = [program for program in others if program.schedule.saved_bytes[index] >= position.saved_bytes]
