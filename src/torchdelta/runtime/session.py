@@ -34,6 +34,7 @@ from torchdelta.runtime.memory.restore import Restorer
 from torchdelta.runtime.memory.room import LEAST_EVICTION_BYTES, Room
 from torchdelta.runtime.memory.transfers import Transfers
 from torchdelta.runtime.observe.trace_builder import TraceBuilder
+from torchdelta.runtime.observe.trace_output import TraceOutput, TraceReaders
 from torchdelta.runtime.policies import REGISTRY
 from torchdelta.runtime.record.backward import Backward
 from torchdelta.runtime.record.compiled import CompiledRegions
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.config import Config
+    from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
 
@@ -67,7 +69,7 @@ _logger = logging.getLogger("torchdelta")
 class Session:
     """Wires the parts together and installs them in torch. A part gets the parts that it uses, never the session."""
 
-    def __init__(self, budget_bytes: int, config: Config) -> None:
+    def __init__(self, budget_bytes: int, config: Config, plan: GivenPlan | None, trace_out: str | None) -> None:
         self.config = config
         self.budget_bytes = budget_bytes
         forces = config.decisions is not None
@@ -97,7 +99,8 @@ class Session:
         subclasses = Subclasses(self.ledger)
         self.subclasses = subclasses
         self.follower = Follower(self.restorer)
-        self.programs = Programs(config, self.follower, budget_bytes)
+        self.programs = Programs(config, self.follower, budget_bytes, plan)
+        self.trace_readers = TraceReaders(self.programs, TraceOutput(trace_out))
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
@@ -213,6 +216,7 @@ class Session:
             usage.counter.stop()
         if self.steps.is_after_backward and self.survey is None:
             self.steps.end()  # the last step of a loop without an optimizer
+        self.trace_readers.stop()  # the running step is not complete
         self._end_trace()
         set_current_session(None)
         if self.recorder in mode_stack():
@@ -321,8 +325,7 @@ class Session:
         self.placing.on_step_end()
         self.follower.on_step_end()
         self.programs.on_step_end(self.steps.last_peak_bytes)
-        if self.programs.wants_trace:  # from its start, and with the optimizer's states, which the first step lacks
-            self.programs.on_trace_begin()
+        if not self.ledger.is_closing and self.trace_readers.begin():  # with the optimizer's states, from its start
             self._begin_trace()
             scan_storages(self.ledger)
 
@@ -338,7 +341,7 @@ class Session:
                 if self._trace is None:
                     self._trace = trace
                 elif trace is not None:
-                    self.programs.on_traced(trace, builder.log())
+                    self.trace_readers.on_traced(trace, builder.log())
             self.ledger.observing.observer = Observer()
 
     def trace(self) -> Trace | None:

@@ -21,6 +21,7 @@ from torchdelta.units import format_bytes
 if TYPE_CHECKING:
     from torchdelta.config import Config
     from torchdelta.runtime.follow.follower import Follower
+    from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.trace.model import Trace
 
@@ -41,11 +42,13 @@ class Programs:
         config: Names the planner; None is never to plan.
         follower: Carries the program out.
         budget_bytes: The budget.
+        given: A plan to follow in place of a planner's.
     """
 
-    def __init__(self, config: Config, follower: Follower, budget_bytes: int) -> None:
+    def __init__(self, config: Config, follower: Follower, budget_bytes: int, given: GivenPlan | None = None) -> None:
         self.follower = follower
         self.budget_bytes = budget_bytes
+        self.given = given
         self.planning = Planning(config) if config.planner is not None else None
         if self.planning is not None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
@@ -58,13 +61,13 @@ class Programs:
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the next step is to be traced: buffers have had to leave, and no step was traced to its end yet."""
-        return (
-            self.planning is not None
-            and self._step is None
-            and self._num_traces < _MAX_TRACES
-            and self.follower.room.counters.num_evictions > 0
-        )
+        """Whether the next step is to be traced: a plan is given or buffers have had to leave, and no step was traced.
+
+        A trace that was dropped does not count.
+        """
+        if self._step is not None or self._num_traces >= _MAX_TRACES:
+            return False
+        return self.given is not None or (self.planning is not None and self.follower.room.counters.num_evictions > 0)
 
     def on_trace_begin(self) -> None:
         """Count a step that is being traced: its trace may be dropped."""
@@ -76,6 +79,9 @@ class Programs:
         why = log.why_not_followed()
         if why:
             warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
+            return
+        if self.given is not None:
+            self._follow_given(self.given, trace, log)
             return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
@@ -135,6 +141,22 @@ class Programs:
             planned.answer.plain_time_s * 1e3,
             format_bytes(planned.answer.peak_bytes + self._margin_bytes),
         )
+
+    def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog) -> None:
+        try:
+            schedule, peak_bytes = given.schedule(trace, log, self.budget_bytes)
+        except PlanError as error:
+            warn_once(f"{given.name} is not followed: {error}; buffers leave and return reactively")
+            return
+        self.follower.program = schedule
+        num_absences = len(given.plan.absences)
+        if schedule.num_not_carried_out:
+            warn_once(
+                f"{given.name}: {schedule.num_not_carried_out} of {num_absences} absences are not carried out, since "
+                "only what saved tensors do between forward and backward is: what they would have freed leaves "
+                "reactively"
+            )
+        _logger.info("following %s: %d absences, peak %s", given.name, num_absences, format_bytes(peak_bytes))
 
     def _machine(self) -> Machine:
         """Return the machine as this session has measured it."""
