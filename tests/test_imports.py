@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "plan",
         "pool",
     },
-    "budget": {*BASE, "host", "summary", "runtime", "trace"},
+    "budget": {*BASE, "host", "summary", "runtime", "trace", "plan"},
     "__init__": {*BASE, "summary", "runtime", "budget", "planners"},
     # Leaves: nothing above imports them.
     "cli": {

@@ -7,17 +7,21 @@ import threading
 from typing import TYPE_CHECKING, Self
 
 from torchdelta.config import Config
-from torchdelta.errors import ScopeError
+from torchdelta.errors import ConfigError, ScopeError
 from torchdelta.runtime import interrupts
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device.memory import device_memory_bytes
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.follow.given_plan import given_plan
+from torchdelta.runtime.observe.trace_output import check_trace_path
 from torchdelta.runtime.session import Session
 from torchdelta.units import parse_size
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
 
+    from torchdelta.plan.model import Plan
     from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
 
@@ -35,9 +39,16 @@ class MemoryBudget:
     Args:
         budget: "8GiB", "80%" (of the device; on CPU of the lesser of RAM and the cgroup's limit), or an int of bytes.
         config: Options; the default is right for most.
+        plan: A plan of this step to follow, from `torchdelta plan`: the path of its file, or a `Plan`. It takes the
+            place of `Config(planner=...)`. The second step is traced; if the plan is one of that step and holds the
+            budget there, it is carried out from the third one on, else a warning says why not. docs/following.md has
+            the way from a step to its plan.
+        trace_out: Write the trace of the second step to this file, for `torchdelta plan`.
 
     Raises:
         SizeError: The budget cannot be parsed.
+        ConfigError: `plan` is given beside a planner or forced decisions, or `trace_out` cannot be written.
+        PlanError: The plan's file cannot be read.
         BudgetError: (inside the scope) The step does not fit, whatever is evicted; names the least budget that fits.
         ScopeError: It is nested, is stopped while not running, or is used on another thread than the one that started
             it.
@@ -51,8 +62,21 @@ class MemoryBudget:
         >>> print(budget.summary())  # doctest: +SKIP
     """
 
-    def __init__(self, budget: int | str, config: Config | None = None) -> None:
+    def __init__(
+        self,
+        budget: int | str,
+        config: Config | None = None,
+        *,
+        plan: str | os.PathLike[str] | Plan | None = None,
+        trace_out: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.config = config if config is not None else Config()
+        if plan is not None and self.config.planner is not None:
+            raise ConfigError("plan and Config(planner=...) exclude each other: leave one of them out")
+        if plan is not None and self.config.decisions is not None:
+            raise ConfigError("plan and Config(decisions=...) exclude each other: leave one of them out")
+        self._plan = given_plan(plan) if plan is not None else None
+        self._trace_out = check_trace_path(trace_out) if trace_out is not None else None
         # Query the device only for a percentage: that initializes CUDA, and the script may still fork or choose a
         # device.
         is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
@@ -63,7 +87,9 @@ class MemoryBudget:
 
     def __repr__(self) -> str:
         """Return the constructor call."""
-        return f"MemoryBudget({self.budget_bytes}, {self.config!r})"
+        plan = "" if self._plan is None else f", plan={self._plan.name!r}"
+        trace_out = "" if self._trace_out is None else f", trace_out={self._trace_out!r}"
+        return f"MemoryBudget({self.budget_bytes}, {self.config!r}{plan}{trace_out})"
 
     def start(self) -> None:
         """Start to enforce the budget on this thread."""
@@ -83,7 +109,7 @@ class MemoryBudget:
         if self._session is not None:
             msg = "this MemoryBudget is already running: stop it first"
             raise ScopeError(msg)
-        session = Session(self.budget_bytes, self.config)
+        session = Session(self.budget_bytes, self.config, self._plan, self._trace_out)
         session.start()
         self._session = session
         _running.budget, _running.session = self, session
@@ -143,7 +169,8 @@ class MemoryBudget:
         """Return the trace of the first complete step since the last start: its ops and buffers as without a budget.
 
         `torchdelta.trace.model` describes it; `torchdelta.trace.file.write_trace` writes it to a file. Later steps are
-        not traced, at no cost.
+        not traced, at no cost. The first step makes the optimizer's states: for a plan that later steps can follow,
+        have the second one traced with `MemoryBudget(..., trace_out="step.trace")`.
 
         Raises:
             ScopeError: The budget was never started, no step is complete yet, or the trace was dropped (the log says

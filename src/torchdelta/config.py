@@ -15,8 +15,23 @@ __all__ = ["DECISIONS", "POLICIES", "TIERS", "VERIFY", "Config", "SavedBuffer"]
 
 # The reactive policies; a test compares the runtime's registry with this.
 POLICIES: Final = ("torchdelta", "delta-2022", "dtr", "largest-first", "lru", "recompute-only", "swap-only")
-# The planners whose plans a session can follow: those that plan in the class "saved". A test compares the registry.
-PLANNERS: Final = ("capuchin", "checkpoint", "delta-2024", "keep", "mu-two", "swap-all", "torchdelta")
+# The planners whose plans a session can follow; a test compares the registry with this.
+PLANNERS: Final = (
+    "autoswap-aoa",
+    "autoswap-doa",
+    "autoswap-swdoa",
+    "autoswap-wdoa",
+    "capuchin",
+    "checkpoint",
+    "delta-2022",
+    "delta-2022-released",
+    "delta-2024",
+    "dtr",
+    "keep",
+    "mu-two",
+    "swap-all",
+    "torchdelta",
+)
 DECISIONS: Final = ("recompute", "swap", "keep")
 TIERS: Final = ("disk", "memory")
 VERIFY: Final = ("first-step",)
@@ -54,8 +69,9 @@ class Config:
         planner: Follow a plan from this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
             lists them), in place of the policy: once buffers have left, steps are traced, a helper process plans them
             while the training goes on, and the following steps carry the plans out, one for each kind of step. Steps
-            without a plan, and what a plan misses, are left to the policy. None never plans. Experimental; needs the
-            extra "plan".
+            without a plan, and what a plan misses, are left to the policy. Of plans of the classes "extended" (as of
+            "dtr" and "delta-2022") and "all" (as of "autoswap-doa") only what saved tensors do between forward and
+            backward is carried out. None never plans. Experimental; needs the extra "plan".
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.

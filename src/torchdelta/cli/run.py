@@ -50,6 +50,28 @@ def run(
     ] = None,
     host_budget: Annotated[str | None, typer.Option(help="Most host memory for swapped data.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Most disk space for swapped data.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Follow this plan from the third step on; `torchdelta plan` makes it from --trace-out's trace.",
+            show_default=False,
+        ),
+    ] = None,
+    planner: Annotated[
+        str | None,
+        typer.Option(
+            help="Have a step planned while the script runs, and follow that plan: torchdelta, or one that "
+            "`torchdelta plan --planner list` lists.",
+            show_default=False,
+        ),
+    ] = None,
+    trace_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the trace of the second step into this file; '{rank}' in its name becomes the rank.",
+            show_default=False,
+        ),
+    ] = None,
     arena: Annotated[bool, typer.Option("--arena", help="On CPU: plan addresses, for less fragmentation.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary (on stderr) as one line of JSON.")] = False,
     summary_json: Annotated[
@@ -74,14 +96,19 @@ def run(
     try:
         # Config checks the names, and its message lists the allowed ones.
         options: dict[str, Any] = {"policy": policy, "tier": tier, "swap_dir": swap_dir, "arena": arena}
-        options |= {"host_budget": host_budget, "disk_budget": disk_budget}
+        options |= {"host_budget": host_budget, "disk_budget": disk_budget, "planner": planner}
         config = Config(**options)
-        budget = MemoryBudget(number_or_text(memory_budget), config)
+        budget = MemoryBudget(
+            number_or_text(memory_budget),
+            config,
+            plan=plan,
+            trace_out=None if trace_out is None else _of_rank(trace_out),
+        )
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         _fail(str(error), EXIT_BUDGET if isinstance(error, BudgetError) else EXIT_USAGE)
 
-    hand_on(number_or_text(memory_budget), options, as_json=as_json)
+    hand_on(number_or_text(memory_budget), options, plan=plan, as_json=as_json)
     try:
         outcome = run_script(target, arguments or [], is_module=is_module)
     finally:
@@ -111,7 +138,12 @@ def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
     text = json.dumps(summary.as_dict())
     typer.echo(text if as_json else f"{_prefix()}:\n{summary}", err=True)
     if path is not None:
-        Path(str(path).replace("{rank}", os.environ.get("RANK", "0"))).write_text(text + "\n", encoding="utf-8")
+        _of_rank(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _of_rank(path: Path) -> Path:
+    """Return the path with the rank of this process in place of '{rank}'."""
+    return Path(str(path).replace("{rank}", os.environ.get("RANK", "0")))
 
 
 def _flush_stdout() -> None:

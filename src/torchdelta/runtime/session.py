@@ -33,7 +33,8 @@ from torchdelta.runtime.memory.costs import Costs
 from torchdelta.runtime.memory.restore import Restorer
 from torchdelta.runtime.memory.room import LEAST_EVICTION_BYTES, Room
 from torchdelta.runtime.memory.transfers import Transfers
-from torchdelta.runtime.observe.trace_builder import TraceBuilder
+from torchdelta.runtime.observe.step_traces import StepTraces
+from torchdelta.runtime.observe.trace_output import TraceOutput
 from torchdelta.runtime.policies import REGISTRY
 from torchdelta.runtime.record.backward import Backward
 from torchdelta.runtime.record.compiled import CompiledRegions
@@ -41,13 +42,11 @@ from torchdelta.runtime.record.other_streams import OtherStreams
 from torchdelta.runtime.record.recorder import Recorder
 from torchdelta.runtime.record.resized import Resizes
 from torchdelta.runtime.record.saved import SavedTensors
-from torchdelta.runtime.record.scan import scan_storages
 from torchdelta.runtime.record.subclasses import Subclasses
 from torchdelta.runtime.record.transforms import Transforms
 from torchdelta.runtime.report import log_first_step, log_result, summarize
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
-from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.steps import StepTracker
 from torchdelta.runtime.survey.first_step import foresee_first_step, is_trial
 from torchdelta.runtime.survey.program_state import drop_fake_gradients
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.config import Config
+    from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
 
@@ -67,7 +67,7 @@ _logger = logging.getLogger("torchdelta")
 class Session:
     """Wires the parts together and installs them in torch. A part gets the parts that it uses, never the session."""
 
-    def __init__(self, budget_bytes: int, config: Config) -> None:
+    def __init__(self, budget_bytes: int, config: Config, plan: GivenPlan | None, trace_out: str | None) -> None:
         self.config = config
         self.budget_bytes = budget_bytes
         forces = config.decisions is not None
@@ -97,8 +97,7 @@ class Session:
         subclasses = Subclasses(self.ledger)
         self.subclasses = subclasses
         self.follower = Follower(self.restorer)
-        self.programs = Programs(config, self.follower, budget_bytes)
-        self.follower.on_first_save = self._on_first_save
+        self.programs = Programs(config, self.follower, budget_bytes, plan)
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
@@ -108,15 +107,13 @@ class Session:
         self.transforms = Transforms(self.recorder, self._take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.survey: Survey | None = None
+        self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
         self.placing = open_arena(
             config,
             torch_device,
             trace=self.trace,
             room_bytes=lambda: max(0, budget_bytes - self.ledger.usage.total_bytes),
         )
-        self._trace_builder: TraceBuilder | None = None
-        self._traces_for_planner = False
-        self._trace: Trace | None = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._optimizer_hooks: list[Any] = []
         # Optimizers whose first step was tried on fake tensors.
@@ -169,8 +166,7 @@ class Session:
 
     def _install(self) -> None:
         self._count()
-        self._begin_trace()
-        scan_storages(self.ledger)
+        self.traces.begin()
         self.ledger.usage.restart_peak()
         set_current_session(self)
         self._optimizer_hooks = [
@@ -215,8 +211,7 @@ class Session:
             usage.counter.stop()
         if self.steps.is_after_backward and self.survey is None:
             self.steps.end()  # the last step of a loop without an optimizer
-        self._drop_trace()
-        self._end_trace()
+        self.traces.stop()
         set_current_session(None)
         if self.recorder in mode_stack():
             self.recorder.__exit__(None, None, None)
@@ -322,50 +317,22 @@ class Session:
         self.room.digests = False
         if self.steps.num_steps == 1:
             log_first_step(self.room, self.steps, self.config.policy, self.budget_bytes)
-        self._end_trace()
+        self.traces.end()
         self.placing.on_step_end()
         self.follower.on_step_end()
         self.programs.on_step_end(self.steps.last_peak_bytes, self.steps.last_time_s)
-        if self.programs.wants_trace:  # from its start, and with the optimizer's states, which the first step lacks
-            self.programs.on_trace_begin()
-            self._traces_for_planner = True
-            self._begin_trace()
-            scan_storages(self.ledger)
+        if not self.ledger.is_closing:
+            self.traces.begin_later()
 
     def _on_step_abandoned(self) -> None:
         """Begin anew: what was saved so far had no backward, as in an evaluation or after an exception."""
         if self.follower.position.num_saves:
             self.follower.restart()
-            self._drop_trace()
-
-    def _on_first_save(self) -> None:
-        if self._trace_builder is not None and not self.programs.needs_trace():
-            self._drop_trace()
-
-    def _drop_trace(self) -> None:
-        """End a trace for the planner that will not be needed. The user's trace, of the first step, goes on."""
-        if self._traces_for_planner:
-            self._trace_builder = None
-            self.ledger.observing.observer = Observer()
-
-    def _begin_trace(self) -> None:
-        self._trace_builder = TraceBuilder(self.ledger, self.steps, self.device.timer)
-        self.ledger.observing.observer = self._trace_builder
-
-    def _end_trace(self) -> None:
-        builder, self._trace_builder = self._trace_builder, None
-        if builder is not None:
-            if self.steps.num_steps or self.steps.is_after_backward:
-                trace = builder.finish()
-                if not self._traces_for_planner:
-                    self._trace = trace
-                elif trace is not None:
-                    self.programs.on_traced(trace, builder.log())
-            self.ledger.observing.observer = Observer()
+            self.traces.drop_later()
 
     def trace(self) -> Trace | None:
         """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
-        return self._trace
+        return self.traces.first
 
     def swap_tensors(self, original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
         """Run `torch.utils.swap_tensors` on two tensors that the runtime may refer to."""
@@ -390,8 +357,7 @@ class Session:
                 running_leaves=self.backward.running_leaves,
                 on_end=self._on_survey_end,
             )
-            self._trace_builder = None  # this step will not be complete
-            self.ledger.observing.observer = Observer()
+            self.traces.drop()  # this step will not be complete
             self.survey.begin()
             self.survey.need(size_bytes, why)
             is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.ledger.num_handles > 0

@@ -20,9 +20,11 @@ __all__ = ["VARIABLE", "hand_on", "open_scope"]
 VARIABLE: Final = "TORCHDELTA_RUN"  # the budget and the options, as JSON; sitecustomize.py knows the name too
 
 
-def hand_on(memory_budget: int | str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Give the budget to every Python process that is started from now on."""
-    os.environ[VARIABLE] = json.dumps({"memory_budget": memory_budget, "options": options, "as_json": as_json})
+def hand_on(memory_budget: int | str, options: dict[str, Any], *, plan: Path | None, as_json: bool) -> None:
+    """Give the budget, and a plan, to every Python process that is started from now on."""
+    plan_path = None if plan is None else str(plan.absolute())  # a process may start in another directory
+    given = {"memory_budget": memory_budget, "options": options, "plan": plan_path, "as_json": as_json}
+    os.environ[VARIABLE] = json.dumps(given)
     folder = str(Path(__file__).parent)
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *others])
@@ -39,7 +41,7 @@ def open_scope() -> None:
         return
     given = json.loads(os.environ[VARIABLE])
     try:
-        budget = MemoryBudget(given["memory_budget"], Config(**given["options"]))
+        budget = MemoryBudget(given["memory_budget"], Config(**given["options"]), plan=given["plan"])
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         print(f"{_prefix()}: this process trains without a budget: {error}", file=sys.stderr, flush=True)

@@ -95,7 +95,7 @@ class Planning:
             machine=machine,
             budget_bytes=budget_bytes,
             planner=planner,
-            decision_class="saved",
+            decision_class=None,
             effort="fast",
         )
         self._waiting.append((key, request))

@@ -30,6 +30,7 @@ from torchdelta.units import format_bytes
 if TYPE_CHECKING:
     from torchdelta.config import Config
     from torchdelta.runtime.follow.follower import EndedStep, Follower
+    from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.runtime.follow.planning import Planned
     from torchdelta.runtime.follow.program import Key
     from torchdelta.runtime.follow.step_log import StepLog
@@ -45,6 +46,7 @@ _MISSES_ALLOWED: Final = 1  # in the first followed steps copies out may be slow
 _WANTED_STEPS: Final = 32  # so many steps after one without a program are traced
 _MOST_TOKENS: Final = 96
 _STEPS_PER_TOKEN: Final = 16
+_MOST_GIVEN_TRACES: Final = 3  # for a given plan; a trace can be dropped
 _MOST_WAITING: Final = 4  # requests without an answer
 _MOST_UNPLANNABLE: Final = 256
 _NUM_TIMES: Final = 7  # step times of which a median is taken
@@ -80,18 +82,20 @@ class Programs:
         config: Names the planner; None is never to plan.
         follower: Carries the programs out.
         budget_bytes: The budget.
+        given: A plan to follow in place of a planner's.
     """
 
-    def __init__(self, config: Config, follower: Follower, budget_bytes: int) -> None:
+    def __init__(self, config: Config, follower: Follower, budget_bytes: int, given: GivenPlan | None = None) -> None:
         self.follower = follower
         self.budget_bytes = budget_bytes
         self.cache = follower.programs
+        self.given = given
         self.planning = Planning(config) if config.planner is not None else None
         self.latest: Program | None = None  # the program of the latest followed step
         self.num_plans = 0
         if self.planning is not None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
-        follower.is_on = self.planning is not None
+        follower.is_on = self.planning is not None or given is not None
         self._asked: list[_Asked] = []  # without an answer
         self._retrace: dict[tuple[Key, int], int] = {}  # by step and start: how often it was traced again
         self._unplannable: set[Key] = set()
@@ -105,6 +109,8 @@ class Programs:
     @property
     def wants_trace(self) -> bool:
         """Whether the next step is to be traced. See [Note: when a step is traced]."""
+        if self.given is not None:
+            return not len(self.cache) and self._tokens > _MOST_TOKENS - _MOST_GIVEN_TRACES
         return (
             self.planning is not None
             and bool(self._wanted)
@@ -134,6 +140,12 @@ class Programs:
                 self._unplannable.add(key)
             warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
             return
+        if self.given is not None:
+            self._follow_given(self.given, trace, log)
+            return
+        if self.given is not None:
+            self._follow_given(self.given, trace, log)
+            return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
         num_retraces = 0 if known is None else self._retrace.pop((known.key, known.start_bytes)) + 1
@@ -151,6 +163,8 @@ class Programs:
 
     def needs_trace(self) -> bool:
         """Return, at its first save, whether the step that is being traced may be one without a program."""
+        if self.given is not None:
+            return True
         first = self.follower.position.first
         return any(wanted.first == first for wanted in self._wanted.values()) or not self.cache.begins(first)
 
@@ -300,6 +314,28 @@ class Programs:
             planned.answer.plain_time_s * 1e3,
             format_bytes(planned.answer.peak_bytes + asked.margin_bytes),
         )
+
+    def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog) -> None:
+        position = self.follower.position
+        self._tokens = 0.0  # the first complete trace decides
+        try:
+            schedule, peak_bytes = given.schedule(trace, log, self.budget_bytes)
+        except PlanError as error:
+            warn_once(f"{given.name} is not followed: {error}; buffers leave and return reactively")
+            return
+        self.cache.add(
+            Program(
+                schedule, position.key, start_bytes=position.start_bytes, answer=None, step=(trace, log), margin_bytes=0
+            )
+        )
+        num_absences = len(given.plan.absences)
+        if schedule.num_not_carried_out:
+            warn_once(
+                f"{given.name}: {schedule.num_not_carried_out} of {num_absences} absences are not carried out, since "
+                "only what saved tensors do between forward and backward is: what they would have freed leaves "
+                "reactively"
+            )
+        _logger.info("following %s: %d absences, peak %s", given.name, num_absences, format_bytes(peak_bytes))
 
     def _end(self, why: str) -> None:
         warn_once(f"no further step is planned: {why}")

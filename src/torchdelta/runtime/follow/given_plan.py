@@ -1,0 +1,78 @@
+"""A plan that the user gives, from a file or from Python: whether the traced step is the one that it was made for.
+
+A plan names ops and buffers by their index in a trace, here in one that is numbered by use (`trace/numbering.py`). The
+step that a session has traced is that trace if it has as many ops and buffers, if the validator finds that every
+absence and replay fits it, and if the plan holds the session's budget there. The budget that the plan was made for does
+not matter, nor do tensors that the process holds beside the step but for their bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchdelta.errors import ConfigError
+from torchdelta.plan.file import read_plan
+from torchdelta.plan.model import Plan
+from torchdelta.plan.validate import validate
+from torchdelta.plan.walk import Walk
+from torchdelta.runtime.follow.schedule import make_schedule
+from torchdelta.trace.numbering import num_involved, numbered_by_use
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.schedule import Schedule
+    from torchdelta.runtime.follow.step_log import StepLog
+    from torchdelta.trace.model import Trace
+
+__all__ = ["GivenPlan", "given_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenPlan:
+    """A plan and where it is from.
+
+    Attributes:
+        name: The name of its file, or of the planner that made it.
+        plan: The plan.
+    """
+
+    name: str
+    plan: Plan
+
+    def schedule(self, trace: Trace, log: StepLog, budget_bytes: int) -> tuple[Schedule, int]:
+        """Return what carries the plan out in the steps that repeat a traced one, and the peak that it has there.
+
+        Raises:
+            PlanError: It is no plan of this step, or does not hold the budget. One line that says what differs.
+        """
+        trace, new_ids = numbered_by_use(trace)
+        plan = self.plan
+        num_buffers = num_involved(trace)
+        if plan.header.num_ops == len(trace.ops) and plan.header.num_buffers in {num_buffers, num_buffers + 1}:
+            num_buffers = len(trace.buffers)  # with and without idle tensors it is the same step
+        else:
+            num_buffers = plan.header.num_buffers
+        header = msgspec.structs.replace(plan.header, budget_bytes=budget_bytes, num_buffers=num_buffers)
+        plan = msgspec.structs.replace(plan, header=header)
+        validate(trace, plan)
+        log = replace(log, buffer_ids=tuple(new_ids.get(id_, -1) for id_ in log.buffer_ids))
+        peak_bytes = max(moment.held_bytes for moment in Walk(trace, plan).moments())
+        return make_schedule(plan, log), peak_bytes
+
+
+def given_plan(plan: object) -> GivenPlan:
+    """Return a plan that is given as such, or as the path of its file.
+
+    Raises:
+        ConfigError: It is neither.
+        PlanError: The file cannot be read.
+    """
+    if isinstance(plan, Plan):
+        return GivenPlan(name=f"a plan of {plan.header.planner}", plan=plan)
+    if not isinstance(plan, (str, os.PathLike)):
+        raise ConfigError(f"plan={plan!r} is not allowed: use the path of a plan file, a Plan, or None")
+    path = os.fspath(plan)
+    return GivenPlan(name=os.path.basename(path), plan=read_plan(path))  # noqa: PTH119 - os.PathLike of any kind

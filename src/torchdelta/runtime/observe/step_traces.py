@@ -1,0 +1,97 @@
+"""Traces the steps of a session: the first one for the user, later ones for the programs and for a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchdelta.runtime.observe.trace_builder import TraceBuilder
+from torchdelta.runtime.record.scan import scan_storages
+from torchdelta.runtime.state.observer import Observer
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.device.op_timer import OpTimer
+    from torchdelta.runtime.follow.programs import Programs
+    from torchdelta.runtime.observe.trace_output import TraceOutput
+    from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.runtime.state.steps import StepTracker
+    from torchdelta.trace.model import Trace
+
+__all__ = ["StepTraces"]
+
+
+class StepTraces:
+    """Which step is traced, and who gets the trace. Mutable.
+
+    Args:
+        ledger: The storages that exist when a step begins.
+        steps: The position in the training step.
+        timer: Measures the ops.
+        programs: Plans steps from their traces.
+        output: Writes one trace to a file.
+    """
+
+    def __init__(
+        self, ledger: Ledger, steps: StepTracker, timer: OpTimer, programs: Programs, output: TraceOutput
+    ) -> None:
+        self.first: Trace | None = None  # of the first step; None before it is complete or if it was dropped
+        self._ledger = ledger
+        self._steps = steps
+        self._timer = timer
+        self._programs = programs
+        self._output = output
+        self._builder: TraceBuilder | None = None
+        self._is_first = True  # whether the running trace is that of the first step
+        self._readers: list[Programs | TraceOutput] = []  # who wants the trace of the running step
+        programs.follower.on_first_save = self._on_first_save
+
+    def begin(self) -> None:
+        """Begin the trace of a step: all storages that exist are known from here on."""
+        self._builder = TraceBuilder(self._ledger, self._steps, self._timer)
+        self._ledger.observing.observer = self._builder
+        scan_storages(self._ledger)
+
+    def begin_later(self) -> None:
+        """Begin the trace of a step after the first one, if anybody wants it."""
+        self._is_first = False
+        self._readers = [reader for reader in (self._programs, self._output) if reader.wants_trace]
+        for reader in self._readers:
+            reader.on_trace_begin()
+        if self._readers:
+            self.begin()
+
+    def end(self) -> None:
+        """End the trace of a step that is complete, and hand it out."""
+        builder = self._builder
+        if builder is None:
+            return
+        self.drop()
+        if self._steps.num_steps or self._steps.is_after_backward:
+            trace = builder.finish()
+            if self._is_first:
+                self.first = trace
+            elif trace is not None:
+                for reader in self._readers:
+                    reader.on_traced(trace, builder.log())
+
+    def drop(self) -> None:
+        """End a trace without handing it out: the step will not be complete."""
+        if self._builder is not None:
+            self._builder = None
+            self._ledger.observing.observer = Observer()
+
+    def drop_later(self) -> None:
+        """Drop the trace of a later step; that of the first one goes on."""
+        if not self._is_first:
+            self.drop()
+
+    def stop(self) -> None:
+        """End the traces: the session ends. The first step may be complete."""
+        if self._is_first:
+            self.end()
+        else:
+            self.drop()
+        self._output.on_stop()
+
+    def _on_first_save(self) -> None:
+        if self._builder is not None and self._readers == [self._programs] and not self._programs.needs_trace():
+            self.drop_later()
