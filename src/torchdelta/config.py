@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from torchdelta.errors import ConfigError, SizeError
+from torchdelta.names import nearest
 from torchdelta.units import parse_size
 
 __all__ = ["DECISIONS", "POLICIES", "TIERS", "VERIFY", "Config", "SavedBuffer"]
@@ -54,7 +55,8 @@ class Config:
         planner: Follow a plan from this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
             lists them), in place of the policy: the step after the first one in which a buffer left is traced, a helper
             process plans it while the training goes on, and the following steps carry the plan out. Steps that differ
-            from the traced one, and what the plan misses, are left to the policy. None never plans. Experimental; needs the extra "plan".
+            from the traced one, and what the plan misses, are left to the policy. None never plans. Experimental; needs
+            the extra "plan".
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.
@@ -126,7 +128,9 @@ def _check_choice(option: str, value: Any, allowed: tuple[str, ...], *, or_else:
     if isinstance(value, str) and value in allowed:
         return
     names = ", ".join(repr(name) for name in allowed)
-    raise ConfigError(f"{option}={value!r} is not allowed: use {names}{' or ' + or_else if or_else else ''}")
+    near = nearest(value, allowed) if isinstance(value, str) else None
+    use = "use" if near is None else f"did you mean {near!r}? Use"
+    raise ConfigError(f"{option}={value!r} is not allowed: {use} {names}{' or ' + or_else if or_else else ''}")
 
 
 def _check_flag(option: str, value: Any) -> None:
