@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 ROOT = Path(torchdelta.__file__).parent
 
 # For each room (a module or a package right under torchdelta): the rooms it may import, beside itself.
-BASE = {"units", "errors", "config"}
+BASE = {"units", "errors", "names", "config"}
 MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
-    "config": {"errors", "units"},
+    "names": set(),
+    "config": {"errors", "names", "units"},
     "host": BASE,
     "summary": BASE,
     "aten": {*BASE, "_torch"},
@@ -81,6 +82,7 @@ TORCH_FREE = {
     "__init__",
     "units",
     "errors",
+    "names",
     "config",
     "host",
     "summary",

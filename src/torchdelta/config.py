@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from torchdelta.errors import ConfigError, SizeError
+from torchdelta.names import nearest
 from torchdelta.units import parse_size
 
 __all__ = ["DECISIONS", "POLICIES", "TIERS", "VERIFY", "Config", "SavedBuffer"]
@@ -143,7 +144,9 @@ def _check_choice(option: str, value: Any, allowed: tuple[str, ...], *, or_else:
     if isinstance(value, str) and value in allowed:
         return
     names = ", ".join(repr(name) for name in allowed)
-    raise ConfigError(f"{option}={value!r} is not allowed: use {names}{' or ' + or_else if or_else else ''}")
+    near = nearest(value, allowed) if isinstance(value, str) else None
+    use = "use" if near is None else f"did you mean {near!r}? Use"
+    raise ConfigError(f"{option}={value!r} is not allowed: {use} {names}{' or ' + or_else if or_else else ''}")
 
 
 def _check_flag(option: str, value: Any) -> None:

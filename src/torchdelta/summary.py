@@ -39,7 +39,8 @@ class StepSummary:
 class Summary:
     """Totals since the budget was last started, and its steps.
 
-    `budget_bytes` is None if decisions are forced, which ignores the budget.
+    `budget_bytes` is None if decisions are forced, which ignores the budget. `num_refused_steps` counts the steps that
+    ended in a BudgetError; they are not among `steps`.
     """
 
     budget_bytes: int | None
@@ -51,6 +52,7 @@ class Summary:
     num_recomputed_ops: int
     stall_s: float
     recompute_s: float
+    num_refused_steps: int = 0
     steps: tuple[StepSummary, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,17 +66,23 @@ class Summary:
         of_budget = (
             f"PASSED the budget of {budget} by {format_bytes(over_bytes)}" if over_bytes else f"of budget {budget}"
         )
+        refused = f", {self.num_refused_steps} refused" if self.num_refused_steps else ""
         lines = [
-            f"peak {format_bytes(self.peak_bytes)} {of_budget}; {len(self.steps)} steps",
+            f"peak {format_bytes(self.peak_bytes)} {of_budget}; {len(self.steps)} steps{refused}",
             (
                 f"kept {format_bytes(self.kept_bytes)}, swapped out {format_bytes(self.swapped_out_bytes)}, "
                 f"recomputed {format_bytes(self.recomputed_bytes)} in {self.num_recomputed_ops} ops"
             ),
             f"stalled {self.stall_s:.3f} s, recomputing {self.recompute_s:.3f} s",
         ]
-        if not self.steps:
+        if not self.steps and not self.num_refused_steps:
             lines.append("no training step was seen on this thread")
-        elif self.swapped_out_bytes == 0 and self.num_recomputed_ops == 0 and not over_bytes:
+        elif (
+            not self.num_refused_steps
+            and self.swapped_out_bytes == 0
+            and self.num_recomputed_ops == 0
+            and not over_bytes
+        ):
             lines.append("the steps fit: nothing was evicted, recording is the only cost")
         if self.steps:
             lines.append(

@@ -78,6 +78,10 @@ def folder(tmp_path, monkeypatch):
     larger = (structs.replace(buffer, size_bytes=2 * buffer.size_bytes) for buffer in STEP.buffers)
     write_trace(structs.replace(STEP, buffers=tuple(larger)), "larger.trace")
     (tmp_path / "endless.jsonl").write_text('{"op": "alloc", "id": 1, "size_bytes": 1%s, "time_s": 0.0}' % ("0" * 400))
+    lives = "".join(
+        f"b{i},{start},{end},4096\n" for i, (start, end) in enumerate([(0, 3), (3, 9), (0, 9), (9, 21), (0, 21)])
+    )
+    (tmp_path / "lives.csv").write_text(f"id,lower,upper,size\n{lives}")
     (tmp_path / "directory").mkdir()
     return tmp_path
 
@@ -92,54 +96,138 @@ def fit(function, *more):
     return ("fit", function, *ON, "--planner", "delta-2024", *more)
 
 
+FAILED, USAGE, INFEASIBLE = 1, 2, 78
+# For each command: what is given, what is said of it, and the exit code.
 CASES = {
-    "no trace": (("simulate", "none.trace", *ON), "none.trace: cannot read the trace: No such file"),
-    "a directory for a trace": (("simulate", "directory", *ON), "directory: cannot read the trace: Is a directory"),
-    "a cut trace": (("simulate", "cut.trace", *ON), "the compressed data end too soon: the file was cut short"),
-    "a trace without its end": (plan("short.trace"), "the file ends without an end record: it was cut short"),
-    "a newer trace": (plan("newer.trace"), "newer torchdelta: format version 9, this one reads 2"),
-    "a flipped bit": (plan("flipped.trace"), "flipped.trace: line"),
-    "a trace that is text": (plan("text.trace"), "text.trace: not a trace: the file is not gzip-compressed"),
-    "an empty trace file": (plan("empty.trace"), "empty.trace: the file is empty"),
-    "no plan": (("simulate", "step.trace", "none.plan"), "none.plan: cannot read the plan: No such file"),
-    "a directory for a plan": (("simulate", "step.trace", "directory"), "cannot read the plan: Is a directory"),
-    "a cut plan": (("simulate", "step.trace", "cut.plan"), "the compressed data end too soon: the file was cut short"),
-    "a plan without its end": (("simulate", "step.trace", "short.plan"), "without an end record: it was cut short"),
-    "a newer plan": (("simulate", "step.trace", "newer.plan"), "newer torchdelta: format version 9"),
-    "a plan that is text": (("simulate", "step.trace", "text.plan"), "not a plan: the file is not gzip-compressed"),
-    "an empty plan file": (("simulate", "step.trace", "empty.plan"), "empty.plan: the file is empty"),
-    "a trace for a plan": (("simulate", "step.trace", "step.trace"), "not a plan: its format is 'torchdelta-trace'"),
-    "a plan for a trace": (plan("step.plan"), "not a trace: its format is 'torchdelta-plan'"),
-    "no machine": (("simulate", "step.trace", "--machine", "abacus"), "unknown machine 'abacus'"),
-    "a plan into a directory": (plan("step.trace", "-o", "directory"), "cannot write 'directory': it is a directory"),
-    "a plan into nowhere": (plan("step.trace", "-o", "no/x.plan"), "there is no directory 'no'"),
-    "a plan into a device": (plan("step.trace", "-o", "/dev/null"), "cannot write '/dev/null': it is not a regular"),
-    "a trace into a directory": (("trace", "bad_models:linear", "-o", "directory"), "it is a directory"),
-    "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return (model, inputs)"),
-    "a function that leaves": (fit("bad_models:leaving"), "bad_models:leaving cannot be called: SystemExit: 3"),
-    "a function of one batch": (fit("bad_models:fixed"), "fixed gives the same step at batch sizes 2 and 4"),
-    "a step without backward": (fit("bad_models:forward"), "the step of bad_models:forward ran no backward"),
-    "no batch": (fit("bad_models:linear", "--batch-size", "0"), "batch size 0 is not allowed: use 1 or more"),
+    # Files that are not there or cannot be written, names that are not known, values that make no sense.
+    "no trace": (("simulate", "none.trace", *ON), "cannot read 'none.trace': there is no such file", USAGE),
+    "no trace to plan": (plan("none.trace"), "cannot read 'none.trace': there is no such file", USAGE),
+    "a directory for a trace": (("simulate", "directory", *ON), "cannot read 'directory': it is a directory", USAGE),
+    "no plan": (("simulate", "step.trace", "none.plan"), "cannot read 'none.plan': there is no such file", USAGE),
+    "a directory for a plan": (("simulate", "step.trace", "directory"), "'directory': it is a directory", USAGE),
+    "no event log": (("trace", "none.jsonl"), "cannot read 'none.jsonl': there is no such file", USAGE),
+    "no lives": (("pool", "none.csv"), "cannot read 'none.csv': there is no such file", USAGE),
+    "no placement": (("pool", "lives.csv", "--validate", "none.csv"), "cannot read 'none.csv'", USAGE),
+    "no script": (("run", "--memory-budget", "1GiB", "none.py"), "no script 'none.py'", USAGE),
+    "no module": (fit("bat_models:linear"), "no module 'bat_models'", USAGE),
+    "no function": (fit("bad_models:lineer"), "bad_models has no function 'lineer': did you mean linear?", USAGE),
+    "no disk": (("probe", "--quick", "--device", "cpu", "--disk", "no"), "'no' cannot be measured", USAGE),
+    "a plan into a directory": (plan("step.trace", "-o", "directory"), "'directory': it is a directory", USAGE),
+    "a plan into nowhere": (plan("step.trace", "-o", "no/x.plan"), "there is no directory 'no'", USAGE),
+    "a plan into a device": (plan("step.trace", "-o", "/dev/null"), "'/dev/null': it is not a regular", USAGE),
+    "a trace into a directory": (("trace", "bad_models:linear", "-o", "directory"), "it is a directory", USAGE),
+    "a placement into nowhere": (("pool", "lives.csv", "-o", "no/x.csv"), "there is no directory 'no'", USAGE),
+    "a picture into nowhere": (("pool", "lives.csv", "--svg", "no/x.svg"), "there is no directory 'no'", USAGE),
+    "a summary into nowhere": (
+        ("run", "--memory-budget", "1GiB", "--summary-json", "no/x.json", "bad_models.py"),
+        "cannot write 'no/x.json': there is no directory 'no'",
+        USAGE,
+    ),
+    "no machine": (("simulate", "step.trace", "--machine", "abacus"), "unknown machine 'abacus': use local, ", USAGE),
+    "nearly a machine": (
+        ("plan", "step.trace", "--machine", "h10-80", "--memory-budget", "1GiB"),
+        "unknown machine 'h10-80': did you mean h100-80g",
+        USAGE,
+    ),
+    "nearly a planner": (fit("bad_models:linear", "--planner", "delta-224"), "did you mean delta-2024?", USAGE),
+    "no planner": (plan("step.trace", "--planner", "zzz"), "unknown planner 'zzz': use autoswap-aoa, ", USAGE),
+    "nearly an effort": (plan("step.trace", "--effort", "fats"), "'fats': did you mean fast? Known are fast", USAGE),
+    "nearly a class": (plan("step.trace", "--class", "extend"), "'extend': did you mean extended? Known", USAGE),
+    "nearly a class to fit": (fit("bad_models:linear", "--class", "ALL"), "'ALL': did you mean all? Known", USAGE),
+    "a class of another planner": (plan("step.trace", "--class", "all"), "in the class 'all': use 'saved'", USAGE),
+    "no optimizer": (fit("bad_models:linear", "--optimizer", "lion"), "unknown optimizer 'lion': use none, ", USAGE),
+    "nearly an optimizer": (
+        ("trace", "bad_models:linear", "--optimizer", "adam"),
+        "unknown optimizer 'adam': did you mean adamw?",
+        USAGE,
+    ),
+    "nearly a device": (("trace", "bad_models:linear", "--device", "cud"), "'cud': did you mean cuda?", USAGE),
+    "no device": (
+        ("probe", "--device", "tpu"),
+        "unknown device 'tpu': did you mean cpu? Known are cpu and cuda",
+        USAGE,
+    ),
+    "nearly a solver": (("pool", "lives.csv", "--solver", "smartpol"), "'smartpol': did you mean smartpool?", USAGE),
+    "nearly a policy": (("demo", "--policy", "dtrr"), "policy='dtrr' is not allowed: did you mean 'dtr'?", USAGE),
+    "nearly a policy to run": (
+        ("run", "--memory-budget", "1GiB", "--policy", "swaponly", "bad_models.py"),
+        "policy='swaponly' is not allowed: did you mean 'swap-only'?",
+        USAGE,
+    ),
+    "nearly a tier": (
+        ("run", "--memory-budget", "1GiB", "--tier", "dsk", "bad_models.py"),
+        "tier='dsk' is not allowed: did you mean 'disk'?",
+        USAGE,
+    ),
+    "nearly a command": (("plam",), "no such command 'plam'", USAGE),
+    "nearly an option": (plan("step.trace", "--efort", "best"), "no such option: --efort", USAGE),
+    "no machine at all": (("plan", "step.trace", "--memory-budget", "1GiB"), "missing option '--machine'", USAGE),
+    "no machine and no plan": (("simulate", "step.trace"), "a machine is needed: --machine a100-80g", USAGE),
+    "an option that is no number": (
+        fit("bad_models:linear", "--batch-size", "two"),
+        "invalid value for '--batch-size'",
+        USAGE,
+    ),
+    "no batch": (fit("bad_models:linear", "--batch-size", "0"), "batch size 0 is not allowed: use 1 or more", USAGE),
+    "no batch to trace": (("trace", "bad_models:linear", "--batch-size", "-1"), "batch size -1 is not", USAGE),
+    "no layers": (("demo", "--layers", "0"), "invalid value for '--layers'", USAGE),
+    "a width between": (("demo", "--width", "100"), "--width 100 is not a multiple of 64", USAGE),
+    "a budget without a unit": (plan("step.trace", "--memory-budget", "0.5"), "write '50%' for a share", USAGE),
+    "a share above all": (("demo", "--memory-budget", "120%"), "'120%' is more than 100%", USAGE),
+    "a budget of another unit": (fit("bad_models:linear", "--memory-budget", "8Gi"), "has an unknown unit", USAGE),
+    "a reserve of everything": (
+        fit("bad_models:linear", "--reserve", "80GiB"),
+        "leaves nothing of the 79.15 GiB",
+        USAGE,
+    ),
+    "a capacity without a unit": (("pool", "lives.csv", "--capacity", "1.5"), "capacity 1.5 is ambiguous", USAGE),
+    "an alignment of nothing": (("pool", "lives.csv", "--alignment", "0"), "an alignment of 0 bytes", USAGE),
+    "a seed below zero": (("pool", "lives.csv", "--seed", "-1"), "a seed of -1 makes no sense", USAGE),
+    "a time limit below zero": (("pool", "lives.csv", "--time-limit", "-1"), "a time limit of -1.0 s", USAGE),
+    # Files that are damaged, and steps that cannot be traced.
+    "a cut trace": (("simulate", "cut.trace", *ON), "the compressed data end too soon: the file was cut", FAILED),
+    "a trace without its end": (plan("short.trace"), "the file ends without an end record: it was cut short", FAILED),
+    "a newer trace": (plan("newer.trace"), "newer torchdelta: format version 9, this one reads 2", FAILED),
+    "a flipped bit": (plan("flipped.trace"), "flipped.trace: line", FAILED),
+    "a trace that is text": (plan("text.trace"), "text.trace: not a trace: the file is not gzip-compressed", FAILED),
+    "an empty trace file": (plan("empty.trace"), "empty.trace: the file is empty", FAILED),
+    "a cut plan": (
+        ("simulate", "step.trace", "cut.plan"),
+        "the compressed data end too soon: the file was cut",
+        FAILED,
+    ),
+    "a plan without its end": (("simulate", "step.trace", "short.plan"), "without an end record: it was cut", FAILED),
+    "a newer plan": (("simulate", "step.trace", "newer.plan"), "newer torchdelta: format version 9", FAILED),
+    "a plan that is text": (("simulate", "step.trace", "text.plan"), "not a plan: the file is not gzip", FAILED),
+    "an empty plan file": (("simulate", "step.trace", "empty.plan"), "empty.plan: the file is empty", FAILED),
+    "a trace for a plan": (("simulate", "step.trace", "step.trace"), "its format is 'torchdelta-trace'", FAILED),
+    "a plan for a trace": (plan("step.plan"), "not a trace: its format is 'torchdelta-plan'", FAILED),
     "a plan for a smaller step": (
         ("simulate", "larger.trace", "step.plan"),
-        "the budget of 424.80 MiB is passed by 99824436 bytes",
+        "the budget of 424.80 MiB is passed by 95.20 MiB at",
+        FAILED,
     ),
-    "events of sizes without end": (("trace", "endless.jsonl", "--whole", "-o", "x.trace"), "come to more than 4 EiB"),
-    "a step that fails": (fit("bad_models:failing"), "bad_models:failing cannot be traced: ValueError: of the step"),
-    "a step that asks": (fit("bad_models:asking"), "bad_models:asking cannot be traced: it asks for the value"),
-    "no function": (fit("bad_models:lineer"), "bad_models has no function 'lineer': did you mean linear?"),
-    "no module": (fit("bat_models:linear"), "no module 'bat_models'"),
-    "no optimizer": (fit("bad_models:linear", "--optimizer", "lion"), "unknown optimizer 'lion'"),
-    "no planner": (("fit", "bad_models:linear", *ON, "--planner", "keeper"), "unknown planner 'keeper'"),
-    "no device": (("probe", "--device", "tpu"), "device 'tpu' cannot be probed: use cpu or cuda"),
-    "no disk": (("probe", "--quick", "--device", "cpu", "--disk", "no"), "'no'"),
+    "events of sizes without end": (("trace", "endless.jsonl", "--whole", "-o", "x.trace"), "more than 4 EiB", FAILED),
+    "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return", FAILED),
+    "a function that leaves": (fit("bad_models:leaving"), "leaving cannot be called: SystemExit: 3", FAILED),
+    "a function of one batch": (fit("bad_models:fixed"), "gives the same step at batch sizes 2 and 4", FAILED),
+    "a step without backward": (fit("bad_models:forward"), "the step of bad_models:forward ran no backward", FAILED),
+    "a step that fails": (fit("bad_models:failing"), "failing cannot be traced: ValueError: of the step", FAILED),
+    "a step that asks": (fit("bad_models:asking"), "asking cannot be traced: it asks for the value", FAILED),
+    "lives that are no CSV": (("pool", "bad_models.py"), "bad_models.py has no column 'id'", FAILED),
+    "a placement that is none": (("pool", "lives.csv", "--validate", "lives.csv"), "no column 'offset'", FAILED),
+    # A budget that cannot be held.
+    "a budget below the least": (
+        plan("step.trace", "--memory-budget", "1MiB"),
+        "the least budget found is",
+        INFEASIBLE,
+    ),
 }
 
 
 def refused(words):
     """Run a command and return its one line."""
     done = CliRunner().invoke(make_app(), [str(word) for word in words])
-    assert done.exit_code in {1, 2, 78}
     assert done.stdout == ""
     assert done.exception is None or isinstance(done.exception, SystemExit)
     *before, line = done.stderr.splitlines()
@@ -155,9 +243,10 @@ def refused(words):
 def test_one_clear_line(folder, case):
     """It names what was given and what is wrong with it."""
     before = sorted(folder.iterdir())
-    words, said = CASES[case]
-    line, _ = refused(words)
+    words, said, code = CASES[case]
+    line, exit_code = refused(words)
     assert said in line
+    assert exit_code == code
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 

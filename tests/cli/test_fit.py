@@ -69,19 +69,19 @@ def test_a_batch_that_no_plan_holds_exits_with_78():
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "said", "code"),
     [
-        ("small_for_fit:nothing", "must return"),
-        ("small_for_fit:nowhere", "nowhere"),
-        ("absent:model", "absent"),
-        ("small_for_fit", "small_for_fit"),
-        ("small_for_fit:without_batch", "takes no batch size"),
+        ("small_for_fit:nothing", "must return", 1),
+        ("small_for_fit:nowhere", "nowhere", 2),
+        ("absent:model", "absent", 2),
+        ("small_for_fit", "small_for_fit", 2),
+        ("small_for_fit:without_batch", "takes no batch size", 1),
     ],
 )
 @pytest.mark.usefixtures("_place")
-def test_a_function_that_cannot_be_used_is_one_line(function, said):
+def test_a_function_that_cannot_be_used_is_one_line(function, said, code):
     """A module that does not import, a function that is not there, that takes or returns the wrong thing."""
-    done = inside("fit", function, *OPTIONS, code=1)
+    done = inside("fit", function, *OPTIONS, code=code)
     assert len(done.stderr.strip().splitlines()) == 1
     assert said in done.stderr
     assert done.stdout == ""

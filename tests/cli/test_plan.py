@@ -200,12 +200,18 @@ def test_an_empty_trace_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said", "code"),
     [
-        (("--machine", "a100-800g", "--memory-budget", "1GiB"), "unknown machine 'a100-800g'", 1),
-        ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "did you mean delta-202", 1),
+        (
+            ("--machine", "a100-800g", "--memory-budget", "1GiB"),
+            "unknown machine 'a100-800g': did you mean a100-80g",
+            2,
+        ),
+        ((*ON, "--planner", "delta-2023", "--memory-budget", "1GiB"), "did you mean delta-202", 2),
+        ((*ON, "--effort", "bets", "--memory-budget", "1GiB"), "unknown effort 'bets': did you mean best?", 2),
         ((*ON, "--effort", "most", "--memory-budget", "1GiB"), "unknown effort 'most': use fast or best", 2),
+        ((*ON, "--class", "save", "--memory-budget", "1GiB"), "unknown class 'save': did you mean saved?", 2),
         ((*ON, "--class", "most", "--memory-budget", "1GiB"), "unknown class 'most': use saved, extended or all", 2),
-        ((*KNAPSACK, "--class", "all", "--memory-budget", "1GiB"), "does not plan in the class 'all': use 'saved'", 1),
-        ((*ON, "--planner", "torchdelta-all", "--memory-budget", "1GiB"), "use --class all", 1),
+        ((*KNAPSACK, "--class", "all", "--memory-budget", "1GiB"), "does not plan in the class 'all': use 'saved'", 2),
+        ((*ON, "--planner", "torchdelta-all", "--memory-budget", "1GiB"), "use --class all", 2),
         ((*KNAPSACK, "--memory-budget", "1.5"), "is ambiguous", 2),
         ((*KNAPSACK, "--memory-budget", "8 potatoes"), "potatoes", 2),
     ],
@@ -220,7 +226,7 @@ def test_wrong_words_are_one_line(trace, arguments, said, code):
 
 def test_files_that_are_not_there_or_something_else_are_one_line(trace, tmp_path):
     """A missing trace, a plan that is a trace, a plan of another step."""
-    torchdelta("simulate", tmp_path / "none.trace", *ON, code=1)
+    torchdelta("simulate", tmp_path / "none.trace", *ON, code=2)
     assert len(torchdelta("simulate", trace, trace, code=1).stderr.splitlines()) == 1
     other = tmp_path / "other.trace"
     write_trace(chain([(64 * MIB, 8e-3, 2e-3)] * 3), other)

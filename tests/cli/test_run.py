@@ -113,6 +113,7 @@ def test_the_exit_code_is_the_scripts(script, text, code, message):
     """However the script ends, the process ends with its code."""
     done = torchdelta("run", *BUDGET, script(text), code=code)
     assert message in done.stderr
+    assert done.stderr.count("\n") == 1
     assert ("Traceback" in done.stderr) == (message == "KeyboardInterrupt")
 
 
@@ -190,6 +191,8 @@ def test_the_budget_can_come_from_the_environment(script):
         (["--memory-budget", "0.8"], "torchdelta: budget 0.8 is ambiguous"),
         (["--memory-budget", "much"], "torchdelta: budget 'much' is not a size"),
         ([*BUDGET, "--policy", "belady"], "torchdelta: policy='belady' is not allowed: use 'torchdelta'"),
+        ([*BUDGET, "--policy", "delta"], "torchdelta: policy='delta' is not allowed: did you mean 'delta-2022'?"),
+        ([*BUDGET, "--summary-json", "no/s.json"], "torchdelta: cannot write 'no/s.json': there is no directory 'no'"),
         ([*BUDGET, "--tier", "tape"], "torchdelta: tier='tape' is not allowed: use 'disk', 'memory'"),
         ([*BUDGET, "--swap-dir", "/nonexistent"], "torchdelta: swap_dir='/nonexistent' is not a directory"),
         ([*BUDGET, "--disk-budget", "50%"], "torchdelta: disk_budget '50%'"),
@@ -213,10 +216,10 @@ def test_a_wrong_value_is_one_line_and_code_2(script, monkeypatch, options, mess
         pytest.param(
             BUDGET,
             {"TORCHDELTA_LOG_LEVEL": "LOUD"},
-            "torchdelta: TORCHDELTA_LOG_LEVEL='LOUD' is not allowed",
+            "torchdelta: TORCHDELTA_LOG_LEVEL: unknown level 'LOUD': use DEBUG, INFO",
             marks=pytest.mark.rest,
         ),
-        pytest.param([], {}, "Missing option '--memory-budget'", marks=pytest.mark.rest),
+        pytest.param([], {}, "torchdelta: missing option '--memory-budget'", marks=pytest.mark.rest),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(script, options, env, message):

@@ -128,7 +128,7 @@ def test_a_copy_that_ends_in_the_next_step_holds_its_memory_until_then():
 
     assert least_at_first_op(MOMENTUM.birth_op + 2) is None
     assert least_at_first_op(NUM_OPS) is None
-    assert "passed by 4194304 bytes at op 0" in (least_at_first_op(NUM_OPS + 1) or "")
+    assert "passed by 4.00 MiB at op 0" in (least_at_first_op(NUM_OPS + 1) or "")
     assert find_fault(STEP, plan_of(over_end(MOMENTUM, leave_op=NUM_OPS + used))) is None
 
 

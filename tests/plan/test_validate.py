@@ -36,7 +36,7 @@ def test_the_budget_is_counted_anew(step, plan):
     assert find_fault(step, with_header(nothing, budget_bytes=peak(step).size_bytes)) is None
     fault = find_fault(step, with_header(nothing, budget_bytes=peak(step).size_bytes - 1))
     assert fault is not None
-    assert "passed by 1 bytes at op" in fault
+    assert "passed by 1 B at op" in fault
 
 
 def test_a_replay_counts_its_transients(step, plan):

@@ -89,7 +89,7 @@ def test_swaps_to_a_disk_take_no_pinned_memory():
     [
         ({"budget": 0.8}, SizeError, "ambiguous"),
         ({"budget": 1000}, InfeasibleError, "the least budget found is"),
-        ({"effort": "most"}, PlanError, "unknown effort 'most': use 'fast' or 'best'"),
+        ({"effort": "most"}, PlanError, "unknown effort 'most': use fast or best"),
         ({"planner": "torchdelt"}, PlanError, "did you mean torchdelta"),
         ({"decision_class": "most"}, PlanError, "does not plan in the class 'most'"),
         ({"trace": replace(STEP, buffers=(), ops=(), saved_tensors=())}, PlanError, "the trace has no ops"),

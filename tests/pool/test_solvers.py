@@ -139,5 +139,5 @@ def test_time_runs_out_with_an_answer():
 
 def test_an_unknown_solver_is_told():
     """With those that there are."""
-    with pytest.raises(PoolError, match=r"no solver is called 'best': there are torchdelta, fast, smartpool"):
+    with pytest.raises(PoolError, match=r"unknown solver 'best': use torchdelta, fast, smartpool"):
         solve(instance_of([(0, 1, 1)]), "best")

@@ -30,6 +30,8 @@ class Kind(enum.IntEnum):
 _REORDERS: Final = frozenset(
     {"convolution", "convolution_backward", "_convolution", "mkldnn_convolution", "convolution_overrideable"}
 )
+# Ops that copy a matrix whose rows and columns are both not dense, because BLAS cannot read it.
+_COPIES_STRIDED: Final = frozenset({"mm", "addmm"})
 # Views without an alias annotation in their schema.
 _DISGUISED_VIEWS: Final = frozenset({"_unsafe_view", "_reshape_alias", "alias", "lift_fresh", "detach"})
 _NO_OUTPUT: Final = frozenset(
@@ -96,6 +98,7 @@ class OpFacts:
         "bumps_inside",
         "casts_inside",
         "conjugates_inside",
+        "copies_strided",
         "is_collective",
         "is_random",
         "is_recomputable",
@@ -127,6 +130,7 @@ class OpFacts:
         self.keeps_statistics = base in BATCH_NORMS
         self.overwrites = base in _OVERWRITE
         self.reorders = base in _REORDERS
+        self.copies_strided = base in _COPIES_STRIDED
         self.bumps_inside = bool(written) and base.startswith("_foreach_")
         self.casts_inside = base in _CASTS_INSIDE
         self.conjugates_inside = base in _CONJUGATES_INSIDE

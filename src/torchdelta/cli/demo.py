@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -20,8 +20,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep, broken_promises, differing_steps
+from torchdelta.cli.size import number_or_text
+from torchdelta.cli.step import EXIT_FAILED, EXIT_INFEASIBLE, EXIT_USAGE, fail, one_line_errors, print_result
 from torchdelta.config import POLICIES, Config
-from torchdelta.errors import TorchdeltaError
 from torchdelta.host import read_host_memory
 from torchdelta.units import format_bytes, parse_size
 
@@ -48,28 +49,27 @@ def demo(
     with tqdm(total=2 * steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
         bar.set_description("plain")
         plain = _train(plain_run, bar)
-        budget_bytes = parse_size(memory_budget, total_bytes=plain.peak_bytes, name="memory budget")
+        budget_bytes = parse_size(number_or_text(memory_budget), total_bytes=plain.peak_bytes, name="memory budget")
         bar.set_description(f"inside {format_bytes(budget_bytes)}")
         budgeted = _train(replace(plain_run, budget_bytes=budget_bytes), bar)
     broken = broken_promises(plain, budgeted)
     if as_json:
-        typer.echo(json.dumps(_as_dict(plain, budgeted, broken)))
+        print_result(json.dumps(_as_dict(plain, budgeted, broken)))
     else:
         _print_tables(plain_run, plain, budgeted, broken)
-    raise typer.Exit(1 if broken else 0)
+    raise typer.Exit(EXIT_FAILED if broken else 0)
 
 
 def _checked_run(memory_budget: str, policy: str, *, layers: int, width: int, batch: int, steps: int) -> DemoRun:
     """Check the options before the plain run, which takes a minute."""
-    try:
+    with one_line_errors():
         Config(policy=policy)
-        parse_size(memory_budget, total_bytes=2**40, name="memory budget")
-    except TorchdeltaError as error:
-        _fail(str(error), 2)
+        parse_size(number_or_text(memory_budget), total_bytes=2**40, name="memory budget")
     if width % 64 != 0:
-        _fail(f"--width {width} is not a multiple of 64, the size of an attention head", 2)
+        near = max(64, 64 * round(width / 64))
+        fail(f"--width {width} is not a multiple of 64, the size of an attention head: use {near}", EXIT_USAGE)
     if importlib.util.find_spec("transformers") is None:
-        _fail("the demo needs transformers: pip install transformers", 1)
+        fail("the demo needs transformers: pip install transformers")
     return DemoRun(policy=policy, layers=layers, width=width, heads=width // 64, batch=batch, steps=steps)
 
 
@@ -93,7 +93,9 @@ def _train(run: DemoRun, bar: Any) -> DemoResult:
                 print(line, end="", file=sys.stderr)
     if child.returncode != 0 or result is None:
         bar.close()
-        _fail(_failure_text(run, child.returncode), 1)
+        if child.returncode == EXIT_INFEASIBLE:  # the child has said it
+            raise typer.Exit(EXIT_INFEASIBLE)
+        fail(_failure_text(run, child.returncode))
     return result
 
 
@@ -168,8 +170,3 @@ def _identical(plain: DemoResult, budgeted: DemoResult) -> bool:
         and plain.parameters_sha256 == budgeted.parameters_sha256
         and plain.rng_sha256 == budgeted.rng_sha256
     )
-
-
-def _fail(message: str, exit_code: int) -> NoReturn:
-    typer.echo(f"torchdelta: {message}", err=True)
-    raise typer.Exit(exit_code)

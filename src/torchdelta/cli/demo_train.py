@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from torchdelta import BudgetError
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep
 
@@ -28,7 +29,10 @@ def main() -> None:
     run = msgspec.json.decode(sys.argv[1], type=DemoRun)
     try:
         result = train(run, report=lambda step: print(json.dumps(msgspec.to_builtins(step)), flush=True))
-    except torch.OutOfMemoryError as error:  # BudgetError is one
+    except BudgetError as error:
+        print(f"torchdelta: {error}", file=sys.stderr)
+        sys.exit(78)  # as the commands do, see main.py
+    except torch.OutOfMemoryError as error:
         sys.exit(f"torchdelta: {error}")
     print(json.dumps(msgspec.to_builtins(result)), flush=True)
 

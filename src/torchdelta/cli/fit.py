@@ -11,9 +11,13 @@ import typer
 from torchdelta.cli.prediction import launches_left_out_s, launches_note, tensors_at_peak
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import (
+    EXIT_INFEASIBLE,
     EXIT_USAGE,
+    check_batch_size,
+    check_planner,
     decision_class_named,
     fail,
+    function_named,
     list_planners,
     machine_named,
     measured_facts,
@@ -76,8 +80,9 @@ def fit(
     Nothing runs on a GPU: the step is traced on fake tensors at two batch sizes, and scaled to all others. Exits with
     78 if no plan was found with which the batch fits.
     """
-    if batch_size < 1:
-        fail(f"batch size {batch_size} is not allowed: use 1 or more", EXIT_USAGE)
+    check_batch_size(batch_size)
+    wanted_class = decision_class_named(decision_class)
+    check_planner(planner, wanted_class)
     with one_line_errors(), progress() as say:
         budget = _Budget(machine_named(machine), memory_budget, reserve)
         question = _FitQuestion(
@@ -85,13 +90,13 @@ def fit(
             budget,
             optimizer=optimizer,
             planner=planner,
-            decision_class=decision_class_named(decision_class),
+            decision_class=wanted_class,
             say=say,
         )
         facts = question.facts(batch_size) | measured_facts(machine)
     print_result(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
     if not facts["fits"]:
-        raise typer.Exit(78)
+        raise typer.Exit(EXIT_INFEASIBLE)
 
 
 class _Budget:
@@ -132,22 +137,17 @@ class _FitQuestion:
         decision_class: "DecisionClass | None",
         say: Callable[[str], None],
     ) -> None:
-        from torchdelta.planners import get
-
-        get(planner, decision_class)  # a name that is wrong is told before the step is traced
         self.machine, self.budget_bytes, self.reserve_bytes = budget.machine, budget.budget_bytes, budget.reserve_bytes
         self.planner, self.say = planner, say
         self.decision_class: DecisionClass | None = decision_class
         say("tracing")
-        # Imported late, so that --help and wrong usage do not wait for torch.
+        build = function_named(function, optimizer=optimizer)
         from torchdelta.trace.symbolic import trace_step
-        from torchdelta.trace.symbolic.load import load_function
 
-        options: dict[str, Any] = {"optimizer": optimizer}  # its names are checked there
+        options: dict[str, Any] = {"optimizer": optimizer}
         with own_stdout():
-            built = load_function(function)
             self._first, self._second = (
-                trace_step(built, batch_size=size, comment=function, **options) for size in _TRACED
+                trace_step(build, batch_size=size, comment=function, **options) for size in _TRACED
             )
         if self._first.buffers == self._second.buffers:
             sizes = " and ".join(map(str, _TRACED))

@@ -8,7 +8,9 @@ import typer
 from torchdelta.cli.prediction import facts_of, show
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import (
+    check_input,
     check_output,
+    check_planner,
     decision_class_named,
     effort_named,
     list_planners,
@@ -59,8 +61,10 @@ def plan(
     An impossible budget exits with 78 and names the least budget found.
     """
     wanted_effort, wanted_class = effort_named(effort), decision_class_named(decision_class)
+    check_input(trace)
     if output is not None:
         check_output(output)
+    check_planner(planner, wanted_class)
     with one_line_errors(), progress() as say:
         from torchdelta.plan.file import write_plan
         from torchdelta.planners import DEFAULT_PLANNER, plan_step

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import EXIT_FAILED, EXIT_USAGE, fail, one_line_errors, progress
+from torchdelta.cli.step import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    check_input,
+    check_output,
+    fail,
+    one_line_errors,
+    print_result,
+    progress,
+)
+from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from torchdelta.pool.model import Instance
@@ -54,15 +64,27 @@ def pool(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Assign offsets. Print the footprint, its distance from the lower bound, and what other pools would need."""
+    for path in (file, validate):
+        if path is not None:
+            check_input(path)
+    for path in (output, picture):
+        if path is not None:
+            check_output(path)
+    with one_line_errors(EXIT_USAGE):
+        from torchdelta.pool.model import check_alignment
+        from torchdelta.pool.solvers import check_options
+
+        chosen = "fast" if fast else solver
+        check_options(chosen, seed=seed, time_limit_s=time_limit)
+        check_alignment(alignment)
+        capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity), name="capacity")
     with one_line_errors(), progress() as say:
         from torchdelta.pool.csv_file import read_offsets, write_placement
         from torchdelta.pool.model import footprint_bytes
         from torchdelta.pool.picture import svg
         from torchdelta.pool.solvers import compile_solvers, solve
         from torchdelta.pool.validate import check
-        from torchdelta.units import parse_size
 
-        capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity))
         say("reading")
         instance = _read(file, alignment_bytes=alignment, capacity_bytes=capacity_bytes)
         if validate is not None:
@@ -75,7 +97,7 @@ def pool(
         say("compiling the solvers (only once)")
         compile_solvers()
         say("placing")
-        placement = solve(instance, "fast" if fast else solver, seed=seed, time_limit_s=time_limit)
+        placement = solve(instance, chosen, seed=seed, time_limit_s=time_limit)
         check(dataclasses.replace(instance, capacity_bytes=None), placement.offsets_bytes)
         say("comparing")
         rows = _baselines(instance, {placement.solver: placement.footprint_bytes})
@@ -85,10 +107,7 @@ def pool(
             drawing = svg(
                 instance, placement.offsets_bytes, lower_bound_bytes=placement.lower_bound_bytes, title=file.name
             )
-            try:
-                picture.write_text(drawing, encoding="utf-8")
-            except OSError as error:
-                fail(f"{picture} cannot be written: {error.strerror}", EXIT_USAGE)
+            picture.write_text(drawing, encoding="utf-8")
     facts = {
         "footprint_bytes": placement.footprint_bytes,
         "lower_bound_bytes": placement.lower_bound_bytes,
@@ -100,9 +119,11 @@ def pool(
     }
     _show(facts, rows, as_json)
     if capacity_bytes is not None and placement.footprint_bytes > capacity_bytes:
+        best_bytes = placement.footprint_bytes
         fail(
-            f"no placement within {capacity_bytes} bytes was found: the best needs {placement.footprint_bytes} bytes, "
-            f"none needs less than {placement.lower_bound_bytes} bytes",
+            f"no placement within {format_bytes(capacity_bytes)} was found: the best needs {format_bytes(best_bytes)} "
+            f"({format_bytes(best_bytes - capacity_bytes)} more), none needs less than "
+            f"{format_bytes(placement.lower_bound_bytes)}",
             EXIT_FAILED,
         )
 
@@ -147,12 +168,11 @@ def _baselines(instance: "Instance", footprints: dict[str, int]) -> list[dict[st
 
 
 def _show(facts: dict[str, Any], rows: list[dict[str, Any]], as_json: bool) -> None:
-    from torchdelta.units import format_bytes
-
     if as_json:
-        typer.echo(json.dumps(facts | ({"pools": rows} if rows else {})))
+        print_result(json.dumps(facts | ({"pools": rows} if rows else {})))
         return
     bound = facts.get("lower_bound_bytes")
+    lines: list[str] = []
     for name, value in facts.items():
         shown = value
         if name.endswith("_bytes"):
@@ -163,9 +183,10 @@ def _show(facts: dict[str, Any], rows: list[dict[str, Any]], as_json: bool) -> N
             shown = f"{value:.3f} s"
         elif isinstance(value, bool):
             shown = "yes" if value else "no"
-        typer.echo(f"{name.removesuffix('_bytes').removesuffix('_s').replace('_', ' '):<16} {shown}")
+        lines.append(f"{name.removesuffix('_bytes').removesuffix('_s').replace('_', ' '):<16} {shown}")
     if rows:
-        typer.echo(f"\n{'pool':<20} {'footprint':>12} {'over the bound':>15}")
+        lines.append(f"\n{'pool':<20} {'footprint':>12} {'over the bound':>15}")
         for row in rows:
             over = row["footprint_bytes"] / bound - 1 if bound else 0.0
-            typer.echo(f"{row['solver']:<20} {format_bytes(row['footprint_bytes']):>12} {over:>15.3%}")
+            lines.append(f"{row['solver']:<20} {format_bytes(row['footprint_bytes']):>12} {over:>15.3%}")
+    print_result("\n".join(lines))

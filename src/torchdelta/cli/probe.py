@@ -10,12 +10,15 @@ from typing import Annotated
 import msgspec
 import typer
 
-from torchdelta.cli.step import one_line_errors, print_result
+from torchdelta.cli.step import EXIT_USAGE, fail, one_line_errors, print_result
 from torchdelta.machine.cache import CachedMachine, circumstances, load_per_core, read_cached, write_cached
 from torchdelta.machine.model import Machine
+from torchdelta.names import unknown_name
 from torchdelta.units import format_bytes
 
 __all__ = ["probe"]
+
+DEVICES = ("cpu", "cuda")
 
 
 def probe(
@@ -32,6 +35,11 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure this machine: arithmetic, memory, links to host and disk. Other commands call it 'local'."""
+    directory = disk or Path(tempfile.gettempdir())
+    if device is not None and device not in DEVICES:
+        fail(unknown_name("device", device, DEVICES), EXIT_USAGE)
+    if not directory.is_dir():
+        fail(f"the disk of {str(directory)!r} cannot be measured: there is no such directory", EXIT_USAGE)
     with one_line_errors():
         import torch
 
@@ -43,7 +51,7 @@ def probe(
             from torchdelta.machine.probe import probe as measure
 
             load = load_per_core()  # before: what is measured makes a load of its own
-            machine = measure(chosen, directory=disk or Path(tempfile.gettempdir()), quick=quick)
+            machine = measure(chosen, directory=directory, quick=quick)
             now = dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds")
             cached = CachedMachine(torch_version=str(torch.__version__), measured_at=now, load=load, machine=machine)
             path = None if quick else write_cached(chosen, cached)

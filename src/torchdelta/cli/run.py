@@ -4,21 +4,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from torchdelta.cli.children import hand_on
 from torchdelta.cli.script import Outcome, run_script, show_error
 from torchdelta.cli.size import number_or_text
+from torchdelta.cli.step import EXIT_INFEASIBLE, EXIT_USAGE, check_output, fail, prefix
 from torchdelta.config import POLICIES, Config
 from torchdelta.errors import TorchdeltaError
 
 __all__ = ["run"]
-
-EXIT_USAGE: Final = 2
-# EX_CONFIG of sysexits.h: the budget is a setting, and it cannot be held.
-EXIT_BUDGET: Final = 78
 
 
 def run(
@@ -89,7 +86,9 @@ def run(
     Forked processes and DataLoader workers get none.
     """
     if not is_module and not Path(target).exists():
-        _fail(f"no script {target!r}", EXIT_USAGE)
+        fail(f"no script {target!r}", EXIT_USAGE)
+    if summary_json is not None:
+        check_output(_summary_file(summary_json), may_be_device=True)
     # Imported late, so that --help and wrong usage do not wait for torch.
     from torchdelta import BudgetError, MemoryBudget
 
@@ -106,7 +105,7 @@ def run(
         )
         budget.start()
     except (TorchdeltaError, ValueError) as error:
-        _fail(str(error), EXIT_BUDGET if isinstance(error, BudgetError) else EXIT_USAGE)
+        fail(str(error), EXIT_INFEASIBLE if isinstance(error, BudgetError) else EXIT_USAGE)
 
     hand_on(number_or_text(memory_budget), options, plan=plan, as_json=as_json)
     try:
@@ -128,21 +127,23 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
         return outcome.exit_code
     if isinstance(outcome.error, budget_error):
         # Without the traceback: it would show the last op, not the cause.
-        typer.echo(f"{_prefix()}: {outcome.error}", err=True)
-        return EXIT_BUDGET
+        typer.echo(f"{prefix()}: {outcome.error}", err=True)
+        return EXIT_INFEASIBLE
     show_error(outcome.error)
     return outcome.exit_code
 
 
 def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
     text = json.dumps(summary.as_dict())
-    typer.echo(text if as_json else f"{_prefix()}:\n{summary}", err=True)
+    typer.echo(text if as_json else f"{prefix()}:\n{summary}", err=True)
     if path is not None:
-        _of_rank(path).write_text(text + "\n", encoding="utf-8")
+        try:
+            _of_rank(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:  # the script's own exit code is kept
+            typer.echo(f"{prefix()}: cannot write {str(path)!r}: {error.strerror or error}", err=True)
 
 
 def _of_rank(path: Path) -> Path:
-    """Return the path with the rank of this process in place of '{rank}'."""
     return Path(str(path).replace("{rank}", os.environ.get("RANK", "0")))
 
 
@@ -152,13 +153,3 @@ def _flush_stdout() -> None:
         sys.stdout.flush()
     except (OSError, ValueError):
         return  # the script closed it, or the reader closed the pipe: not an error of this command
-
-
-def _prefix() -> str:
-    rank = os.environ.get("RANK")
-    return "torchdelta" if rank is None else f"torchdelta[rank {rank}]"
-
-
-def _fail(message: str, exit_code: int) -> NoReturn:
-    typer.echo(f"{_prefix()}: {message}", err=True)
-    raise typer.Exit(exit_code)

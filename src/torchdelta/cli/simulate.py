@@ -8,6 +8,7 @@ import typer
 from torchdelta.cli.prediction import facts_of, show
 from torchdelta.cli.step import (
     EXIT_USAGE,
+    check_input,
     fail,
     machine_named,
     measured_facts,
@@ -38,6 +39,9 @@ def simulate(
     """
     if machine is None and plan is None:
         fail("without a plan a machine is needed: --machine a100-80g", EXIT_USAGE)
+    for path in (trace, plan):
+        if path is not None:
+            check_input(path)
     with one_line_errors(), progress() as say:
         from torchdelta.plan.file import read_plan
         from torchdelta.planners import predict

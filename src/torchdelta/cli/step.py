@@ -1,4 +1,8 @@
-"""Shared by the planning commands: what their options mean, progress, and one-line errors."""
+"""Shared by the commands: what their options mean, progress, and one-line errors.
+
+An error is one line on stderr, and says what is wrong, the numbers with their units, and what works instead. Its exit
+code is one of those in `main.py`.
+"""
 
 import errno
 import os
@@ -6,13 +10,14 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from tqdm import tqdm
 
-from torchdelta.errors import InfeasibleError, SizeError, TorchdeltaError
+from torchdelta.errors import ConfigError, InfeasibleError, SizeError, TorchdeltaError
 from torchdelta.machine.model import Machine
+from torchdelta.names import unknown_name
 from torchdelta.plan.model import DecisionClass
 
 if TYPE_CHECKING:
@@ -22,16 +27,21 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INFEASIBLE",
     "EXIT_USAGE",
+    "check_batch_size",
+    "check_input",
     "check_output",
+    "check_planner",
     "decision_class_named",
     "effort_named",
     "fail",
+    "function_named",
     "list_planners",
     "machine_named",
     "measured_facts",
     "note_recorded_times",
     "one_line_errors",
     "own_stdout",
+    "prefix",
     "print_result",
     "progress",
     "say_if_compiling",
@@ -39,13 +49,19 @@ __all__ = [
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-# EX_CONFIG of sysexits.h, as in `run`: the budget is a setting, and it cannot hold.
+# EX_CONFIG of sysexits.h: the budget is a setting, and it cannot be held.
 EXIT_INFEASIBLE = 78
+
+
+def prefix() -> str:
+    """Return what a line on stderr begins with: under torchrun it names the rank."""
+    rank = os.environ.get("RANK")
+    return "torchdelta" if rank is None else f"torchdelta[rank {rank}]"
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """Print a one-line error on stderr and exit."""
-    typer.echo(f"torchdelta: {' '.join(message.split())}", err=True)
+    typer.echo(f"{prefix()}: {' '.join(message.split()).removesuffix('.')}", err=True)
     raise typer.Exit(code)
 
 
@@ -60,16 +76,20 @@ def print_result(text: str) -> None:
 
 
 @contextmanager
-def one_line_errors() -> Generator[None]:
-    """Turn the errors that torchdelta raises on purpose, and missing files, into one line and an exit code."""
+def one_line_errors(code: int = EXIT_FAILED) -> Generator[None]:
+    """Turn the errors that torchdelta raises on purpose, and missing files, into one line and an exit code.
+
+    Args:
+        code: The exit code of an error whose type does not say that the usage or the budget is wrong.
+    """
     try:
         yield
     except InfeasibleError as error:
         fail(str(error), EXIT_INFEASIBLE)
-    except SizeError as error:
+    except (SizeError, ConfigError) as error:
         fail(str(error), EXIT_USAGE)
     except TorchdeltaError as error:
-        fail(str(error))
+        fail(str(error), code)
     except FileNotFoundError as error:
         fail(f"no file {error.filename!r}", EXIT_USAGE)
     except OSError as error:
@@ -99,16 +119,49 @@ def progress() -> Generator[Callable[[str], None]]:
         yield say
 
 
-def check_output(path: Path) -> None:
-    """Refuse an output file that cannot be written, before any work is done."""
+def check_input(path: Path) -> None:
+    """Refuse an input file that cannot be read, before any work is done."""
+    if not path.exists():
+        fail(f"cannot read {str(path)!r}: there is no such file", EXIT_USAGE)
     if path.is_dir():
-        fail(f"cannot write {str(path)!r}: it is a directory")
+        fail(f"cannot read {str(path)!r}: it is a directory", EXIT_USAGE)
+    if not os.access(path, os.R_OK):
+        fail(f"cannot read {str(path)!r}: no permission to read it", EXIT_USAGE)
+
+
+def check_output(path: Path, *, may_be_device: bool = False) -> None:
+    """Refuse an output file that cannot be written, before any work is done.
+
+    Args:
+        path: The file, which need not exist.
+        may_be_device: Whether the text may go to a device or a pipe, such as /dev/stderr.
+    """
+    if path.is_dir():
+        fail(f"cannot write {str(path)!r}: it is a directory", EXIT_USAGE)
     if path.exists() and not path.is_file():
-        fail(f"cannot write {str(path)!r}: it is not a regular file")
+        if may_be_device:
+            return
+        fail(f"cannot write {str(path)!r}: it is not a regular file", EXIT_USAGE)
     if not path.parent.is_dir():
-        fail(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
+        fail(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}", EXIT_USAGE)
+    if path.exists() and not os.access(path, os.W_OK):
+        fail(f"cannot write {str(path)!r}: no permission to write it", EXIT_USAGE)
     if not os.access(path.parent, os.W_OK):
-        fail(f"cannot write {str(path)!r}: no permission to write into {str(path.parent)!r}")
+        fail(f"cannot write {str(path)!r}: no permission to write into {str(path.parent)!r}", EXIT_USAGE)
+
+
+def check_batch_size(batch_size: int | None) -> None:
+    """Refuse a batch size that is none."""
+    if batch_size is not None and batch_size < 1:
+        fail(f"batch size {batch_size} is not allowed: use 1 or more", EXIT_USAGE)
+
+
+def check_planner(planner: str, decision_class: DecisionClass | None) -> None:
+    """Refuse a planner that there is not, or that does not plan in the class, before the step is read."""
+    with one_line_errors(EXIT_USAGE):
+        from torchdelta.planners import get
+
+        get(planner, decision_class)
 
 
 def list_planners(planner: str) -> str:
@@ -129,7 +182,7 @@ def effort_named(word: str) -> "Effort":
         case "fast" | "best":
             return word
         case _:
-            fail(f"unknown effort {word!r}: use fast or best", EXIT_USAGE)
+            fail(unknown_name("effort", word, ("fast", "best")), EXIT_USAGE)
 
 
 def decision_class_named(word: str | None) -> DecisionClass | None:
@@ -138,7 +191,20 @@ def decision_class_named(word: str | None) -> DecisionClass | None:
         case None | "saved" | "extended" | "all":
             return word
         case _:
-            fail(f"unknown class {word!r}: use saved, extended or all", EXIT_USAGE)
+            fail(unknown_name("class", word, ("saved", "extended", "all")), EXIT_USAGE)
+
+
+def function_named(function: str, *, optimizer: str, device: str = "cuda") -> Callable[..., Any]:
+    """Import the function that builds a step, or exit where there is none, or no such optimizer or device."""
+    # Imported late, so that --help and other wrong usage do not wait for torch.
+    from torchdelta.trace.symbolic.load import load_function
+    from torchdelta.trace.symbolic.step import DEVICES, OPTIMIZERS
+
+    for kind, word, known in (("optimizer", optimizer, OPTIMIZERS), ("device", device, DEVICES)):
+        if word not in known:
+            fail(unknown_name(kind, word, known), EXIT_USAGE)
+    with one_line_errors(EXIT_USAGE), own_stdout():
+        return load_function(function)
 
 
 def say_if_compiling() -> None:
@@ -151,14 +217,15 @@ def say_if_compiling() -> None:
 
 
 def machine_named(name: str) -> Machine:
-    """Return a machine; of one that was measured, say on stderr when that was, and how busy it was."""
+    """Return a machine, or exit where there is none; say on stderr when and how busy it was if it was measured."""
     from torchdelta.machine.cache import circumstances
     from torchdelta.machine.catalog import find, measured
 
-    cached = measured(name)
-    if cached is not None:
-        typer.echo(f"torchdelta: {cached.machine.name} was {circumstances(cached)}", err=True)
-    return find(name)
+    with one_line_errors(EXIT_USAGE):
+        cached = measured(name)
+        if cached is not None:
+            typer.echo(f"torchdelta: {cached.machine.name} was {circumstances(cached)}", err=True)
+        return find(name)
 
 
 def measured_facts(name: str) -> dict[str, object]:

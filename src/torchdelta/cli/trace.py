@@ -9,7 +9,17 @@ from typing import Annotated, Any, Final
 import typer
 
 from torchdelta.cli.prediction import launches_left_out_s, launches_note
-from torchdelta.cli.step import check_output, machine_named, measured_facts, one_line_errors, own_stdout, print_result
+from torchdelta.cli.step import (
+    check_batch_size,
+    check_input,
+    check_output,
+    function_named,
+    machine_named,
+    measured_facts,
+    one_line_errors,
+    own_stdout,
+    print_result,
+)
 from torchdelta.machine.roofline import price
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.imports.events import read_event_log
@@ -59,19 +69,19 @@ def trace(
     start_s = time.monotonic()
     output = _default_output(function) if output is None else output
     check_output(output)
+    check_batch_size(batch_size)
     with one_line_errors():
         priced_on = machine_named(machine) if machine is not None else None
         if sys.stderr.isatty():
             typer.echo(f"tracing {function} ...", err=True)
         step = _imported(function, whole=whole)
         if step is None:
-            # Imported late, so that --help and wrong usage do not wait for torch.
+            build = function_named(function, optimizer=optimizer, device=device)
             from torchdelta.trace.symbolic import trace_step
-            from torchdelta.trace.symbolic.load import load_function
 
-            options: dict[str, Any] = {"optimizer": optimizer, "comment": function}  # its names are checked there
+            options: dict[str, Any] = {"optimizer": optimizer, "comment": function}
             with own_stdout():
-                step = trace_step(load_function(function), batch_size=batch_size, device=device, **options)
+                step = trace_step(build, batch_size=batch_size, device=device, **options)
         if priced_on is not None:
             step = price(step, priced_on)
         write_trace(step, output)
@@ -93,9 +103,10 @@ def _default_output(function: str) -> Path:
 def _imported(name: str, *, whole: bool) -> Trace | None:
     """Read the step of an event log or a snapshot, told by the suffix of its name; None for other names."""
     kind = name.removesuffix(".gz")
-    if kind.endswith(_LOGS):
-        return read_event_log(name, whole=whole)
-    return read_snapshot(name, whole=whole) if kind.endswith(_SNAPSHOTS) else None
+    if not kind.endswith((*_LOGS, *_SNAPSHOTS)):
+        return None
+    check_input(Path(name))
+    return read_event_log(name, whole=whole) if kind.endswith(_LOGS) else read_snapshot(name, whole=whole)
 
 
 def _facts(step: Trace) -> dict[str, Any]:

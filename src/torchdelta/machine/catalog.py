@@ -18,6 +18,7 @@ from typing import Final
 from torchdelta.errors import MachineError
 from torchdelta.machine.cache import CachedMachine, read_cached
 from torchdelta.machine.model import Machine
+from torchdelta.names import unknown_name
 
 __all__ = ["CATALOG", "find", "measured", "names"]
 
@@ -256,9 +257,9 @@ def find(name: str) -> Machine:
     keys = {_key(known): known for known in CATALOG} | {_key(alias): known for alias, known in _ALIASES.items()}
     if key in keys:
         return CATALOG[keys[key]]
-    near = list(dict.fromkeys(keys[match] for match in difflib.get_close_matches(key, keys, n=3, cutoff=0.5)))
-    hint = f"did you mean {' or '.join(near)}?" if near else "there is none like it."
-    raise MachineError(f"unknown machine {name!r}: {hint} Known are local, {', '.join(CATALOG)}")
+    matches = difflib.get_close_matches(key, keys, n=3, cutoff=0.5)
+    near = " or ".join(dict.fromkeys(keys[match] for match in matches))
+    raise MachineError(unknown_name("machine", name, ("local", *CATALOG), near=near))
 
 
 def measured(name: str) -> CachedMachine | None:

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from torchdelta.errors import MachineError
+from torchdelta.units import format_bytes
 
 __all__ = ["DiskRates", "disk_rates"]
 
@@ -52,7 +53,9 @@ def disk_rates(directory: Path, *, size_bytes: int) -> DiskRates:
         free_bytes = shutil.disk_usage(directory).free
         num_chunks = min(size_bytes, free_bytes // 4) // _CHUNK_BYTES
         if not num_chunks:
-            raise MachineError(f"no room to measure in {str(directory)!r}: {free_bytes} bytes are free")
+            needed = format_bytes(4 * _CHUNK_BYTES)
+            free = format_bytes(free_bytes)
+            raise MachineError(f"no room to measure in {str(directory)!r}: {free} are free, {needed} are needed")
         # mmap: direct I/O wants an aligned buffer. Random content, so that nothing is compressed on the way.
         with tempfile.TemporaryFile(dir=directory) as file, mmap.mmap(-1, _CHUNK_BYTES) as chunk:
             chunk.write(os.urandom(_CHUNK_BYTES))

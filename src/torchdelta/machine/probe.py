@@ -27,6 +27,7 @@ from torchdelta.host import read_host_memory
 from torchdelta.machine.cache import load_per_core
 from torchdelta.machine.disk import DiskRates, disk_rates
 from torchdelta.machine.model import Machine, validate_machine
+from torchdelta.names import unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,7 @@ def probe(device: str | None = None, *, directory: Path | None = None, quick: bo
     has_cuda = torch.cuda.is_available()
     device = device or ("cuda" if has_cuda else "cpu")
     if device not in {"cpu", "cuda"}:
-        raise MachineError(f"device {device!r} cannot be probed: use cpu or cuda")
+        raise MachineError(unknown_name("device", device, ("cpu", "cuda")))
     if device == "cuda" and not has_cuda:
         raise MachineError("there is no CUDA device here: probe cpu, or take a machine of the catalog")
     disk = None if directory is None else disk_rates(directory, size_bytes=(16 if quick else 256) * _MIB)

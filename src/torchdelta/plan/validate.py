@@ -60,8 +60,8 @@ def _tier_fault(trace: Trace, plan: Plan, machine: Machine) -> str | None:
         for op, held_bytes in enumerate(tier_load(trace, swaps, tier)):
             if limit_bytes is not None and held_bytes > limit_bytes:
                 return (
-                    f"at op {op} the {tier} would hold {format_bytes(held_bytes)} ({held_bytes} bytes), "
-                    f"{held_bytes - limit_bytes} bytes more than machine {machine.name} has there"
+                    f"at op {op} the {tier} would hold {format_bytes(held_bytes)}, "
+                    f"{format_bytes(held_bytes - limit_bytes)} more than machine {machine.name} has there"
                 )
     return None
 
@@ -153,7 +153,7 @@ def _walk_fault(trace: Trace, plan: Plan) -> str | None:
         over_bytes = moment.held_bytes - budget_bytes
         if over_bytes > 0:
             where = f"in {_when(trace, moment)}" if moment.is_replay else f"at {_when(trace, moment)}"
-            return f"the budget of {format_bytes(budget_bytes)} is passed by {over_bytes} bytes {where}"
+            return f"the budget of {format_bytes(budget_bytes)} is passed by {format_bytes(over_bytes)} {where}"
     return None
 
 

@@ -11,7 +11,7 @@ Loads without numba, as a public name of the package: the simulator and the plan
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -20,6 +20,7 @@ from torchdelta.errors import PlanError
 from torchdelta.machine.catalog import find
 from torchdelta.machine.model import Machine
 from torchdelta.machine.roofline import price
+from torchdelta.names import unknown_name
 from torchdelta.plan.file import read_plan
 from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.plan.validate import validate
@@ -134,8 +135,8 @@ def plan_step(
     from torchdelta.simulate.execute import execute
 
     hardware = find(machine) if isinstance(machine, str) else machine
-    if effort not in {"fast", "best"}:
-        raise PlanError(f"unknown effort {effort!r}: use 'fast' or 'best'")
+    if effort not in get_args(Effort):
+        raise PlanError(unknown_name("effort", str(effort), get_args(Effort)))
     choose = get(planner, decision_class)
     budget_bytes = parse_size(budget, total_bytes=hardware.memory_bytes, name="memory budget")
     step, uses_recorded_times = _priced(trace, hardware)

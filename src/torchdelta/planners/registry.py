@@ -6,11 +6,11 @@ lists.
 
 import importlib
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Literal, Protocol
 
 from torchdelta.errors import PlanError
 from torchdelta.machine.model import Machine
+from torchdelta.names import unknown_name
 from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.trace.model import Trace
 
@@ -117,8 +117,7 @@ def classes_of(name: str) -> tuple[DecisionClass, ...]:
             f"(in Python, decision_class={wanted!r})"
         )
     if name not in _planners:
-        near = get_close_matches(name, _planners, n=1, cutoff=0.0)
-        raise PlanError(f"unknown planner {name!r}: did you mean {near[0]}? Known are {', '.join(names())}")
+        raise PlanError(unknown_name("planner", name, names()))
     return tuple(_planners[name])
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchdelta.errors import PoolError
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,6 +94,12 @@ def quoted(text: object) -> str:
     return short.repr(text)
 
 
+def check_alignment(alignment_bytes: int) -> None:
+    """Raise PoolError for an alignment that is none."""
+    if alignment_bytes < 1:
+        raise PoolError(f"an alignment of {alignment_bytes} bytes makes no sense: use 1 byte or more")
+
+
 def make_instance(
     *,
     ids: Sequence[str],
@@ -108,8 +115,7 @@ def make_instance(
         PoolError: An id occurs twice, a life ends before it starts, a size is negative or the sizes add up to 2**62
             bytes or more, the alignment is below 1, or a life alone is larger than the capacity.
     """
-    if alignment_bytes < 1:
-        raise PoolError(f"an alignment of {alignment_bytes} bytes makes no sense: use 1 byte or more")
+    check_alignment(alignment_bytes)
     try:
         start, end, size = (np.asarray(values, dtype=np.int64) for values in (starts, ends, sizes_bytes))
     except OverflowError as error:
@@ -143,8 +149,8 @@ def make_instance(
     if capacity_bytes is not None:
         for position in np.flatnonzero(instance.is_placed & (instance.padded_bytes > capacity_bytes))[:1]:
             raise PoolError(
-                f"{quoted(ids[position])} needs {instance.padded_bytes[position]} bytes, more than the capacity of "
-                f"{capacity_bytes} bytes"
+                f"{quoted(ids[position])} needs {format_bytes(int(instance.padded_bytes[position]))}, more than the "
+                f"capacity of {format_bytes(capacity_bytes)}"
             )
     return instance
 

@@ -22,6 +22,7 @@ from torchdelta.pool.model import Instance, Placement, make_instance
 from torchdelta.pool.solvers import solve
 from torchdelta.pool.validate import check
 from torchdelta.trace.model import BEFORE_STEP, versions_over_end
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -171,8 +172,8 @@ def plan_within_footprint(
             if number == 1:
                 raise
             raise PoolError(
-                f"no plan with a footprint within {budget_bytes} bytes was found: the last one needs {footprint_bytes} "
-                f"bytes, and for less {error}{advice}"
+                f"no plan with a footprint within {format_bytes(budget_bytes)} was found: the last one needs "
+                f"{format_bytes(footprint_bytes)}, and for less {error}{advice}"
             ) from error
         if plan.header.decision_class == "saved":
             advice = "; a plan of a larger class (--class extended) may fit"
@@ -184,6 +185,6 @@ def plan_within_footprint(
             return PooledPlan(plan=plan, placement=placement, num_tries=number)
         target_bytes -= footprint_bytes - budget_bytes
     raise PoolError(
-        f"no plan with a footprint within {budget_bytes} bytes was found: the last of {MAX_TRIES} plans needs "
-        f"{footprint_bytes} bytes"
+        f"no plan with a footprint within {format_bytes(budget_bytes)} was found: the last of {MAX_TRIES} plans needs "
+        f"{format_bytes(footprint_bytes)}"
     )

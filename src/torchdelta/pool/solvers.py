@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from torchdelta.errors import PoolError
+from torchdelta.names import unknown_name
 from torchdelta.pool import corner, portfolio
 from torchdelta.pool.ejection import place_by_ejection
 from torchdelta.pool.model import Instance, Placement, footprint_bytes
@@ -85,6 +86,16 @@ def compile_solvers() -> None:
     )  # easy ones never come to these two
 
 
+def check_options(solver: str, *, seed: int = 0, time_limit_s: float | None = None) -> None:
+    """Raise PoolError if no solver has this name, or the seed or the time limit is negative."""
+    if solver not in SOLVERS:
+        raise PoolError(unknown_name("solver", solver, SOLVERS))
+    if seed < 0:
+        raise PoolError(f"a seed of {seed} makes no sense: use 0 or more")
+    if time_limit_s is not None and not time_limit_s >= 0:
+        raise PoolError(f"a time limit of {time_limit_s} s makes no sense: use 0 s or more")
+
+
 def solve(
     instance: Instance,
     solver: str = DEFAULT,
@@ -103,13 +114,8 @@ def solve(
     Raises:
         PoolError: No solver has this name, or the seed or the time limit is negative.
     """
-    chosen = SOLVERS.get(solver)
-    if chosen is None:
-        raise PoolError(f"no solver is called {solver!r}: there are {', '.join(SOLVERS)}")
-    if seed < 0:
-        raise PoolError(f"a seed of {seed} makes no sense: use 0 or more")
-    if time_limit_s is not None and not time_limit_s >= 0:
-        raise PoolError(f"a time limit of {time_limit_s} s makes no sense: use 0 s or more")
+    check_options(solver, seed=seed, time_limit_s=time_limit_s)
+    chosen = SOLVERS[solver]
     if time_limit_s is None:
         time_limit_s = _LARGE_TIME_LIMIT_S if len(instance) > _LARGE else _TIME_LIMIT_S
     start_s = time.perf_counter()

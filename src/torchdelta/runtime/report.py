@@ -31,6 +31,7 @@ def summarize(room: Room, steps: StepTracker) -> Summary:
         num_recomputed_ops=counters.num_recomputed_ops,
         stall_s=counters.stall_s,
         recompute_s=counters.recompute_s,
+        num_refused_steps=steps.num_refused,
         steps=steps.summaries,
     )
 
@@ -39,7 +40,7 @@ def log_result(summary: Summary) -> None:
     """Log a summary's first line when a scope ends; as a warning if the peak exceeded the budget."""
     is_over = summary.budget_bytes is not None and summary.peak_bytes > summary.budget_bytes
     _logger.log(logging.WARNING if is_over else logging.INFO, "result: %s", str(summary).splitlines()[0])
-    if not summary.steps:
+    if not summary.steps and not summary.num_refused_steps:
         _logger.info("no training step was seen on this thread")
 
 

@@ -351,6 +351,8 @@ class Session:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
         if self.survey is None:
             self.follower.leave("the budget cannot hold")
+            if self.steps.is_after_backward and torch.is_grad_enabled() and not self.steps.is_in_optimizer:
+                self.steps.end()  # this is the next step's forward: what ran before it was not refused
             self.survey = Survey(
                 self.recorder,
                 self.budget_bytes,
@@ -379,5 +381,6 @@ class Session:
 
     def _on_survey_end(self) -> None:
         self.survey = None
+        self.steps.refuse()
         if self.ledger.num_handles == 0:
             self._on_last_handle()

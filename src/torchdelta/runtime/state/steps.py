@@ -4,7 +4,7 @@ A step is one forward, one backward and, if there is one, an optimizer step. It 
 without `torch.optim`, or between the micro-batches of gradient accumulation, it ends when the next forward saves its
 first tensor after a backward that freed its graph. After a backward that kept it (`retain_graph`), it ends so once a
 parameter was written or no saved tensor is left: until then the graph may have another backward in the same step.
-Evaluation saves nothing and is not a step.
+Evaluation saves nothing and is not a step, and neither is what the budget refused.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class StepTracker:
         self.counters = counters
         self._rows = array.array("d")
         self.num_steps = 0
+        self.num_refused = 0
         self.peak_bytes = 0
         self.last_peak_bytes = 0  # of the latest step
         self.last_time_s = 0.0
@@ -44,6 +45,7 @@ class StepTracker:
         self.on_step_end: Callable[[], None] | None = None
         self._had_backward = False
         self._kept_graph = False  # whether a backward of this step kept its graph
+        self._is_refused = False  # its optimizer was refused, and did not step again
         self._saved_index = 0
         self._start_s = time.perf_counter()
         self._before = counters.copy()
@@ -119,18 +121,29 @@ class StepTracker:
         """An optimizer has stepped."""
         self.is_in_optimizer = False
         if self._had_backward or self._kept_graph:
+            self._is_refused = False  # the program has made room, and the optimizer has stepped after all
             self.end()
+
+    def refuse(self) -> None:
+        """The budget cannot hold the rest of this step: it counts only if the program lets its optimizer step again."""
+        self.num_refused += 1
+        if self.is_in_optimizer and (self._had_backward or self._kept_graph):
+            self._is_refused = True
+        else:
+            self._begin()
 
     def end(self) -> None:
         """Close the step."""
-        now_s = time.perf_counter()
+        if self._is_refused:
+            self._begin()
+            return
         done = self.counters.minus(self._before)
         evicted_bytes = done.swapped_out_bytes + done.dropped_bytes
         # All steps are rows of one array: one object per step would make every garbage collection of a long run slower.
         self._rows.extend(
             (
                 self.num_steps,
-                now_s - self._start_s,
+                time.perf_counter() - self._start_s,
                 self.ledger.usage.peak_bytes,
                 max(0, done.saved_bytes - evicted_bytes),
                 done.swapped_out_bytes,
@@ -143,11 +156,15 @@ class StepTracker:
         self.num_steps += 1
         self.last_peak_bytes = self.ledger.usage.peak_bytes
         self.last_time_s = now_s - self._start_s
-        self.peak_bytes = max(self.peak_bytes, self.last_peak_bytes)
-        self.ledger.usage.restart_peak()
-        self._before = self.counters.copy()
-        self._start_s = now_s
-        self._had_backward = self._kept_graph = False
-        self._saved_index = 0
+        self._begin()
         if self.on_step_end is not None:
             self.on_step_end()
+
+    def _begin(self) -> None:
+        """Measure the next step from here."""
+        self.peak_bytes = max(self.peak_bytes, self.ledger.usage.peak_bytes)
+        self.ledger.usage.restart_peak()
+        self._before = self.counters.copy()
+        self._start_s = time.perf_counter()
+        self._had_backward = self._kept_graph = self._is_refused = False
+        self._saved_index = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchdelta.errors import TraceError
+from torchdelta.names import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,8 +74,6 @@ def _import_file(path: Path) -> Any:
 
 
 def _hint(module: Any, name: str) -> str:
-    import difflib
-
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    near = difflib.get_close_matches(name, functions, n=1)
-    return f": did you mean {near[0]}?" if near else ""
+    near = nearest(name, functions)
+    return "" if near is None else f": did you mean {near}?"

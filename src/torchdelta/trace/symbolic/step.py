@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchdelta._torch.fake import FakeTensor, FakeTensorMode
 from torchdelta._torch.symbolic import converting_fake_modules, without_truncation
 from torchdelta.errors import TraceError
+from torchdelta.names import unknown_name
 from torchdelta.trace.draft import created_by
 from torchdelta.trace.model import Header, Trace
 from torchdelta.trace.symbolic.devices import acting_as
@@ -67,9 +68,9 @@ def trace_step(
             values] in values.py). One line.
     """
     if device not in DEVICES:
-        raise TraceError(f"device {device!r} cannot be traced: use one of {', '.join(DEVICES)}")
+        raise TraceError(unknown_name("device", device, DEVICES))
     if optimizer not in OPTIMIZERS:
-        raise TraceError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
+        raise TraceError(unknown_name("optimizer", optimizer, OPTIMIZERS))
     name = _name(function)
     arguments, batch_size = _arguments(function, batch_size, name)
     mode = StepMode(device)
