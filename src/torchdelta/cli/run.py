@@ -35,7 +35,8 @@ def run(
         str,
         typer.Option(
             envvar="TORCHDELTA_MEMORY_BUDGET",
-            help="'8GiB', '500MB', '80%' of the device (on CPU: of RAM or the container's limit), or bytes.",
+            help="'8GiB', '500MB', '80%' of the device (on CPU: of RAM or the container's limit), bytes, or 'auto': "
+            "what is free, less a margin.",
             show_default=False,
         ),
     ],
