@@ -81,6 +81,9 @@ def test_from_a_script_to_its_plan_and_back(tmp_path: Path, monkeypatch: pytest.
     facts = _facts(followed)
     assert facts["peak_bytes"] <= budget_bytes
     assert "not followed" not in followed.stderr
+    assert facts["follow"]["planner"] == "step.plan"
+    assert facts["follow"]["num_followed_steps"] == NUM_STEPS - 2
+    assert facts["follow"]["num_unplanned"] == 0
 
     other = run("run", "--memory-budget", budget_bytes, "--plan", "step.plan", "train.py", 9, NUM_STEPS)
     assert "step.plan is not followed: the plan belongs to another trace: it has " in other.stderr

@@ -28,6 +28,7 @@ from torchdelta.runtime.device.memory import session_device
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.follow.follower import Follower
 from torchdelta.runtime.follow.programs import Programs
+from torchdelta.runtime.follow.report import FollowReport
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.memory.costs import Costs
 from torchdelta.runtime.memory.restore import Restorer
@@ -100,6 +101,7 @@ class Session:
         self.subclasses = subclasses
         self.follower = Follower(self.restorer)
         self.programs = Programs(config, self.follower, budget_bytes, plan)
+        self.following = FollowReport(self.programs, self.follower)
         self.trace_readers = TraceReaders(self.programs, TraceOutput(trace_out))
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
@@ -259,7 +261,7 @@ class Session:
 
     def summary(self) -> Summary:
         """Return the summary so far."""
-        return summarize(self.room, self.steps)
+        return summarize(self.room, self.steps, self.following.summary(self.steps.num_steps))
 
     # -- events
 
@@ -323,8 +325,7 @@ class Session:
             log_first_step(self.room, self.steps, self.config.policy, self.budget_bytes)
         self._end_trace()
         self.placing.on_step_end()
-        self.follower.on_step_end()
-        self.programs.on_step_end(self.steps.last_peak_bytes)
+        self.following.on_step_end(self.steps)
         if not self.ledger.is_closing and self.trace_readers.begin():  # with the optimizer's states, from its start
             self._begin_trace()
             scan_storages(self.ledger)

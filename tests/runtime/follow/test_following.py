@@ -92,6 +92,19 @@ def test_steps_that_differ_are_left_to_the_policy() -> None:
     assert max(peaks) <= budget
     assert session.follower.num_followed_steps == 4
     assert session.follower.num_diverged_steps == 2
+    follow = session.summary().follow
+    assert follow is not None
+    assert (follow.planner, follow.num_programs) == ("torchdelta", 1)
+    assert (follow.num_followed_steps, follow.num_diverged_steps, follow.num_reactive_steps) == (4, 2, 2)
+    assert follow.divergences == {"a saved tensor differs from the traced step": 2}
+    assert follow.latest_divergence == "a saved tensor differs from the traced step: save 0"
+    assert follow.predicted_peak_bytes is not None
+    assert follow.peak_bytes is not None
+    assert abs(follow.peak_bytes - follow.predicted_peak_bytes) <= 0.02 * follow.predicted_peak_bytes
+    assert follow.predicted_time_s
+    assert follow.time_s
+    assert follow.plain_time_s
+    assert follow.slowdown == follow.time_s / follow.plain_time_s
 
 
 def test_an_exception_in_mid_step_ends_the_following_of_that_step() -> None:
@@ -194,6 +207,10 @@ def test_a_step_that_fits_is_not_planned() -> None:
     _, _, session = _train(UNLIMITED, [NUM_ROWS] * 3, "torchdelta")
     assert session.follower.program is None
     assert session.follower.num_followed_steps == 0
+    follow = session.summary().follow
+    assert follow is not None
+    assert (follow.num_programs, follow.num_reactive_steps, follow.time_s, follow.slowdown) == (0, 3, None, None)
+    assert _train(UNLIMITED, [NUM_ROWS])[2].summary().follow is None
 
 
 def test_a_helper_that_fails_leaves_the_policy_in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +225,9 @@ def test_a_helper_that_fails_leaves_the_policy_in_charge(monkeypatch: pytest.Mon
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= budget
     assert session.follower.num_followed_steps == 0
+    follow = session.summary().follow
+    assert follow is not None
+    assert "helper process ended" in follow.why_no_plan
 
 
 def test_nothing_is_left_in_the_temporary_directory(

@@ -12,6 +12,7 @@ when it is unpacked.
 
 from __future__ import annotations
 
+import collections
 import logging
 import weakref
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ class Follower:
         self.num_followed_steps = 0
         self.num_diverged_steps = 0
         self.was_followed = False  # the latest step, to its end
+        self.reasons: collections.Counter[str] = collections.Counter()  # why steps diverged, without what differs
+        self.latest_reason = ""
         self._measured: tuple[int, int] | None = None  # the graph of the latest watched backward, and its growth
         self._running: Schedule | None = None  # what this step carries out
         self._due: dict[int, Due] = {}
@@ -97,7 +100,7 @@ class Follower:
             return save
         signatures = schedule.signatures
         if save >= len(signatures) or signatures[save] != (view.shape, view.dtype, buffer.origin):
-            self.leave(f"save {save} differs from the traced step")
+            self.leave(f"a saved tensor differs from the traced step: save {save}")
             return save
         if schedule.buffer_ids[save] >= 0:
             self._live[schedule.buffer_ids[save]] = weakref.ref(buffer)
@@ -129,7 +132,7 @@ class Follower:
                 self.num_followed_steps += 1
                 self.was_followed = True
             else:
-                self.num_diverged_steps += 1
+                self.leave(f"fewer tensors are saved than in the traced step: {self.num_saves}")
         self._stop()
         self.num_saves = 0
 
@@ -137,6 +140,8 @@ class Follower:
         """Stop following for the rest of this step."""
         if self._running is not None:
             self.num_diverged_steps += 1
+            self.latest_reason = why
+            self.reasons[why.partition(":")[0]] += 1
             _logger.debug("the step is not followed any more: %s", why)
         self._stop()
 

@@ -8,12 +8,16 @@ out, and more where a program that was carried out needed room beyond its own.
 from __future__ import annotations
 
 import logging
+import math
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from torchdelta.errors import PlanError, TierError, TraceFileError
 from torchdelta.machine.model import Machine
 from torchdelta.notices import warn_once
+from torchdelta.plan.request import Answer
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.units import format_bytes
@@ -49,6 +53,11 @@ class Programs:
         self.follower = follower
         self.budget_bytes = budget_bytes
         self.given = given
+        self.name = given.name if given is not None else config.planner or ""  # of what is followed
+        self.num_programs = 0
+        self.answer: Answer | None = None  # what the latest program is predicted to cost
+        self.why_no_plan = ""  # the latest time that there was none
+        self._unseen_bytes = 0  # memory outside of known storages, when the step was traced
         self.planning = Planning(config) if config.planner is not None else None
         if self.planning is not None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
@@ -78,14 +87,16 @@ class Programs:
         self._step = trace, log
         why = log.why_not_followed()
         if why:
+            self.why_no_plan = why
             warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
-            return
-        if self.given is not None:
-            self._follow_given(self.given, trace, log)
             return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
-        self._margin_bytes = max(0, usage.unseen_bytes) + int(self.budget_bytes * _MARGIN_SHARE)
+        self._unseen_bytes = max(0, usage.unseen_bytes)
+        if self.given is not None:
+            self._follow_given(self.given, trace, log)
+            return
+        self._margin_bytes = self._unseen_bytes + int(self.budget_bytes * _MARGIN_SHARE)
         self._ask()
 
     def on_step_end(self, peak_bytes: int) -> None:
@@ -128,9 +139,11 @@ class Programs:
         if planned is None or self._step is None:
             return
         if planned.plan is None:
+            self.why_no_plan = planned.answer.error
             _logger.info("no plan is followed: %s", planned.answer.error)
             return
         self.follower.program = schedule = make_schedule(planned.plan, self._step[1])
+        self._on_program(planned.answer)
         self.follower.has_held = False  # its first step is watched
         self._num_misses = 0
         _logger.info(
@@ -142,13 +155,19 @@ class Programs:
             format_bytes(planned.answer.peak_bytes + self._margin_bytes),
         )
 
+    def _on_program(self, answer: Answer) -> None:
+        self.num_programs += 1
+        self.answer = msgspec.structs.replace(answer, peak_bytes=answer.peak_bytes + self._unseen_bytes)
+
     def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog) -> None:
         try:
             schedule, peak_bytes = given.schedule(trace, log, self.budget_bytes)
         except PlanError as error:
+            self.why_no_plan = f"{given.name}: {error}"
             warn_once(f"{given.name} is not followed: {error}; buffers leave and return reactively")
             return
         self.follower.program = schedule
+        self._on_program(Answer(plain_time_s=math.fsum(op.time_s for op in trace.ops), peak_bytes=peak_bytes))
         num_absences = len(given.plan.absences)
         if schedule.num_not_carried_out:
             warn_once(
@@ -173,6 +192,7 @@ class Programs:
         )
 
     def _end(self, why: str) -> None:
+        self.why_no_plan = why
         warn_once(f"no further step is planned: {why}")
         self.close()
 
