@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -14,7 +15,9 @@ from torch import nn
 
 from torchdelta import BudgetError, Config, MemoryBudget, SavedBuffer, TorchdeltaError
 from torchdelta.errors import ConfigError, ScopeError, SizeError
+from torchdelta.host import HostMemory
 from torchdelta.notices import warn_once
+from torchdelta.runtime.device import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +58,37 @@ def in_thread(run: Callable[[], Any]) -> BaseException | None:
 def test_budget_is_read(written: int | str, size_bytes: int) -> None:
     """An int is bytes, text carries its unit."""
     assert MemoryBudget(written).budget_bytes == size_bytes
+
+
+def test_auto_is_what_is_free_when_it_starts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With the tensors that exist, less a margin; looked up again at every start, and said in one line."""
+    monkeypatch.setattr(memory, "session_device", lambda: torch.device("cpu"))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    free = [10 * 2**30]
+    monkeypatch.setattr(
+        memory,
+        "read_host_memory",
+        lambda: HostMemory(ram_bytes=2**40, available_bytes=free[0], cgroup_limit_bytes=None),
+    )
+    gc.collect()
+    budget = MemoryBudget(" Auto ")
+    before_bytes = budget.budget_bytes
+    assert before_bytes >= 9 * 2**30
+    held = torch.ones(2**20)
+    assert MemoryBudget("auto").budget_bytes == before_bytes + 2**22
+    for size_bytes in (10 * 2**30, 5 * 2**30):
+        free[0] = size_bytes
+        with caplog.at_level(logging.INFO, "torchdelta"), budget:
+            step()
+        summary = budget.summary()
+        assert (
+            summary.budget_bytes
+            == budget.budget_bytes
+            == before_bytes + held.nbytes - (10 * 2**30 - size_bytes) * 9 // 10
+        )
+    said = [one for one in caplog.messages if one.startswith("budget auto: ")]
+    assert len(said) == 2
+    assert "GiB free on cpu, " in said[0]
 
 
 def test_share_is_of_the_device() -> None:

@@ -53,3 +53,42 @@ def test_this_machine_has_memory():
     """The real files give something sensible."""
     host = read_host_memory()
     assert 2**26 < host.usable_bytes <= host.ram_bytes
+
+
+def test_what_is_free_is_the_lesser_of_available_and_left(tmp_path):
+    """Version two: the page cache that was not read lately can be given back, and the tightest group counts."""
+    limits = {
+        "sys/fs/cgroup/slice/job/memory.max": "4000000000\n",
+        "sys/fs/cgroup/slice/job/memory.current": "3500000000\n",
+        "sys/fs/cgroup/slice/job/memory.stat": "anon 100\ninactive_file 500000000\nactive_file 7\n",
+        "sys/fs/cgroup/slice/memory.max": "9000000000\n",
+        "sys/fs/cgroup/slice/memory.current": "8900000000\n",
+    }
+    host = fake_host(tmp_path, "0::/slice/job\n", limits)
+    assert host.cgroup_left_bytes == host.free_bytes == 100_000_000  # of the slice; the job has 1 GB left
+    (tmp_path / "sys/fs/cgroup/slice/memory.current").write_text("1000000000\n")
+    assert read_host_memory(tmp_path).free_bytes == 1_000_000_000
+    (tmp_path / "proc/meminfo").write_text(MEMINFO.replace("6000000", "600000"))
+    assert read_host_memory(tmp_path).free_bytes == 614_400_000
+
+
+def test_what_is_left_in_groups_of_version_one(tmp_path):
+    """Their files have other names; a usage above the limit leaves nothing."""
+    group = "sys/fs/cgroup/memory/job/"
+    limits = {
+        group + "memory.limit_in_bytes": "2000000000\n",
+        group + "memory.usage_in_bytes": "1500000000\n",
+        group + "memory.stat": "inactive_file 1\ntotal_inactive_file 200000000\n",
+    }
+    host = fake_host(tmp_path, "4:cpu,memory:/job\n", limits)
+    assert host.cgroup_left_bytes == host.free_bytes == 700_000_000
+    (tmp_path / group / "memory.usage_in_bytes").write_text("2500000000\n")
+    assert read_host_memory(tmp_path).free_bytes == 0
+
+
+def test_without_a_limit_what_is_available_is_free(tmp_path):
+    """And where the kernel does not say, what is usable."""
+    host = fake_host(tmp_path, "0::/\n", {})
+    assert (host.cgroup_left_bytes, host.free_bytes) == (None, 6_144_000_000)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 8000000 kB\n")
+    assert read_host_memory(tmp_path).free_bytes == 8_192_000_000

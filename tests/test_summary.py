@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from torchdelta.summary import StepSummary, Summary
+from torchdelta.summary import FollowSummary, StepSummary, Summary
 
 STEP = StepSummary(
     index=0,
@@ -33,6 +33,53 @@ SUMMARY = Summary(
     recompute_s=0.125,
     steps=(STEP,),
 )
+
+FOLLOW = FollowSummary(
+    planner="delta-2024",
+    num_programs=1,
+    num_followed_steps=7,
+    num_diverged_steps=0,
+    num_reactive_steps=2,
+    num_not_carried_out=3,
+    num_unplanned=4,
+    divergences={},
+    latest_divergence="",
+    why_no_plan="",
+    predicted_time_s=0.012,
+    time_s=0.0132,
+    predicted_peak_bytes=2**20,
+    peak_bytes=2**21,
+    plain_time_s=0.011,
+    slowdown=1.2,
+)
+
+
+def test_text_says_how_a_plan_was_followed() -> None:
+    """Predicted beside measured, and why steps were not followed, in at most three lines."""
+    without = str(SUMMARY).splitlines()
+    lines = str(dataclasses.replace(SUMMARY, follow=FOLLOW)).splitlines()
+    assert lines[3:5] == [
+        "following delta-2024: 1 plan; 7 steps followed, 0 diverged, 2 reactive; room made beyond the plan 4 times",
+        (
+            "a followed step: 13.2 ms (predicted 12.0 ms), peak 2.00 MiB (predicted 1.00 MiB); "
+            "x1.20 of the plain step's ops"
+        ),
+    ]
+    assert [*lines[:3], *lines[5:]] == without
+    from_file = dataclasses.replace(FOLLOW, predicted_time_s=None, latest_divergence="save 3")
+    assert str(from_file).splitlines()[1:] == [
+        "a followed step: 13.2 ms, peak 2.00 MiB (predicted 1.00 MiB); x1.20 of the plain step's ops",
+        "latest divergence: save 3",
+    ]
+    none = dataclasses.replace(FOLLOW, num_programs=0, time_s=None, peak_bytes=None, why_no_plan="too little")
+    assert str(none).splitlines()[1:] == ["no plan: too little"]
+
+
+def test_following_is_plain_data_too() -> None:
+    """It goes through JSON with the summary."""
+    data = json.loads(json.dumps(dataclasses.replace(SUMMARY, follow=FOLLOW).as_dict()))
+    assert FollowSummary(**data["follow"]) == FOLLOW
+    assert SUMMARY.as_dict()["follow"] is None
 
 
 def test_text_names_every_total() -> None:

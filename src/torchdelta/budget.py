@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from typing import TYPE_CHECKING, Self
 
@@ -10,12 +11,13 @@ from torchdelta.config import Config
 from torchdelta.errors import ConfigError, ScopeError
 from torchdelta.runtime import interrupts
 from torchdelta.runtime.current import current_session
-from torchdelta.runtime.device.memory import device_memory_bytes
+from torchdelta.runtime.device.memory import device_memory_bytes, free_for_tensors, session_device
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.follow.given_plan import given_plan
 from torchdelta.runtime.observe.trace_output import check_trace_path
+from torchdelta.runtime.record.scan import count_tensors
 from torchdelta.runtime.session import Session
-from torchdelta.units import parse_size
+from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     import os
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryBudget"]
 
+_logger = logging.getLogger("torchdelta")
 _running = threading.local()  # the thread's budget, for `MemoryBudget.current()`
 
 
@@ -37,7 +40,12 @@ class MemoryBudget:
     thread that started it. It can be started again after it was stopped, but not nested.
 
     Args:
-        budget: "8GiB", "80%" (of the device; on CPU of the lesser of RAM and the cgroup's limit), or an int of bytes.
+        budget: "8GiB", "80%" (of the device; on CPU of the lesser of RAM and the cgroup's limit), an int of bytes, or
+            "auto": what is free when it starts, less a margin. On a GPU that is what the driver says is free and what
+            this process's allocator holds, less 0.6 GiB and a sixteenth of the memory for context and fragmentation. On
+            CPU it is the lesser of the available RAM and of what is left in the cgroup's limit, less a tenth and at
+            least 256 MiB (under torchrun a share of it for each process of this machine), and the tensors that exist
+            already; with `Config(tier="memory")` less `host_budget`, or half of it.
         config: Options; the default is right for most.
         plan: A plan of this step to follow, from `torchdelta plan`: the path of its file, or a `Plan`. It takes the
             place of `Config(planner=...)`. The second step is traced; if the plan is one of that step and holds the
@@ -77,11 +85,15 @@ class MemoryBudget:
             raise ConfigError("plan and Config(decisions=...) exclude each other: leave one of them out")
         self._plan = given_plan(plan) if plan is not None else None
         self._trace_out = check_trace_path(trace_out) if trace_out is not None else None
-        # Query the device only for a percentage: that initializes CUDA, and the script may still fork or choose a
-        # device.
+        # Query the device only for a percentage and "auto": that initializes CUDA, and the script may still fork or
+        # choose a device.
+        self._is_auto = isinstance(budget, str) and budget.strip().lower() == "auto"
         is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
         total_bytes = device_memory_bytes() if is_share else None
-        self.budget_bytes = parse_size(budget, total_bytes=total_bytes, name="budget")
+        if self._is_auto:
+            self.budget_bytes, _ = self._find_free()
+        else:
+            self.budget_bytes = parse_size(budget, total_bytes=total_bytes, name="budget")
         self._session: Session | None = None
         self._past: list[Session] = []
 
@@ -109,10 +121,21 @@ class MemoryBudget:
         if self._session is not None:
             msg = "this MemoryBudget is already running: stop it first"
             raise ScopeError(msg)
+        if self._is_auto:
+            self.budget_bytes, how = self._find_free()
+            _logger.info("budget auto: %s: %s", format_bytes(self.budget_bytes), how)
         session = Session(self.budget_bytes, self.config, self._plan, self._trace_out)
         session.start()
         self._session = session
         _running.budget, _running.session = self, session
+
+    def _find_free(self) -> tuple[int, str]:
+        is_in_memory = self.config.tier == "memory"
+        device = session_device()
+        return free_for_tensors(
+            count_tensors(device) if device.type == "cpu" else 0,
+            swap_bytes=self.config.host_budget_bytes if is_in_memory else 0,
+        )
 
     @interrupts.shielded
     def stop(self) -> None:

@@ -1,6 +1,8 @@
 """Reads how much memory this process can use: RAM, and the limit set by a container or a job scheduler.
 
-"80%" of a CPU is 80 % of the lesser of the two; inside a container the RAM alone would be far too much.
+"80%" of a CPU is 80 % of the lesser of the two; inside a container the RAM alone would be far too much. What is free is
+the lesser of what the kernel calls available and of what each group has left under its limit. The page cache of files
+that were not read lately counts as free in both.
 Both are read from /proc and /sys on Linux; elsewhere the limit is unknown and the RAM comes from sysconf.
 """
 
@@ -22,11 +24,14 @@ class HostMemory:
         ram_bytes: Physical memory of the machine.
         available_bytes: Memory available now without swapping, as the kernel estimates it; None if it does not.
         cgroup_limit_bytes: The lowest limit of the control groups that this process is in; None without a limit.
+        cgroup_left_bytes: What is left under the limits of these groups, in the one with the least; None without a
+            limit, or where the usage is not known.
     """
 
     ram_bytes: int
     available_bytes: int | None
     cgroup_limit_bytes: int | None
+    cgroup_left_bytes: int | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -34,6 +39,12 @@ class HostMemory:
         if self.cgroup_limit_bytes is None:
             return self.ram_bytes
         return min(self.ram_bytes, self.cgroup_limit_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be allocated now: the lesser of what is available and of what is left under the limit."""
+        known = [size for size in (self.available_bytes, self.cgroup_left_bytes) if size is not None]
+        return min(known, default=self.usable_bytes)
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
@@ -43,11 +54,13 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
         root: The directory that contains /proc and /sys; tests pass another one.
     """
     meminfo = _read_meminfo(root / "proc/meminfo")
+    limits_bytes, left_bytes = _cgroup_bytes(root)
     ram_bytes = meminfo.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return HostMemory(
         ram_bytes=ram_bytes,
         available_bytes=meminfo.get("MemAvailable"),
-        cgroup_limit_bytes=_lowest_cgroup_limit_bytes(root),
+        cgroup_limit_bytes=min(limits_bytes, default=None),
+        cgroup_left_bytes=min(left_bytes, default=None),
     )
 
 
@@ -61,23 +74,44 @@ def _read_meminfo(path: Path) -> dict[str, int]:
     return sizes_bytes
 
 
-def _lowest_cgroup_limit_bytes(root: Path) -> int | None:
+def _cgroup_bytes(root: Path) -> tuple[list[int], list[int]]:
+    """Return the limits of all groups that hold for this process, and what is left under each whose usage is known."""
     limits_bytes: list[int] = []
+    left_bytes: list[int] = []
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            mount, file_name = root / "sys/fs/cgroup", "memory.max"
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            mount, file_name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mount = root / "sys/fs/cgroup/memory"
         else:
             continue
         # Limits of parent groups apply too. Inside a container the named group may not be visible, but its root is.
         relative = Path(group.lstrip("/"))
         for directory in (relative, *relative.parents):
-            text = _read_text(mount / directory / file_name).strip()
-            if text.isdecimal() and int(text) < _UNLIMITED_FROM_BYTES:
-                limits_bytes.append(int(text))
-    return min(limits_bytes, default=None)
+            limit_bytes = _read_number(mount / directory / names[0])
+            if limit_bytes is None or limit_bytes >= _UNLIMITED_FROM_BYTES:
+                continue
+            limits_bytes.append(limit_bytes)
+            usage_bytes = _read_number(mount / directory / names[1])
+            if usage_bytes is not None:
+                cache_bytes = _read_statistic(mount / directory / "memory.stat", names[2])
+                left_bytes.append(max(0, limit_bytes - max(0, usage_bytes - cache_bytes)))
+    return limits_bytes, left_bytes
+
+
+def _read_number(path: Path) -> int | None:
+    text = _read_text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _read_statistic(path: Path, name: str) -> int:
+    for line in _read_text(path).splitlines():
+        words = line.split()
+        if len(words) == 2 and words[0] == name and words[1].isdecimal():
+            return int(words[1])
+    return 0
 
 
 def _read_text(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchdelta.units import format_bytes
 
-__all__ = ["StepSummary", "Summary"]
+__all__ = ["FollowSummary", "StepSummary", "Summary"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +36,78 @@ class StepSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FollowSummary:
+    """How plans were followed, and whether the steps cost what was predicted.
+
+    Attributes:
+        planner: Whose plans, or the name of the plan's file.
+        num_programs: Plans that were carried out.
+        num_followed_steps: Steps that a plan was followed in to their end.
+        num_diverged_steps: Steps that began as planned and were left to the policy at a difference.
+        num_reactive_steps: All other steps.
+        num_not_carried_out: Absences of the latest plan that the runtime cannot carry out.
+        num_unplanned: Times that room had to be made beyond the plan.
+        divergences: How many steps diverged, by the most frequent reasons.
+        latest_divergence: The latest reason in full; empty if no step diverged.
+        why_no_plan: Why there is no plan, or no further one; empty if nothing went wrong.
+        predicted_time_s: Seconds of a step under the latest plan; None if nobody predicted it, as for a file.
+        time_s: Median wall time of the followed steps, from step end to step end, so that it includes loading data.
+        predicted_peak_bytes: Most bytes under the latest plan, with those outside of known tensors.
+        peak_bytes: Median peak of the followed steps.
+        plain_time_s: Estimated seconds of a plain step: the sum of the traced step's op times, without what the program
+            does between its ops.
+        slowdown: `time_s` against `plain_time_s`.
+    """
+
+    planner: str
+    num_programs: int
+    num_followed_steps: int
+    num_diverged_steps: int
+    num_reactive_steps: int
+    num_not_carried_out: int
+    num_unplanned: int
+    divergences: dict[str, int]
+    latest_divergence: str
+    why_no_plan: str
+    predicted_time_s: float | None
+    time_s: float | None
+    predicted_peak_bytes: int | None
+    peak_bytes: int | None
+    plain_time_s: float | None
+    slowdown: float | None
+
+    def __str__(self) -> str:
+        """Return it in one to three lines."""
+        programs = f"{self.num_programs} plan{'' if self.num_programs == 1 else 's'}"
+        lines = [
+            (
+                f"following {self.planner}: {programs}; {self.num_followed_steps} steps followed, "
+                f"{self.num_diverged_steps} diverged, {self.num_reactive_steps} reactive; "
+                f"room made beyond the plan {self.num_unplanned} times"
+            )
+        ]
+        if self.time_s is not None and self.peak_bytes is not None:
+            time_s, peak_bytes = self.predicted_time_s, self.predicted_peak_bytes
+            predicted_time = "" if time_s is None else f" (predicted {time_s * 1e3:.1f} ms)"
+            predicted_peak = "" if peak_bytes is None else f" (predicted {format_bytes(peak_bytes)})"
+            slowdown = "" if self.slowdown is None else f"; x{self.slowdown:.2f} of the plain step's ops"
+            lines.append(
+                f"a followed step: {self.time_s * 1e3:.1f} ms{predicted_time}, "
+                f"peak {format_bytes(self.peak_bytes)}{predicted_peak}{slowdown}"
+            )
+        if self.latest_divergence:
+            lines.append(f"latest divergence: {self.latest_divergence}")
+        elif self.why_no_plan:
+            lines.append(f"no {'further ' if self.num_programs else ''}plan: {self.why_no_plan}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """Totals since the budget was last started, and its steps.
 
     `budget_bytes` is None if decisions are forced, which ignores the budget. `num_refused_steps` counts the steps that
-    ended in a BudgetError; they are not among `steps`.
+    ended in a BudgetError; they are not among `steps`. `follow` is None where no plan was asked for and none was given.
     """
 
     budget_bytes: int | None
@@ -54,6 +121,7 @@ class Summary:
     recompute_s: float
     num_refused_steps: int = 0
     steps: tuple[StepSummary, ...] = field(default=())
+    follow: FollowSummary | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
@@ -75,6 +143,8 @@ class Summary:
             ),
             f"stalled {self.stall_s:.3f} s, recomputing {self.recompute_s:.3f} s",
         ]
+        if self.follow is not None:
+            lines.extend(str(self.follow).splitlines())
         if not self.steps and not self.num_refused_steps:
             lines.append("no training step was seen on this thread")
         elif (

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.command import torchdelta
+from torchdelta.machine.cache import CachedMachine, cache_directory, write_cached
+from torchdelta.machine.catalog import find
 from torchdelta.native.counting import new_counter
 
 if TYPE_CHECKING:
@@ -44,12 +46,25 @@ def _facts(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stderr.splitlines()[-1])
 
 
-def test_from_a_script_to_its_plan_and_back(tmp_path: Path) -> None:
-    """Real commands: trace, probe, plan, follow. The same output as plain Python, inside the budget, from the file."""
+def _measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a cache in which this machine was measured, as by `torchdelta probe`, and that has the compiled code."""
+    monkeypatch.delenv("TORCHDELTA_CACHE_DIR", raising=False)
+    common = cache_directory()
+    cache.mkdir()
+    for path in common.iterdir() if common.is_dir() else ():
+        if not path.name.startswith("machine-"):
+            (cache / path.name).symlink_to(path)
+    monkeypatch.setenv("TORCHDELTA_CACHE_DIR", str(cache))
+    write_cached("cpu", CachedMachine(torch_version="2.13", measured_at="2026-01-01", machine=find("cpu")))
+    return cache
+
+
+def test_from_a_script_to_its_plan_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real commands: trace, plan, follow. The same output as plain Python, inside the budget, from the file."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     script_line = ("train.py", 8, NUM_STEPS)
-    env = {"TORCHDELTA_CACHE_DIR": str(tmp_path / "cache")}
+    env = {"TORCHDELTA_CACHE_DIR": str(_measured(tmp_path / "cache", monkeypatch))}
 
     def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
         return torchdelta(*arguments, cwd=tmp_path, env=env, **options)
@@ -57,7 +72,6 @@ def test_from_a_script_to_its_plan_and_back(tmp_path: Path) -> None:
     traced = run("run", "--memory-budget", "1TiB", "--trace-out", "step.trace", "--json", *script_line)
     plain_peak_bytes = max(step["peak_bytes"] for step in _facts(traced)["steps"][1:])
     budget_bytes = plain_peak_bytes * 65 // 100
-    run("probe")
     run("plan", "step.trace", "--memory-budget", budget_bytes * 99 // 100, "--machine", "local", "-o", "step.plan")
     followed = run("run", "--memory-budget", budget_bytes, "--plan", "step.plan", "--json", *script_line)
     plain = subprocess.run(
@@ -67,9 +81,12 @@ def test_from_a_script_to_its_plan_and_back(tmp_path: Path) -> None:
     facts = _facts(followed)
     assert facts["peak_bytes"] <= budget_bytes
     assert "not followed" not in followed.stderr
+    assert facts["follow"]["planner"] == "step.plan"
+    assert facts["follow"]["num_followed_steps"] == NUM_STEPS - 2
+    assert facts["follow"]["num_unplanned"] == 0
 
     other = run("run", "--memory-budget", budget_bytes, "--plan", "step.plan", "train.py", 9, NUM_STEPS)
-    assert "step.plan: the plan belongs to another trace: it has " in other.stderr
+    assert "step.plan is not followed: the plan belongs to another trace: it has " in other.stderr
 
 
 def test_a_plan_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

@@ -155,6 +155,14 @@ def test_an_impossible_budget_is_one_line_and_its_own_code(script):
     assert "Traceback" not in done.stderr
 
 
+def test_the_budget_may_be_what_is_free(script):
+    """`auto` finds it when the script starts, and the processes that the script starts get the same word."""
+    path = script(TRAIN + "import os; print(os.environ['TORCHDELTA_RUN'])\n")
+    inside = torchdelta("run", "--memory-budget", "auto", "--json", path)
+    assert json.loads(inside.stdout.splitlines()[-1])["memory_budget"] == "auto"
+    assert 0 < json.loads(inside.stderr.splitlines()[-1])["budget_bytes"] < 2**50
+
+
 @pytest.mark.parametrize("options", [(), pytest.param(("--arena",), marks=pytest.mark.rest)])
 def test_a_training_script_gives_the_same_bits_and_a_summary(script, tmp_path, options):
     """An unchanged training loop prints the same losses; the summary goes to stderr and into a file."""

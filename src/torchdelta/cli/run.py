@@ -32,7 +32,8 @@ def run(
         str,
         typer.Option(
             envvar="TORCHDELTA_MEMORY_BUDGET",
-            help="'8GiB', '500MB', '80%' of the device (on CPU: of RAM or the container's limit), or bytes.",
+            help="'8GiB', '500MB', '80%' of the device (on CPU: of RAM or the container's limit), bytes, or 'auto': "
+            "what is free, less a margin.",
             show_default=False,
         ),
     ],
@@ -88,7 +89,7 @@ def run(
     if not is_module and not Path(target).exists():
         fail(f"no script {target!r}", EXIT_USAGE)
     if summary_json is not None:
-        check_output(_summary_file(summary_json), may_be_device=True)
+        check_output(_of_rank(summary_json), may_be_device=True)
     # Imported late, so that --help and wrong usage do not wait for torch.
     from torchdelta import BudgetError, MemoryBudget
 
@@ -144,6 +145,7 @@ def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
 
 
 def _of_rank(path: Path) -> Path:
+    """Return the path with the rank of this process in place of '{rank}'."""
     return Path(str(path).replace("{rank}", os.environ.get("RANK", "0")))
 
 

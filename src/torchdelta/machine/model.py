@@ -34,7 +34,7 @@ import msgspec
 
 from torchdelta.errors import MachineError
 
-__all__ = ["Machine", "matrix_flops_per_s", "reserve_bytes", "validate_machine"]
+__all__ = ["Machine", "matrix_flops_per_s", "reserve_bytes", "reserve_of", "validate_machine"]
 
 _RESERVE_BYTES: Final = 6 * 2**30 // 10
 _RESERVE_SHARE: Final = 16
@@ -109,7 +109,12 @@ def matrix_flops_per_s(machine: Machine, dtype: str, *, tf32: bool = True) -> fl
 
 def reserve_bytes(machine: Machine) -> int:
     """Return the bytes of the device memory that context and allocator take: see [Note: the reserve]."""
-    return _RESERVE_BYTES + machine.memory_bytes // _RESERVE_SHARE
+    return reserve_of(machine.memory_bytes)
+
+
+def reserve_of(memory_bytes: int) -> int:
+    """Return the reserve of a device with so much memory."""
+    return _RESERVE_BYTES + memory_bytes // _RESERVE_SHARE
 
 
 def validate_machine(machine: Machine) -> None:

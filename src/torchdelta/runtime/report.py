@@ -11,13 +11,14 @@ from torchdelta.units import format_bytes
 if TYPE_CHECKING:
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.state.steps import StepTracker
+    from torchdelta.summary import FollowSummary
 
 __all__ = ["log_first_step", "log_result", "summarize"]
 
 _logger = logging.getLogger("torchdelta")
 
 
-def summarize(room: Room, steps: StepTracker) -> Summary:
+def summarize(room: Room, steps: StepTracker, follow: FollowSummary | None = None) -> Summary:
     """Return the summary so far."""
     counters = room.counters
     evicted_bytes = counters.swapped_out_bytes + counters.dropped_bytes
@@ -33,6 +34,7 @@ def summarize(room: Room, steps: StepTracker) -> Summary:
         recompute_s=counters.recompute_s,
         num_refused_steps=steps.num_refused,
         steps=steps.summaries,
+        follow=follow,
     )
 
 

@@ -28,6 +28,7 @@ from torchdelta.runtime.device.memory import session_device
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.follow.follower import Follower
 from torchdelta.runtime.follow.programs import Programs
+from torchdelta.runtime.follow.report import FollowReport
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.memory.costs import Costs
 from torchdelta.runtime.memory.restore import Restorer
@@ -98,6 +99,7 @@ class Session:
         self.subclasses = subclasses
         self.follower = Follower(self.restorer)
         self.programs = Programs(config, self.follower, budget_bytes, plan)
+        self.following = FollowReport(self.programs, self.follower)
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
@@ -253,7 +255,7 @@ class Session:
 
     def summary(self) -> Summary:
         """Return the summary so far."""
-        return summarize(self.room, self.steps)
+        return summarize(self.room, self.steps, self.following.summary(self.steps.num_steps))
 
     # -- events
 
@@ -319,8 +321,7 @@ class Session:
             log_first_step(self.room, self.steps, self.config.policy, self.budget_bytes)
         self.traces.end()
         self.placing.on_step_end()
-        self.follower.on_step_end()
-        self.programs.on_step_end(self.steps.last_peak_bytes, self.steps.last_time_s)
+        self.following.on_step_end(self.steps)
         if not self.ledger.is_closing:
             self.traces.begin_later()
 
@@ -381,6 +382,7 @@ class Session:
 
     def _on_survey_end(self) -> None:
         self.survey = None
+        self.follower.restart()  # the step was refused
         self.steps.refuse()
         if self.ledger.num_handles == 0:
             self._on_last_handle()

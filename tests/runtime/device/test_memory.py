@@ -7,9 +7,11 @@ import os
 import pytest
 import torch
 
-from torchdelta.errors import NativeError
+from torchdelta.errors import NativeError, SizeError
+from torchdelta.host import HostMemory
 from torchdelta.native.counting import new_counter
-from torchdelta.runtime.device.memory import PeakMeter, device_memory_bytes
+from torchdelta.runtime.device import memory
+from torchdelta.runtime.device.memory import PeakMeter, device_memory_bytes, free_for_tensors
 from torchdelta.runtime.state.ledger import Ledger
 
 
@@ -33,3 +35,38 @@ def test_the_meter_is_exact_where_the_allocator_is_counted() -> None:
     finally:
         counter.stop()
     assert meter.extra_bytes == 8000
+
+
+def _host(free_bytes: int) -> HostMemory:
+    return HostMemory(ram_bytes=2**40, available_bytes=free_bytes, cgroup_limit_bytes=None)
+
+
+def test_what_is_free_on_a_cpu_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth, at least 256 MiB, for what is no tensor; existing tensors count; swapped ones may need room, too."""
+    monkeypatch.setattr(memory, "session_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(memory, "read_host_memory", lambda: _host(10 * 2**30))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert free_for_tensors(2**30) == (
+        10 * 2**30,
+        "10.00 GiB free on cpu, 1.00 GiB of tensors that exist, less 1.00 GiB margin",
+    )
+    assert free_for_tensors(0, swap_bytes=2**30)[0] == 8 * 2**30
+    assert free_for_tensors(0, swap_bytes=None)[0] == 4.5 * 2**30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_for_tensors(0)[0] == int(2.5 * 2**30) - 2**28
+    monkeypatch.setattr(memory, "read_host_memory", lambda: _host(2**20))
+    with pytest.raises(SizeError, match=r"budget 'auto' leaves nothing: 256\.00 KiB free on cpu"):
+        free_for_tensors(0)
+
+
+def test_what_is_free_on_a_gpu_counts_what_its_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free by the driver and held by this process, less 0.6 GiB and a sixteenth of the memory."""
+    monkeypatch.setattr(memory, "session_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (10 * 2**30, 16 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 2 * 2**30)
+    size_bytes, how = free_for_tensors(123)
+    assert size_bytes == 11 * 2**30 - 6 * 2**30 // 10
+    assert how == (
+        "10.00 GiB free on cuda:0, 2.00 GiB held by this process's allocator, less 1.60 GiB reserve for context and "
+        "fragmentation"
+    )

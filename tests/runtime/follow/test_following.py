@@ -93,6 +93,18 @@ def test_steps_of_other_sizes_keep_bits_and_budget() -> None:
     assert session.follower.num_followed_steps == 5
     assert session.follower.num_diverged_steps == 1
     assert dict(session.follower.reasons) == {"it saved other tensors": 1}
+    follow = session.summary().follow
+    assert follow is not None
+    assert (follow.planner, follow.num_programs) == ("torchdelta", len(session.programs.cache))
+    assert (follow.num_followed_steps, follow.num_diverged_steps, follow.num_reactive_steps) == (5, 1, 2)
+    assert follow.divergences == {"it saved other tensors": 1}
+    assert follow.predicted_peak_bytes is not None
+    assert follow.peak_bytes is not None
+    assert abs(follow.peak_bytes - follow.predicted_peak_bytes) <= 0.02 * follow.predicted_peak_bytes
+    assert follow.predicted_time_s
+    assert follow.time_s
+    assert follow.plain_time_s
+    assert follow.slowdown == follow.time_s / follow.plain_time_s
 
 
 def test_an_exception_in_mid_step_ends_the_following_of_that_step() -> None:
@@ -195,6 +207,10 @@ def test_a_step_that_fits_is_not_planned() -> None:
     _, _, session = _train(UNLIMITED, [NUM_ROWS] * 3, "torchdelta")
     assert len(session.programs.cache) == 0
     assert session.follower.num_followed_steps == 0
+    follow = session.summary().follow
+    assert follow is not None
+    assert (follow.num_programs, follow.num_reactive_steps, follow.time_s, follow.slowdown) == (0, 3, None, None)
+    assert _train(UNLIMITED, [NUM_ROWS])[2].summary().follow is None
 
 
 def test_a_helper_that_fails_leaves_the_policy_in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +225,9 @@ def test_a_helper_that_fails_leaves_the_policy_in_charge(monkeypatch: pytest.Mon
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= budget
     assert session.follower.num_followed_steps == 0
+    follow = session.summary().follow
+    assert follow is not None
+    assert "helper process ended" in follow.why_no_plan
 
 
 def test_nothing_is_left_in_the_temporary_directory(

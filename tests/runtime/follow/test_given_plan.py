@@ -82,11 +82,11 @@ def test_a_given_plan_is_followed_from_the_third_step_on(
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= budget
     assert session.follower.num_followed_steps == NUM_STEPS - 2
-    assert session.follower.program is not None
-    assert session.follower.program.evictions
+    assert session.programs.latest is not None
+    assert session.programs.latest.schedule.evictions
     if decision_class == "saved":
         assert session.counters.num_unplanned == 0
-        assert session.follower.has_held
+        assert session.programs.latest.proofs
 
 
 def test_a_plan_that_cannot_be_carried_out_as_a_whole_is_said_once(
@@ -102,8 +102,8 @@ def test_a_plan_that_cannot_be_carried_out_as_a_whole_is_said_once(
     made = msgspec.structs.replace(made, absences=tuple(absences))
     with caplog.at_level(logging.WARNING, "torchdelta"):
         _, _, session = _train(peak_bytes, plan=made)
-    assert session.follower.program is not None
-    num_left_out = session.follower.program.num_not_carried_out
+    assert session.programs.latest is not None
+    num_left_out = session.programs.latest.schedule.num_not_carried_out
     assert 0 < num_left_out < len(made.absences)
     said = [one for one in caplog.messages if "not carried out" in one]
     assert len(said) == 1

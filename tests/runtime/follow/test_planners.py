@@ -27,7 +27,8 @@ def _train(budget: int | str, planner: str | None = None) -> tuple[list[torch.Te
             optimizer.step()
             if planner is not None and step == 1:
                 assert session.programs.wait(WAIT_S), planner
-        program = session.follower.program
+        latest = session.programs.latest
+        program = latest.schedule if latest is not None else None
     peaks = [one.peak_bytes for one in memory_budget.summary().steps]
     evictions = 0 if program is None else sum(map(len, program.evictions.values()))
     found = (session.follower.num_followed_steps, evictions, 0 if program is None else program.num_not_carried_out)

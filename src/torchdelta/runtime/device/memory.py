@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Final, Self
 import torch
 
 from torchdelta._torch.device import allocator_statistics, reset_allocator_peak
+from torchdelta.errors import SizeError
 from torchdelta.host import read_host_memory
+from torchdelta.machine.model import reserve_of
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.runtime.state.usage import Usage
 
 
+# On CPU a budget that takes what is free leaves this share of it, and at least so much, to what is no tensor.
+_MARGIN_SHARE: Final = 10
+_LEAST_MARGIN_BYTES: Final = 256 * 2**20
 # Devices with their own allocator, streams and autograd threads. Tests add a stand-in.
 ACCELERATORS: Final = {"cuda"}
 
@@ -48,6 +54,45 @@ def device_memory_bytes() -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return read_host_memory().usable_bytes
+
+
+def free_for_tensors(tensor_bytes: int, *, swap_bytes: int | None = 0) -> tuple[int, str]:
+    """Return a budget that takes what is free on the device, less a margin, and one line that says how it was found.
+
+    On a GPU: what the driver says is free, and what this process's allocator holds already, less the reserve for
+    context and fragmentation that `torchdelta fit` keeps, too (0.6 GiB and a sixteenth of the memory). On CPU: what is
+    free (`HostMemory.free_bytes`), its share if torchrun started several processes here, less a tenth and at least
+    256 MiB for what is no tensor; and the tensors that exist already, since they count against the budget.
+
+    Args:
+        tensor_bytes: Bytes of the tensors of this process, on CPU.
+        swap_bytes: On CPU: bytes of this memory that swapped tensors may take; None is half of it.
+
+    Raises:
+        SizeError: Nothing is left.
+    """
+    device = session_device()
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        own_bytes = int(torch.cuda.memory_reserved(device))
+        margin_bytes = reserve_of(total_bytes)
+        own, margin = "held by this process's allocator", "reserve for context and fragmentation"
+    else:
+        num_processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+        share = max(1, int(num_processes)) if num_processes.isdecimal() else 1
+        free_bytes = read_host_memory().free_bytes // share
+        own_bytes = tensor_bytes
+        margin_bytes = max(_LEAST_MARGIN_BYTES, free_bytes // _MARGIN_SHARE)
+        margin_bytes += max(0, free_bytes - margin_bytes) // 2 if swap_bytes is None else swap_bytes
+        own, margin = "of tensors that exist", "margin"
+    how = (
+        f"{format_bytes(free_bytes)} free on {device}, {format_bytes(own_bytes)} {own}, less "
+        f"{format_bytes(margin_bytes)} {margin}"
+    )
+    budget_bytes = free_bytes + own_bytes - margin_bytes
+    if budget_bytes <= 0:
+        raise SizeError(f"budget 'auto' leaves nothing: {how}: name a budget in bytes, such as '8GiB'")
+    return budget_bytes, how
 
 
 class PeakMeter:

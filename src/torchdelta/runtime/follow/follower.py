@@ -80,6 +80,7 @@ class Follower:
         self.num_followed_steps = 0
         self.num_diverged_steps = 0  # a program was begun and none carried the step out to its end
         self.reasons: Counter[str] = Counter()  # why
+        self.latest_reason = ""
         self.on_first_save: Callable[[], None] | None = None
         self._running: Program | None = None  # what this step carries out
         self._is_exact = False
@@ -165,7 +166,7 @@ class Follower:
             program.num_followed += 1
             self.programs.use(program)
         elif self._running is not None:
-            self.leave("it ended early")
+            self.leave(f"it ended early: {self.position.num_saves} saves of {self._running.schedule.num_saves}")
         self.ended = EndedStep(
             key=self.position.key,
             first=self.position.first,
@@ -187,7 +188,8 @@ class Follower:
         """Stop following for the rest of this step."""
         if self._running is not None:
             self.num_diverged_steps += 1
-            self.reasons[why] += 1
+            self.latest_reason = why
+            self.reasons[why.partition(":")[0]] += 1
             _logger.debug("the step is not followed any more: %s", why)
         self._stop()
 
@@ -197,7 +199,7 @@ class Follower:
         """Begin a program at the first save, or go over to another one."""
         chosen = self.programs.choose(self.position)
         if chosen is None:
-            self.leave("it saved other tensors")
+            self.leave(f"it saved other tensors: from save {save} on")
             return
         program, self._is_exact = chosen
         self._running = program

@@ -79,6 +79,7 @@ class Program:
         step: The traced step, until the program has held; a program that does not is planned again from it.
         margin_bytes: By how much less than the budget was planned.
         proofs: By (key, graph): by how much the peak of a watched backward was above its start.
+        unseen_bytes: Memory outside of known storages when the step was traced.
         num_plans: How often the step was planned.
         num_misses: Steps that passed the budget or needed room beyond the program, since it was made.
         num_followed: Steps that it carried out to their ends.
@@ -94,7 +95,7 @@ class Program:
         key: Key,
         *,
         start_bytes: int,
-        answer: Answer | None,
+        answer: Answer,
         step: tuple[Trace, StepLog] | None,
         margin_bytes: int,
     ) -> None:
@@ -105,6 +106,7 @@ class Program:
         self.step = step
         self.margin_bytes = margin_bytes
         self.proofs: dict[tuple[Key, int], int] = {}
+        self.unseen_bytes = 0
         self.num_plans = 1
         self.num_misses = 0
         self.num_followed = 0

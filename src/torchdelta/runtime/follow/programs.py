@@ -14,6 +14,7 @@ steps are alike is not traced for ever.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import PlanError, TierError, TraceFileError
 from torchdelta.notices import warn_once
+from torchdelta.plan.request import Answer
 from torchdelta.runtime.follow.measured_machine import measured_machine
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.program import Program
@@ -64,6 +66,7 @@ class _Asked:
     margin_bytes: int
     num_plans: int
     num_retraces: int
+    unseen_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,10 @@ class Programs:
         self.given = given
         self.planning = Planning(config) if config.planner is not None else None
         self.latest: Program | None = None  # the program of the latest followed step
+        self.name = given.name if given is not None else config.planner or ""  # of what is followed
         self.num_plans = 0
+        self.num_programs = 0
+        self.why_no_plan = ""  # the latest time that there was none
         if self.planning is not None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
         follower.is_on = self.planning is not None or given is not None
@@ -138,18 +144,20 @@ class Programs:
         if why:
             if len(self._unplannable) < _MOST_UNPLANNABLE:
                 self._unplannable.add(key)
+            self.why_no_plan = why
             warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
-            return
-        if self.given is not None:
-            self._follow_given(self.given, trace, log)
             return
         if self.given is not None:
             self._follow_given(self.given, trace, log)
             return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
+        unseen_bytes = max(0, usage.unseen_bytes)
+        if self.given is not None:
+            self._follow_given(self.given, trace, log, unseen_bytes)
+            return
         num_retraces = 0 if known is None else self._retrace.pop((known.key, known.start_bytes)) + 1
-        margin_bytes = max(0, usage.unseen_bytes) + self._margin()
+        margin_bytes = unseen_bytes + self._margin()
         self._ask(
             _Asked(
                 key=key,
@@ -158,6 +166,7 @@ class Programs:
                 margin_bytes=margin_bytes if known is None else max(margin_bytes, known.margin_bytes),
                 num_plans=1 if known is None else known.num_plans + 1,
                 num_retraces=num_retraces,
+                unseen_bytes=unseen_bytes,
             )
         )
 
@@ -253,6 +262,7 @@ class Programs:
                 margin_bytes=program.margin_bytes,
                 num_plans=program.num_plans + 1,
                 num_retraces=program.num_retraces,
+                unseen_bytes=program.unseen_bytes,
             )
         )
 
@@ -290,6 +300,7 @@ class Programs:
 
     def _add(self, planned: Planned, asked: _Asked) -> None:
         if planned.plan is None:
+            self.why_no_plan = planned.answer.error
             _logger.info("no plan is followed: %s", planned.answer.error)
             if len(self._unplannable) < _MOST_UNPLANNABLE:
                 self._unplannable.add(asked.key)
@@ -305,7 +316,8 @@ class Programs:
         )
         program.num_plans = asked.num_plans
         program.num_retraces = asked.num_retraces
-        self.cache.add(program)
+        program.unseen_bytes = asked.unseen_bytes
+        self._add_program(program)
         _logger.info(
             "following a plan: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",
             len(planned.plan.absences),
@@ -315,19 +327,25 @@ class Programs:
             format_bytes(planned.answer.peak_bytes + asked.margin_bytes),
         )
 
-    def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog) -> None:
+    def _add_program(self, program: Program) -> None:
+        self.num_programs += 1
+        self.cache.add(program)
+
+    def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog, unseen_bytes: int) -> None:
         position = self.follower.position
         self._tokens = 0.0  # the first complete trace decides
         try:
             schedule, peak_bytes = given.schedule(trace, log, self.budget_bytes)
         except PlanError as error:
+            self.why_no_plan = f"{given.name}: {error}"
             warn_once(f"{given.name} is not followed: {error}; buffers leave and return reactively")
             return
-        self.cache.add(
-            Program(
-                schedule, position.key, start_bytes=position.start_bytes, answer=None, step=(trace, log), margin_bytes=0
-            )
+        answer = Answer(plain_time_s=math.fsum(op.time_s for op in trace.ops), peak_bytes=peak_bytes)
+        program = Program(
+            schedule, position.key, start_bytes=position.start_bytes, answer=answer, step=(trace, log), margin_bytes=0
         )
+        program.unseen_bytes = unseen_bytes
+        self._add_program(program)
         num_absences = len(given.plan.absences)
         if schedule.num_not_carried_out:
             warn_once(
@@ -338,6 +356,7 @@ class Programs:
         _logger.info("following %s: %d absences, peak %s", given.name, num_absences, format_bytes(peak_bytes))
 
     def _end(self, why: str) -> None:
+        self.why_no_plan = why
         warn_once(f"no further step is planned: {why}")
         self.close()
 

@@ -33,13 +33,12 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from torchdelta._torch.tensors import is_trained_leaf, storage_of
 from torchdelta.runtime.state.instances import subclasses_of
 from torchdelta.runtime.state.kinds import runs_own_ops
+from torchdelta.runtime.state.ledger import Ledger
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from torchdelta.runtime.state.ledger import Ledger
-
-__all__ = ["others_may_train", "scan_storages"]
+__all__ = ["count_tensors", "others_may_train", "scan_storages"]
 
 _LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # it may lie inside the former
@@ -74,6 +73,15 @@ def scan_storages(ledger: Ledger) -> int:
             if storage is not None:
                 ledger.observing.observer.on_found(ledger.know(storage), gradient, "gradient")
     return ledger.usage.live_bytes - before_bytes
+
+
+def count_tensors(device: torch.device) -> int:
+    """Return the bytes of the tensors on a device that a scope opened now would find."""
+    ledger = Ledger(device)
+    try:
+        return scan_storages(ledger)
+    finally:
+        ledger.forget()
 
 
 def _count(ledger: Ledger, tensor: torch.Tensor, leaves: list[torch.Tensor]) -> None:

@@ -137,13 +137,14 @@ class StepTracker:
         if self._is_refused:
             self._begin()
             return
+        self.last_time_s = time.perf_counter() - self._start_s
         done = self.counters.minus(self._before)
         evicted_bytes = done.swapped_out_bytes + done.dropped_bytes
         # All steps are rows of one array: one object per step would make every garbage collection of a long run slower.
         self._rows.extend(
             (
                 self.num_steps,
-                time.perf_counter() - self._start_s,
+                self.last_time_s,
                 self.ledger.usage.peak_bytes,
                 max(0, done.saved_bytes - evicted_bytes),
                 done.swapped_out_bytes,
@@ -155,7 +156,6 @@ class StepTracker:
         del self._rows[: -MAX_SUMMARIES * _ROW]
         self.num_steps += 1
         self.last_peak_bytes = self.ledger.usage.peak_bytes
-        self.last_time_s = now_s - self._start_s
         self._begin()
         if self.on_step_end is not None:
             self.on_step_end()

@@ -1,0 +1,85 @@
+"""What following did, for the summary: measured beside predicted, and why steps were not followed."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from typing import TYPE_CHECKING, Final
+
+from torchdelta.summary import FollowSummary
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.follower import Follower
+    from torchdelta.runtime.follow.program import Program
+    from torchdelta.runtime.follow.programs import Programs
+    from torchdelta.runtime.state.steps import StepTracker
+
+__all__ = ["FollowReport"]
+
+_MAX_STEPS: Final = 1000  # medians are those of the latest steps
+_MAX_REASONS: Final = 4
+
+
+class FollowReport:
+    """Counts and measures the steps of one session. Mutable.
+
+    Args:
+        programs: What was planned.
+        follower: What was carried out.
+    """
+
+    def __init__(self, programs: Programs, follower: Follower) -> None:
+        self.programs = programs
+        self.follower = follower
+        # (program, time_s, peak_bytes) of the latest followed steps.
+        self._steps: collections.deque[tuple[Program, float, int]] = collections.deque(maxlen=_MAX_STEPS)
+
+    def on_step_end(self, steps: StepTracker) -> None:
+        """End the step for the follower and for the programs, and measure it if it was followed."""
+        self.follower.on_step_end()
+        ended = self.follower.ended
+        if ended is not None and ended.program is not None and ended.is_exact:
+            self._steps.append((ended.program, steps.last_time_s, steps.last_peak_bytes))
+        self.programs.on_step_end(steps.last_peak_bytes, steps.last_time_s)
+
+    def summary(self, num_steps: int) -> FollowSummary | None:
+        """Return the summary so far; None where no plan was asked for and none given.
+
+        Args:
+            num_steps: Steps of the session, of all kinds.
+        """
+        programs, follower = self.programs, self.follower
+        if not programs.name:
+            return None
+        time_s = _median(time_s for _, time_s, _ in self._steps)
+        answers = [program.answer for program, _, _ in self._steps]
+        plain_time_s = _median(answer.plain_time_s for answer in answers)
+        predicted_peak_bytes = _median(
+            program.answer.peak_bytes + program.unseen_bytes for program, _, _ in self._steps
+        )
+        peak_bytes = _median(peak_bytes for _, _, peak_bytes in self._steps)
+        num_away = follower.num_followed_steps + follower.num_diverged_steps
+        latest = programs.latest
+        return FollowSummary(
+            planner=programs.name,
+            num_programs=programs.num_programs,
+            num_followed_steps=follower.num_followed_steps,
+            num_diverged_steps=follower.num_diverged_steps,
+            num_reactive_steps=max(0, num_steps - num_away),
+            num_not_carried_out=latest.schedule.num_not_carried_out if latest is not None else 0,
+            num_unplanned=follower.room.counters.num_unplanned,
+            divergences=dict(follower.reasons.most_common(_MAX_REASONS)),
+            latest_divergence=follower.latest_reason,
+            why_no_plan=programs.why_no_plan,
+            predicted_time_s=_median(answer.time_s for answer in answers) or None,
+            time_s=time_s,
+            predicted_peak_bytes=None if predicted_peak_bytes is None else int(predicted_peak_bytes),
+            peak_bytes=None if peak_bytes is None else int(peak_bytes),
+            plain_time_s=plain_time_s or None,
+            slowdown=time_s / plain_time_s if time_s is not None and plain_time_s else None,
+        )
+
+
+def _median(values: collections.abc.Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
