@@ -136,7 +136,7 @@ def test_a_plan_that_does_not_hold_the_budget_is_not_followed(
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert session.follower.num_followed_steps == 0
     assert max(peaks) <= budget
-    assert [one for one in caplog.messages if "is passed by" in one and "bytes at op" in one]
+    assert [one for one in caplog.messages if "is passed by" in one and "KiB at op" in one]
     assert _train(peak_bytes, plan=_planned(trace, int(0.8 * peak_bytes)))[2].follower.num_followed_steps > 0
 
 

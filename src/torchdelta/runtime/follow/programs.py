@@ -147,9 +147,6 @@ class Programs:
             self.why_no_plan = why
             warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
             return
-        if self.given is not None:
-            self._follow_given(self.given, trace, log)
-            return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
         unseen_bytes = max(0, usage.unseen_bytes)

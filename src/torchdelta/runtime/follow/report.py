@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 from torchdelta.summary import FollowSummary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torchdelta.runtime.follow.follower import Follower
     from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.follow.programs import Programs
@@ -80,6 +82,6 @@ class FollowReport:
         )
 
 
-def _median(values: collections.abc.Iterable[float]) -> float | None:
+def _median(values: Iterable[float]) -> float | None:
     found = list(values)
     return statistics.median(found) if found else None
