@@ -20,6 +20,7 @@ from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
+    from torchdelta.plan.request import Answer
     from torchdelta.runtime.follow.follower import Follower
     from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.trace.model import Trace
@@ -49,6 +50,8 @@ class Programs:
         self.planning = Planning(config) if config.planner is not None else None
         if self.planning is not None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
+        self.latest_answer: Answer | None = None  # what the latest plan is predicted to cost; for measurements
+        self.unseen_bytes = 0  # live outside of known storages when the step was traced: no plan contains them
         self._step: tuple[Trace, StepLog] | None = None
         self._margin_bytes = 0
         self._num_traces = 0
@@ -79,7 +82,8 @@ class Programs:
             return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
-        self._margin_bytes = max(0, usage.unseen_bytes) + int(self.budget_bytes * _MARGIN_SHARE)
+        self.unseen_bytes = max(0, usage.unseen_bytes)
+        self._margin_bytes = self.unseen_bytes + int(self.budget_bytes * _MARGIN_SHARE)
         self._ask()
 
     def on_step_end(self, peak_bytes: int) -> None:
@@ -121,6 +125,7 @@ class Programs:
             return
         if planned is None or self._step is None:
             return
+        self.latest_answer = planned.answer
         if planned.plan is None:
             _logger.info("no plan is followed: %s", planned.answer.error)
             return
