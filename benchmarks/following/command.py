@@ -103,5 +103,3 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
         contenders = [name for name in contenders if name not in done["refused"]]
         print(f"    round {index + 1}: {time.perf_counter() - began_s:.0f} s so far", flush=True)
     return data
-
-

@@ -1,8 +1,8 @@
 """torch.compile with `activation_memory_budget` beside compiled plain: what the compiler's own trade costs here.
 
-A budget there is a share of the bytes saved for backward, not of the peak. Each share is compiled from a function of its
-own, because dynamo keeps what it compiled by the code of the function; a model that it breaks into several graphs is
-refused (`fullgraph=True`).
+A budget there is a share of the bytes saved for backward, not of the peak. Each share is compiled from a function of
+its own, because dynamo keeps what it compiled by the code of the function; a model that it breaks into several graphs
+is refused (`fullgraph=True`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ways to train that take turns, and the scopes of those that are torch's own or its users'.
 
 A peer's name says what it does to every block of the model (a transformer layer, a bottleneck): `checkpoint` is what
-`gradient_checkpointing_enable` of transformers does with `use_reentrant=False`, for any model. A checkpointed block runs
-its batch norms twice a step, so that their running statistics differ from plain's; its gradients do not.
+`gradient_checkpointing_enable` of transformers does with `use_reentrant=False`, for any model. A checkpointed block
+runs its batch norms twice a step, so that their running statistics differ from plain's; its gradients do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ REACTIVE, FOLLOWED, NO_PREFETCH = "reactive", "followed", "no-prefetch"
 IN_BUDGET = (REACTIVE, FOLLOWED, NO_PREFETCH)
 CONTENDERS = (PLAIN, RECORD_ONLY, *PEERS, *IN_BUDGET)
 
-BLOCKS = ("GPT2Block", "BertLayer", "Bottleneck", "ResidualBlock", "PictureAttention", "TransformerEncoderLayer", "Block")
+BLOCKS = (
+    "GPT2Block",
+    "BertLayer",
+    "Bottleneck",
+    "ResidualBlock",
+    "PictureAttention",
+    "TransformerEncoderLayer",
+    "Block",
+)
 KEPT = frozenset(
     {
         torch.ops.aten.mm.default,

@@ -41,12 +41,17 @@ def _judge_cell(outcome: Outcome, name: str, data: Data, found: Cell) -> None:
     if found.label in PEERS:
         against = ratio(data, in_budget(FOLLOWED, found.label), found.label)
         if against is not None:
-            outcome.check(f"{name}: followed against {found.label} at its peak", str(against), passed=against.median <= 1)
+            outcome.check(
+                f"{name}: followed against {found.label} at its peak", str(against), passed=against.median <= 1
+            )
     if not found.has_plan:
         outcome.check(f"{name}: plan", "nothing has to leave", passed=True)
         return
     outcome.check(
-        f"{name}: room made beyond the plan", f"{found.num_unplanned} times", passed=not found.num_unplanned, required=False
+        f"{name}: room made beyond the plan",
+        f"{found.num_unplanned} times",
+        passed=not found.num_unplanned,
+        required=False,
     )
     if found.followed_of_reactive is not None:
         against = found.followed_of_reactive

@@ -1,4 +1,4 @@
-"""Offloads every large saved tensor to the swap tier, as TRL's and torchtune's `OffloadActivations` do to pinned memory.
+"""Offloads every large saved tensor to the swap tier, as `OffloadActivations` of TRL and torchtune do to the host.
 
 A peer, not a part of the library: hooks that write each saved storage once, let at most a few writes be under way, and
 read ahead in backward. It has our disk tier under it, so that only the decisions differ: it has no budget, no plan and

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 820, 480
 LEFT, RIGHT, TOP, BOTTOM = 64, 230, 60, 56
+_FONT = 'font-family="sans-serif" font-size="12"'
+_Y_LABEL = "step time, of plain"
 _COLOURS = {
     FOLLOWED: "#0072B2",
     REACTIVE: "#D55E00",
@@ -69,8 +71,7 @@ def svg(model: str, data: Data, caption: str) -> str:
     across = _scale(x_ticks, LEFT, WIDTH - RIGHT)
     up = _scale(y_ticks, HEIGHT - BOTTOM, TOP)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {_FONT}>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="24" font-size="16">{escape(model)}: peak memory and step time, as shares of plain</text>',
         f'<text x="{LEFT}" y="42" font-size="11" fill="#555">{escape(caption)}</text>',
@@ -173,8 +174,7 @@ def _axes(
         *lines,
         f'<path d="M{LEFT} {TOP} V{bottom} H{right}" fill="none" stroke="black"/>',
         f'<text x="{middle:.0f}" y="{bottom + 40}" text-anchor="middle">peak memory, of the plain peak</text>',
-        f'<text transform="translate(18 {(TOP + bottom) / 2:.0f}) rotate(-90)" text-anchor="middle">'
-        "step time, of plain</text>",
+        f'<text transform="translate(18 {(TOP + bottom) / 2:.0f}) rotate(-90)" text-anchor="middle">{_Y_LABEL}</text>',
     ]
 
 
