@@ -224,8 +224,8 @@ def test_a_picture_needs_no_more_than_plain(data):
     ET.fromstring(svg("small", data, ""))  # noqa: S314 - written here
 
 
-def test_a_compiled_step_is_counted_with_what_lives_before_it():
-    """Its peak contains what it allocates, and all that was there."""
+def test_the_growth_of_a_step_is_what_it_allocates():
+    """Without what was there before, which a compiler's fake tensors would falsify."""
     if isinstance(new_counter(), NativeError):
         pytest.skip("no counting allocator")
     before = torch.ones(MIB)
@@ -233,4 +233,4 @@ def test_a_compiled_step_is_counted_with_what_lives_before_it():
     def step() -> None:
         assert (before + 1).numel() == MIB
 
-    assert compiled.peak_bytes(step) >= 8 * MIB
+    assert 4 * MIB <= compiled.peak_growth(step) < 5 * MIB
