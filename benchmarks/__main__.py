@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ALL = "all"
-NAMES = ("budget", "policies", "following", "oom_proof", "overheads", "soak", "pool", "fidelity", "arena")
+NAMES = ("budget", "policies", "following", "headlines", "oom_proof", "overheads", "soak", "pool", "fidelity", "arena")
 ON_REQUEST = ("gpu", "papers")  # `all` leaves out what needs more than this machine, or runs nothing on it
 
 

@@ -206,6 +206,13 @@ MODELS: dict[str, Recipe] = {
     ),
     "resnet50": replace(resnet50, batch_size=16, size=160),
     "unet": denoiser(batch_size=8, size=64),
+    # On request: most of their memory is parameters and optimizer states.
+    "gpt2-small": gpt2(batch_size=2, vocab_size=50257, bos_token_id=50256, eos_token_id=50256),
+    "bert-base": of_transformers("BertForMaskedLM", batch_size=4, size=256, vocab_size=30522),
+    # Of the papers, with small pictures or few tokens: `headlines` trains large batches of them.
+    "resnet50-64px": replace(resnet50, batch_size=25, size=64),
+    "resnet101-64px": replace(resnet101, batch_size=28, size=64),
+    "gpt2-12x256": gpt2(size=128, vocab_size=2000, n_layer=12, n_embd=256, n_head=4),
     # For measurements that need many steps, and for trying the harness.
     "tiny": gpt2(batch_size=2, size=64, vocab_size=500, n_layer=2, n_embd=64, n_head=2),
     "transformer-8": encoder(8, 384, 6, 1536, batch_size=8, size=64),

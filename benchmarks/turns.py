@@ -54,10 +54,10 @@ def median_interval(samples: Sequence[float]) -> Interval:
 
 
 def take_turns(
-    contenders: Sequence[str], num_rounds: int, run_block: Callable[[str], Block | None]
+    contenders: Sequence[str], num_rounds: int, run_block: Callable[[str], Block | None], seed: int = 0
 ) -> list[dict[str, Block]]:
-    """Run the rounds. A contender whose block is None is left out from then on."""
-    generator = random.Random(0)
+    """Run the rounds, in an order drawn from the seed. A contender whose block is None is left out from then on."""
+    generator = random.Random(seed)
     in_race = list(contenders)
     rounds: list[dict[str, Block]] = []
     for _ in range(num_rounds):

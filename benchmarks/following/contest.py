@@ -1,0 +1,176 @@
+"""Trains one model in turns, as a worker: the peaks of those without a budget, then one round of all.
+
+A followed block traces its second step, waits for its plan and runs one watched step before its time counts, as a run
+of many steps would. A block without prefetch carries out the same plan, but for its swap-ins: each begins when its
+tensor is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks import models
+from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, PEERS, RECORD_ONLY, scope, split
+from benchmarks.turns import PLAIN, take_turns, timed_steps
+from torchdelta import Config, MemoryBudget
+from torchdelta.bounds.lp_bound import bound
+from torchdelta.errors import PlanError
+from torchdelta.runtime.current import current_session
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.turns import Block
+    from torchdelta.runtime.follow.schedule import Schedule
+
+PLAN_WAIT_S = 300.0
+UNBOUNDED_BYTES = 1 << 40
+
+
+def peaks(model: str, optimizer: str, contenders: Sequence[str] = (PLAIN, *PEERS)) -> dict[str, int]:
+    """Return the peaks, counted at the allocator, of steps in which we let nothing leave."""
+    workload = models.build(model)
+    built_optimizer = models.build_optimizer(optimizer, workload.model)
+    workload.train(built_optimizer)  # makes the optimizer's states
+    found: dict[str, int] = {}
+    for name in contenders:
+        with MemoryBudget(UNBOUNDED_BYTES) as budget, scope(name, workload.model):
+            for _ in range(2):
+                workload.train(built_optimizer)
+        found[name] = budget.summary().peak_bytes
+        gc.collect()
+    return found
+
+
+def contest(
+    model: str,
+    optimizer: str,
+    contenders: list[str],
+    budgets: dict[str, int],
+    planner: str = "torchdelta",
+    seed: int = 0,
+    num_steps: int = 4,
+    *,
+    with_bound: bool = False,
+) -> dict[str, Any]:
+    """Run one round: a block of steps of each contender, in an order drawn from the seed."""
+    race = Race(model, optimizer, budgets, planner, num_steps)
+    timed_steps(race.train, num_steps)
+    (blocks,) = take_turns(contenders, 1, race.run_block, seed)
+    return {"blocks": blocks, "refused": race.refused, "bounds": race.bounds() if with_bound else {}}
+
+
+class Race:
+    """One model with its budgets, by label."""
+
+    def __init__(self, model: str, optimizer: str, budgets: dict[str, int], planner: str, num_steps: int) -> None:
+        self.workload = models.build(model)
+        self.optimizer = models.build_optimizer(optimizer, self.workload.model)
+        self.budgets = budgets
+        self.planner = planner
+        self.num_steps = num_steps
+        self.refused: dict[str, dict[str, Any]] = {}
+        self._schedules: dict[str, Schedule] = {}
+        self._measured: dict[str, tuple[Any, Any, int]] = {}  # by label: trace, machine, bytes for known storages
+
+    def train(self) -> None:
+        """Run one step."""
+        self.workload.train(self.optimizer)
+
+    def run_block(self, contender: str) -> Block | None:
+        """Run the block of one contender; None if it cannot train so."""
+        name, label = split(contender)
+        try:
+            if name == FOLLOWED:
+                return self._follow(label)
+            if name == NO_PREFETCH:
+                return self._follow_without_prefetch(label)
+            if label or name == RECORD_ONLY:
+                with MemoryBudget(self.budgets[label] if label else UNBOUNDED_BYTES) as budget:
+                    block = timed_steps(self.train, self.num_steps)
+                return block | _done(budget, self.num_steps)
+            with scope(name, self.workload.model):
+                return timed_steps(self.train, self.num_steps)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            self.refused[contender] = {
+                "type": type(error).__name__,
+                "message": str(error),
+                "least_budget_bytes": getattr(error, "least_budget_bytes", None),
+            }
+        self.optimizer.zero_grad()
+        gc.collect()
+        return None
+
+    def _follow(self, label: str) -> Block:
+        with MemoryBudget(self.budgets[label], Config(planner=self.planner)) as budget:
+            self.train()
+            self.train()
+            session: Any = current_session()
+            programs = session.programs
+            if not programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
+                answer = programs.latest_answer
+                raise RuntimeError(answer.error if answer is not None else "no plan was asked for")
+            self.train()
+            block = timed_steps(self.train, self.num_steps)
+            block |= _done(budget, self.num_steps + 1)  # the watched step is held against the budget, too
+            block |= _followed(session)
+            answer = programs.latest_answer
+            if answer is not None:
+                block["predicted"] = {
+                    "time_s": answer.time_s,
+                    "plain_time_s": answer.plain_time_s,
+                    "peak_bytes": answer.peak_bytes + programs.unseen_bytes,
+                }
+                self._schedules[label] = session.follower.program
+                known_bytes = self.budgets[label] - programs.unseen_bytes
+                self._measured[label] = programs._step[0], programs._machine(), known_bytes
+        return block
+
+    def _follow_without_prefetch(self, label: str) -> Block:
+        if label not in self._schedules:
+            self._follow(label)
+        schedule = self._schedules.get(label)
+        with MemoryBudget(self.budgets[label]) as budget:
+            session: Any = current_session()
+            session.follower.program = schedule and without_fetches(schedule)
+            self.train()
+            block = timed_steps(self.train, self.num_steps)
+            return block | _done(budget, self.num_steps) | _followed(session)
+
+    def bounds(self) -> dict[str, dict[str, Any]]:
+        """Return the bound of what no plan can beat, on the measured trace, for each budget that was followed."""
+        found: dict[str, dict[str, Any]] = {}
+        for label, (trace, machine, known_bytes) in self._measured.items():
+            with contextlib.suppress(PlanError):
+                least = bound(trace, machine, known_bytes)
+                times_s = {"time_s": least.time_s, "plain_time_s": least.plain_time_s}
+                found[label] = {"feasible": least.feasible, **(times_s if least.feasible else {})}
+        return found
+
+
+def without_fetches(schedule: Schedule) -> Schedule:
+    """Return a program whose swapped buffers are read only when they are used."""
+    due = {save: dataclasses.replace(each, fetches=[]) for save, each in schedule.due.items()}
+    return dataclasses.replace(schedule, due=due)
+
+
+def _done(budget: MemoryBudget, num_steps: int) -> dict[str, Any]:
+    """Return what a block did in its last steps: the highest peak, and medians of the rest."""
+    steps = budget.summary().steps[-num_steps:]
+    fields = ("swapped_out_bytes", "recomputed_bytes", "stall_s", "recompute_s")
+    medians = {name: statistics.median(getattr(step, name) for step in steps) for name in fields}
+    return {"peak_bytes": max(step.peak_bytes for step in steps), **medians}
+
+
+def _followed(session: Any) -> dict[str, int]:
+    return {
+        "num_followed_steps": session.follower.num_followed_steps,
+        "num_diverged_steps": session.follower.num_diverged_steps,
+        "num_unplanned": session.counters.num_unplanned,
+    }

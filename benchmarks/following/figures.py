@@ -1,0 +1,103 @@
+"""What the raw data of a model says: ratios with their intervals, predictions, peaks, and what recording takes."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, REACTIVE, RECORD_ONLY, in_budget
+from benchmarks.turns import PLAIN, Block, Interval, median_interval, ratios
+
+Data = dict[str, Any]
+
+
+def ratio(data: Data, contender: str, baseline: str = PLAIN) -> Interval | None:
+    """Return a contender's step time over another's; None if they never met."""
+    samples = ratios(data["rounds"], contender, baseline)
+    return median_interval(samples) if samples else None
+
+
+def blocks_of(data: Data, contender: str) -> list[Block]:
+    """Return its blocks, one a round."""
+    return [blocks[contender] for blocks in data["rounds"] if contender in blocks]
+
+
+def step_s(block: Block) -> float:
+    """Return the median step of a block, the first one left out."""
+    return statistics.median(block["times_s"][1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """All about one budget of one model. Times are shares of plain's.
+
+    Attributes:
+        label: Of the budget.
+        budget_bytes: The budget.
+        reactive: Step time of the reactive policy.
+        followed: Step time of the followed plan.
+        no_prefetch: The same plan with each swap-in begun at its use.
+        followed_of_reactive: One over the other, round by round.
+        no_prefetch_of_followed: One over the other, round by round.
+        peak_share: The highest peak of followed steps, of the budget.
+        predicted_time: The predicted step time over the measured one, median of the rounds.
+        predicted_peak: The predicted peak over the measured one, that of the rounds which is farthest from 1.
+        bound: The least time that any plan can take, over plain's, without what recording takes.
+        num_unplanned: Times that room was made beyond the plan, all rounds added.
+        swapped_out_bytes: Of a followed step.
+        has_plan: Whether buffers had to leave, so that there is a plan.
+    """
+
+    label: str
+    budget_bytes: int
+    reactive: Interval | None
+    followed: Interval | None
+    no_prefetch: Interval | None
+    followed_of_reactive: Interval | None
+    no_prefetch_of_followed: Interval | None
+    peak_share: float | None
+    predicted_time: float | None
+    predicted_peak: float | None
+    bound: float | None
+    num_unplanned: int
+    swapped_out_bytes: float
+    has_plan: bool
+
+
+def cell(data: Data, label: str) -> Cell:
+    """Return what is known about one budget."""
+    budget_bytes = data["budgets"][label]
+    reactive, followed, without = (in_budget(name, label) for name in (REACTIVE, FOLLOWED, NO_PREFETCH))
+    blocks = blocks_of(data, followed)
+    predicted = [block for block in blocks if "predicted" in block]
+    least = data["bounds"].get(label, {})
+    return Cell(
+        label=label,
+        budget_bytes=budget_bytes,
+        reactive=ratio(data, reactive),
+        followed=ratio(data, followed),
+        no_prefetch=ratio(data, without),
+        followed_of_reactive=ratio(data, followed, reactive),
+        no_prefetch_of_followed=ratio(data, without, followed),
+        peak_share=max((block["peak_bytes"] / budget_bytes for block in blocks), default=None),
+        predicted_time=(
+            statistics.median(block["predicted"]["time_s"] / step_s(block) for block in predicted)
+            if predicted
+            else None
+        ),
+        predicted_peak=max(
+            (block["predicted"]["peak_bytes"] / block["peak_bytes"] for block in predicted),
+            key=lambda share: abs(share - 1),
+            default=None,
+        ),
+        bound=least["time_s"] / least["plain_time_s"] if least.get("feasible") else None,
+        num_unplanned=sum(block["num_unplanned"] for block in blocks),
+        swapped_out_bytes=max((block["swapped_out_bytes"] for block in blocks), default=0),
+        has_plan=bool(predicted),
+    )
+
+
+def recording(data: Data) -> Interval | None:
+    """Return the step time when all is recorded and nothing leaves, over plain's."""
+    return ratio(data, RECORD_ONLY)

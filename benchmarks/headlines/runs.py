@@ -1,0 +1,195 @@
+"""The runs of one model, as workers: plain and accumulated ones, and those under a limit.
+
+Every run builds its model anew from the same seed, so that the losses of its steps can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks import models
+from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.current import current_session
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from benchmarks.models import Inputs
+
+UNBOUNDED_BYTES = 1 << 40
+PLAN_WAIT_S = 300.0
+NUM_TIMED = 2
+NUM_BEFORE = 3  # steps of a followed run before its time counts: the reactive, the traced and the watched one
+TRIAL_STEPS = 2
+SEARCH_RESOLUTION = 0.04
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """A model with its batch in parts of at most `micro_batch` samples, one for all by default."""
+
+    model: nn.Module
+    parts: list[tuple[float, Inputs]]  # each with its share of the batch
+    optimizer: torch.optim.Optimizer
+    losses: list[str] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    def steps(self, num_steps: int) -> None:
+        """Run steps, and keep each one's loss and time."""
+        for _ in range(num_steps):
+            began_s = time.perf_counter()
+            total = 0.0
+            for share, inputs in self.parts:
+                loss = models.loss_of(self.model, inputs)
+                (loss if share == 1 else loss * share).backward()
+                total += loss.item() * share
+                del loss
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.times_s.append(time.perf_counter() - began_s)
+            self.losses.append(float(total).hex())
+
+
+def build(model: str, batch_size: int, micro_batch: int | None = None) -> Trainer:
+    """Build a model and its batch from the seed."""
+    gc.collect()
+    workload = models.build(model, batch_size)
+    optimizer = models.build_optimizer("sgd", workload.model)
+    inputs = workload.inputs
+    parts: list[tuple[float, Inputs]] = [(1.0, inputs)]
+    if micro_batch is not None:
+        starts = range(0, batch_size, micro_batch)
+        ends = [min(start + micro_batch, batch_size) for start in starts]
+        parts = [
+            ((end - start) / batch_size, _rows(inputs, start, end)) for start, end in zip(starts, ends, strict=True)
+        ]
+    models.seed_everything(1)
+    return Trainer(model=workload.model, parts=parts, optimizer=optimizer)
+
+
+def _rows(inputs: Inputs, start: int, end: int) -> Inputs:
+    if isinstance(inputs, dict):
+        return {name: tensor[start:end] for name, tensor in inputs.items()}
+    return tuple(tensor[start:end] for tensor in inputs)
+
+
+def plain_peak(model: str, batch_size: int, micro_batch: int | None = None, num_steps: int = 1) -> int:
+    """Return the peak of plain steps, counted at the allocator. With SGD, which has no states, one step is enough."""
+    trainer = build(model, batch_size, micro_batch)
+    with MemoryBudget(UNBOUNDED_BYTES) as budget:
+        trainer.steps(num_steps)
+    return budget.summary().peak_bytes
+
+
+def limit(model: str, batch_size: int) -> dict[str, int]:
+    """Return the limit: plain's peak at its largest batch, as a worker."""
+    return {"limit_bytes": plain_peak(model, batch_size, num_steps=2)}
+
+
+def measure(
+    model: str, batch_size: int, limit_bytes: int, plain_batch: int, num_timed: int = NUM_TIMED
+) -> dict[str, Any]:
+    """Train one batch under the limit, reactively and by a plan, and plain without it, as a worker.
+
+    Returns:
+        Times per sample of plain at its largest batch, of plain at this batch (without a limit), of plain with
+        accumulation, and of both runs under the limit with their peaks, and whether their losses are plain's.
+    """
+    num_steps = NUM_BEFORE + num_timed
+    plain = build(model, batch_size)
+    plain.steps(num_steps)
+    losses = plain.losses
+    found: dict[str, Any] = {
+        "batch_size": batch_size,
+        "losses": losses,
+        "plain_peak_bytes": plain_peak(model, batch_size),
+        "plain": _timed(plain, batch_size, num_timed),
+    }
+    del plain
+    small = build(model, plain_batch)
+    small.steps(1 + num_timed)
+    found["plain_largest"] = _timed(small, plain_batch, num_timed)
+    del small
+    if batch_size > plain_batch:
+        accumulated = build(model, batch_size, plain_batch)
+        accumulated.steps(1 + num_timed)
+        found["accumulated"] = _timed(accumulated, batch_size, num_timed)
+        del accumulated
+        found["accumulated"]["peak_bytes"] = plain_peak(model, batch_size, plain_batch)
+    for name, planner in (("reactive", None), ("followed", "torchdelta")):
+        try:
+            found[name] = _limited(model, batch_size, limit_bytes, planner, losses, num_timed)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            least_bytes = getattr(error, "least_budget_bytes", None)
+            found[name] = {"error": f"{type(error).__name__}: {error}", "least_budget_bytes": least_bytes}
+    return found
+
+
+def _limited(
+    model: str, batch_size: int, limit_bytes: int, planner: str | None, losses: list[str], num_timed: int
+) -> dict[str, Any]:
+    trainer = build(model, batch_size)
+    extra: dict[str, Any] = {}
+    with MemoryBudget(limit_bytes, Config(planner=planner)) as budget:
+        session: Any = current_session()
+        if planner is None:
+            trainer.steps(1 + num_timed)
+        else:
+            trainer.steps(2)
+            if not session.programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
+                answer = session.programs.latest_answer
+                raise RuntimeError(answer.error if answer is not None else "no plan was asked for")
+            trainer.steps(NUM_BEFORE - 2 + num_timed)
+            extra["num_followed_steps"] = session.follower.num_followed_steps
+            extra["num_unplanned"] = session.counters.num_unplanned
+    summary = budget.summary()
+    return {
+        **_timed(trainer, batch_size, num_timed),
+        **extra,
+        "peak_bytes": summary.peak_bytes,
+        "swapped_out_bytes": summary.steps[-1].swapped_out_bytes,
+        "recomputed_bytes": summary.steps[-1].recomputed_bytes,
+        "num_steps": len(trainer.losses),
+        "same_losses": trainer.losses == losses[: len(trainer.losses)],
+    }
+
+
+def _timed(trainer: Trainer, batch_size: int, num_timed: int) -> dict[str, Any]:
+    times_s = trainer.times_s[-num_timed:]
+    return {"times_s": times_s, "sample_s": statistics.median(times_s) / batch_size}
+
+
+def largest(model: str, start_batch: int, limit_bytes: int) -> dict[str, Any]:
+    """Return the largest batch that trains under the limit, by doubling and then bisection, as a worker."""
+    trials: dict[int, dict[str, Any]] = {}
+
+    def trains(batch_size: int) -> bool:
+        trainer = build(model, batch_size)
+        began_s = time.perf_counter()
+        trials[batch_size] = trial = {"trains": False}
+        with contextlib.suppress(torch.OutOfMemoryError):
+            try:
+                with MemoryBudget(limit_bytes) as budget:
+                    trainer.steps(TRIAL_STEPS)
+                trial |= {"trains": True, "peak_bytes": budget.summary().peak_bytes}
+            except torch.OutOfMemoryError as error:
+                trial["least_budget_bytes"] = getattr(error, "least_budget_bytes", None)
+                raise
+            finally:
+                trial["time_s"] = time.perf_counter() - began_s
+        return trial["trains"]
+
+    low, high = start_batch, 2 * start_batch
+    while trains(high):
+        low, high = high, 2 * high
+    while high - low > max(1, int(SEARCH_RESOLUTION * low)):
+        middle = (low + high) // 2
+        low, high = (middle, high) if trains(middle) else (low, middle)
+    return {"largest_batch": low, "least_refused_batch": high, "trials": trials}

@@ -1,0 +1,236 @@
+"""The benchmark of followed plans: its peers train right, and what it says of given figures is right."""
+
+from __future__ import annotations
+
+import copy
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import bits, models
+from benchmarks.following import compiled, contest, offload
+from benchmarks.following.contenders import (
+    FOLLOWED,
+    NO_PREFETCH,
+    OFFLOAD,
+    PEERS,
+    REACTIVE,
+    RECORD_ONLY,
+    find_blocks,
+    in_budget,
+    scope,
+)
+from benchmarks.following.judge import judge
+from benchmarks.following.picture import svg
+from benchmarks.following.report import tables
+from benchmarks.networks import vision
+from benchmarks.outcome import Outcome
+from benchmarks.turns import PLAIN
+from torchdelta import MemoryBudget
+from torchdelta.errors import NativeError
+from torchdelta.native.counting import new_counter
+from torchdelta.runtime.follow.schedule import Due, Schedule
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors leave that are as small as those of a test."""
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
+
+
+def language_step() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Make the smallest GPT-2, dropout included, with a batch."""
+    workload = models.build("gpt2-nano")
+    assert isinstance(workload.inputs, tuple)
+    return workload.model, workload.inputs
+
+
+def vision_step() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Make bottlenecks with in-place activations, and a batch."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 16, 3), vision.Bottleneck(16, 4, 1), vision.Bottleneck(16, 8, 2))
+    head = nn.Sequential(network, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return vision.Classifier(head), (torch.randn(4, 3, 12, 12), torch.randint(10, (4,)))
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("make", [language_step, vision_step])
+@pytest.mark.usefixtures("small_offloads")
+def test_a_peer_gives_the_plain_gradients(peer, make):
+    """In two steps one after the other, bit for bit."""
+    found = {}
+    for name in (PLAIN, peer):
+        model, inputs = make()
+        torch.manual_seed(1)
+        with scope(name, model):
+            for _ in range(2):
+                model(*inputs).backward()
+        found[name] = bits.gradients_digest(model)
+    assert found[peer] == found[PLAIN]
+
+
+def test_a_peer_leaves_the_model_as_it_was():
+    """After its scope, blocks run without checkpoints."""
+    model, _ = language_step()
+    with scope("checkpoint", model):
+        assert "forward" in vars(find_blocks(model)[0])
+    assert not any("forward" in vars(block) for block in find_blocks(model))
+
+
+def test_a_model_without_known_blocks_is_refused():
+    """Instead of being measured as plain under another name."""
+    with pytest.raises(ValueError, match="no module named"), scope("checkpoint", nn.Linear(2, 2)):
+        pass
+
+
+def test_offloading_frees_the_memory_of_saved_tensors():
+    """The peak of a chain whose every activation is saved falls to a part of plain's, and slots are freed."""
+    if isinstance(new_counter(), NativeError):
+        pytest.skip("no counting allocator")
+    model = nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    inputs = torch.randn(4096, 64)
+    peaks = {}
+    for name in (PLAIN, OFFLOAD):
+        with MemoryBudget("1TiB") as budget, scope(name, model) as peer:
+            for _ in range(2):
+                model(inputs).sum().backward()
+            if isinstance(peer, offload.Offload):
+                assert peer.tier.used_bytes == 0
+        peaks[name] = budget.summary().peak_bytes
+    assert peaks[OFFLOAD] < 0.6 * peaks[PLAIN]
+
+
+def test_a_program_without_prefetch_reads_nothing_ahead():
+    """All else of it is carried out, and the program itself stays as it was."""
+    schedule = Schedule(
+        signatures=(), buffer_ids=(), evictions={}, due={3: Due(num_released=2, fetches=[1], replays=[(4, 5)])}
+    )
+    without = contest.without_fetches(schedule)
+    assert without.due == {3: Due(num_released=2, fetches=[], replays=[(4, 5)])}
+    assert schedule.due[3].fetches == [1]
+
+
+def block(step_s: float, **values):
+    """Make a block of steps that all take as long."""
+    return {"times_s": [9.0, step_s, step_s], "cpu_times_s": [9.0, step_s, step_s], **values}
+
+
+@pytest.fixture
+def data():
+    """Two rounds in which every promise is kept."""
+    done = {"peak_bytes": 49 * MIB, "num_unplanned": 0, "num_followed_steps": 4, "swapped_out_bytes": 20 * MIB}
+    predicted = {"time_s": 1.12, "plain_time_s": 1.0, "peak_bytes": 49 * MIB}
+    blocks = {
+        PLAIN: block(1.0),
+        RECORD_ONLY: block(1.05),
+        "checkpoint": block(1.3),
+        in_budget(REACTIVE, "50%"): block(1.25, **done),
+        in_budget(FOLLOWED, "50%"): block(1.12, **done, predicted=predicted),
+        in_budget(NO_PREFETCH, "50%"): block(1.2, **done),
+        in_budget(REACTIVE, "checkpoint"): block(1.4, **done),
+        in_budget(FOLLOWED, "checkpoint"): block(1.2, **done, predicted=predicted),
+    }
+    return {
+        "optimizer": "sgd",
+        "peaks": {PLAIN: 100 * MIB, "checkpoint": 50 * MIB, "offload": 100 * MIB},
+        "budgets": {"50%": 50 * MIB, "checkpoint": 50 * MIB},
+        "rounds": [blocks, copy.deepcopy(blocks)],
+        "refused": {},
+        "bounds": {"50%": {"feasible": True, "time_s": 1.04, "plain_time_s": 1.0}},
+    }
+
+
+def failed(data) -> set[str]:
+    """Return the required checks that fail, by what they are about."""
+    outcome = Outcome()
+    judge(outcome, "small", data)
+    assert outcome.checks
+    return {check.name.partition(": ")[2] for check in outcome.checks if check.required and not check.passed}
+
+
+def test_kept_promises_pass(data):
+    """Each is checked, and none is found broken."""
+    assert failed(data) == set()
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "broken"),
+    [
+        ("50%", {"peak_bytes": 51 * MIB}, {"peak of followed steps", "predicted peak"}),
+        ("50%", {"times_s": [9.0, 1.19, 1.19]}, {"at most half of reactive's overhead beyond recording"}),
+        (
+            "50%",
+            {"times_s": [9.0, 1.3, 1.3]},
+            {
+                "followed against reactive",
+                "at most half of reactive's overhead beyond recording",
+                "predicted time",
+                "without prefetch is slower",
+            },
+        ),
+        (
+            "checkpoint",
+            {"times_s": [9.0, 1.35, 1.35]},
+            {
+                "followed against checkpoint at its peak",
+                "at most half of reactive's overhead beyond recording",
+                "predicted time",
+            },
+        ),
+    ],
+)
+def test_a_broken_promise_fails(data, label, change, broken):
+    """A followed block that is too high, or too slow, breaks what it stands for and nothing else."""
+    for blocks in data["rounds"]:
+        blocks[in_budget(FOLLOWED, label)] |= change
+    assert failed(data) == broken
+
+
+def test_a_budget_that_nobody_can_train_in_is_stated(data):
+    """It fails at a peer's own peak, where that peer trains, and not at a share of plain's."""
+    error = {"type": "BudgetError", "message": "out of memory", "least_budget_bytes": 60 * MIB}
+    for label in data["budgets"]:
+        for name in (REACTIVE, FOLLOWED):
+            data["refused"][in_budget(name, label)] = error
+            for blocks in data["rounds"]:
+                del blocks[in_budget(name, label)]
+    assert failed(data) == {"followed"}
+    outcome = Outcome()
+    judge(outcome, "small", data)
+    assert [check.required for check in outcome.checks] == [False, True]
+    assert "least 60.0%" in tables({"small": data})
+
+
+def test_a_table_and_a_picture_are_made_of_the_raw_data(data):
+    """One line a budget, one for a peer that needs no less than plain; the picture is valid and names every series."""
+    text = tables({"small": data})
+    (line,) = [line for line in text.splitlines() if line.startswith("| 50%")]
+    assert "1.120 [1.120, 1.120]" in line
+    assert "1.040" in line
+    assert any(line.startswith("| offload") for line in text.splitlines())
+    picture = svg("small <&>", data, "a machine")
+    assert ET.fromstring(picture).tag.endswith("svg")  # noqa: S314 - written right above
+    for name in ("plan followed", "reactive", "checkpoint, every block", "bound"):
+        assert name in picture
+
+
+def test_a_picture_needs_no_more_than_plain(data):
+    """A run of one contender alone has one too."""
+    data["budgets"], data["rounds"] = {}, [{PLAIN: block(1.0)}]
+    ET.fromstring(svg("small", data, ""))  # noqa: S314 - written here
+
+
+def test_the_growth_of_a_step_is_what_it_allocates():
+    """Without what was there before, which a compiler's fake tensors would falsify."""
+    if isinstance(new_counter(), NativeError):
+        pytest.skip("no counting allocator")
+    before = torch.ones(MIB)
+
+    def step() -> None:
+        assert (before + 1).numel() == MIB
+
+    assert 4 * MIB <= compiled.peak_growth(step) < 5 * MIB
