@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tests.runtime.parts import running_session
+from tests.same_bits.judge import differences, leaks, run, tracked_bytes
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import TorchdeltaError
 from torchdelta.plan.model import Absence, Plan, PlanHeader
@@ -27,6 +30,7 @@ from torchdelta.simulate.problem import PlanningProblem
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.same_bits.judge import Outcome, Step
     from torchdelta.machine.model import Machine
     from torchdelta.runtime.session import Session
     from torchdelta.simulate.gaps import Gap
@@ -114,17 +118,21 @@ def follow_anyway(session: Session) -> None:
 
 
 @contextlib.contextmanager
-def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any) -> Iterator[tuple[MemoryBudget, Any]]:
-    """Open a budget whose third step on carries drawn programs out; yield it and its session."""
-    options.setdefault("tier", "memory")
-    options.setdefault("planner", "torchdelta")
+def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any) -> Iterator[MemoryBudget]:
+    """Open a budget whose third step on carries a drawn program out. Swapped bytes stay in memory unless told otherwise.
+
+    Args:
+        seed: Of the draw.
+        budget: The budget; by default no limit, so that nothing leaves but by the program.
+        options: Of the configuration.
+    """
+    options = {"tier": "memory", "planner": "torchdelta"} | options
     with (
         planned_here(lambda trace, _machine, _budget_bytes: drawn_plan(trace, seed), least_bytes=0),
         MemoryBudget(budget, Config(**options)) as memory_budget,
     ):
-        session = running_session()
-        follow_anyway(session)
-        yield memory_budget, session
+        follow_anyway(running_session())
+        yield memory_budget
 
 
 def drawn_plan(trace: Trace, seed: int) -> Plan:
@@ -153,3 +161,25 @@ def _absence(gap: Gap, rng: random.Random) -> Absence:
         leave_op=leave_op,
         return_op=rng.choice((next_op, rng.randint(leave_op, max(leave_op, next_op)))),
     )
+
+
+def judge_followed(step: Step, plain: Outcome, seed: int = 0) -> list[str]:
+    """Name everything in which a step differs from the plain one when it is repeated inside one scope and followed.
+
+    The scope is around all repetitions, which begin with the same seeds: a step that opens it itself is one step only.
+    """
+    found, after = _followed(step, plain, seed)
+    if leaks(plain, after):  # a cache that fills once is no leak
+        again = _followed(step, plain, seed)[1]
+        found += leaks(after, again)
+    return found
+
+
+def _followed(step: Step, plain: Outcome, seed: int) -> tuple[list[str], Outcome]:
+    """Return the differences of all repetitions, and what was left after them."""
+    found: list[str] = []
+    with following_drawn(seed):
+        for index in range(NUM_STEPS):
+            outcome = run(step)
+            found += [f"repetition {index}: {d}" for d in differences(plain, outcome) if not d.endswith("leaked")]
+    return found, replace(outcome, tracked_bytes=tracked_bytes(), num_threads=threading.active_count())
