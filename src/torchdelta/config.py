@@ -52,9 +52,10 @@ class Config:
             swapping; "delta-2022" follows the paper literally; "dtr", "largest-first" and "lru" are known rules to
             compare with; "recompute-only" and "swap-only" do one of the two.
         planner: Follow a plan from this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
-            lists them), in place of the policy: the step after the first one in which a buffer left is traced, a helper
-            process plans it while the training goes on, and the following steps carry the plan out. Steps that differ
-            from the traced one, and what the plan misses, are left to the policy. None never plans. Experimental; needs the extra "plan".
+            lists them), in place of the policy: once buffers have left, steps are traced, a helper process plans them
+            while the training goes on, and the following steps carry the plans out, one for each kind of step. Steps
+            without a plan, and what a plan misses, are left to the policy. None never plans. Experimental; needs the
+            extra "plan".
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.

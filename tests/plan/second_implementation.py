@@ -181,6 +181,9 @@ class Step:
             busy[queue] = (since if s == until else s, end)
             return end
 
+        def taken(absence, way):
+            return self.size[absence["buffer_id"]] * links.get(f"{way}_compute_s_per_byte", 0.0)
+
         now, synchronous = 0.0, self.header.get("synchronous", False)
         for i, op in enumerate(self.ops):
             for number, absence in swaps:
@@ -194,7 +197,7 @@ class Step:
             for number, absence in sorted(due, key=lambda item: [item[1].get(field, 0) for field in order]):
                 gone = carried[number] if absence["return_op"] >= n else out_end[number]
                 in_end[number] = copy(absence, "in", max(now, gone))
-                now = max(now, in_end[number]) if synchronous else now
+                now = max(now, in_end[number]) if synchronous else now + taken(absence, "in")
             for number, absence in swaps:
                 if absence["next_use_op"] == i or (absence["next_use_op"] == i + n and absence["return_op"] >= n):
                     now = max(now, in_end[number])
@@ -203,7 +206,7 @@ class Step:
             due = [(number, absence) for number, absence in swaps if absence["out_op"] == i]
             for number, absence in sorted(due, key=lambda item: (item[1]["last_use_op"], item[1]["buffer_id"])):
                 out_end[number] = copy(absence, "out", now)
-                now = max(now, out_end[number]) if synchronous else now
+                now = max(now, out_end[number]) if synchronous else now + taken(absence, "out")
         for number, absence in swaps:
             if self.is_over_end(absence):
                 now = now if carried[number] else max(now, out_end[number])

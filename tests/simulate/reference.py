@@ -218,6 +218,8 @@ class Reference:
                 if self.options.synchronous:
                     self.stall_s += end - now
                     now = end
+                else:
+                    now += size * self.machine.in_compute_s_per_byte
             self.totals.append(total)
             for number, (_, _, needed) in enumerate(self.swap_ins):
                 if needed == index and arrivals[number] > now:
@@ -239,6 +241,8 @@ class Reference:
                     if self.options.synchronous:
                         self.stall_s += end - now
                         now = end
+                    else:
+                        now += gap.size_bytes * self.machine.out_compute_s_per_byte
         left = {gap: out_end[gap] - now for gap in self.over_end if out_end[gap] > now}
         if waits_at_end:
             self.stall_s += max(left.values())

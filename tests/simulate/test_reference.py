@@ -23,13 +23,19 @@ DISKY = msgspec.structs.replace(MACHINE, disk_write_bytes_per_s=3e8, disk_read_b
     st.booleans(),
     st.booleans(),
     st.sampled_from([1.0, 0.8, 0.5, 0.3]),
+    st.sampled_from([0.0, 4e-10]),
 )
-def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronous, both_ways):
+def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronous, both_ways, taken_s_per_byte):
     """Under any decisions and budget: the same bytes at each op, the same time, the same stalls."""
     is_all = decision_class == "all"
     trace = data.draw(traces(lasting=is_all)) if drawn is None else chain(drawn, optimizer=is_all)
     options = Options(prefetch=prefetch, synchronous=synchronous)
-    machine = msgspec.structs.replace(DISKY, both_ways_factor=both_ways)
+    machine = msgspec.structs.replace(
+        DISKY,
+        both_ways_factor=both_ways,
+        out_compute_s_per_byte=taken_s_per_byte,
+        in_compute_s_per_byte=taken_s_per_byte / 2,
+    )
     problem = PlanningProblem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
     codes = np.array(data.draw(st.lists(st.integers(0, 4), min_size=len(problem.gaps), max_size=len(problem.gaps))))
     codes = np.array(

@@ -14,6 +14,11 @@ memory is the device's own, and a copy within it frees nothing, so that there th
 fields have its rates, `host_memory_bytes` its room (0 without a disk: nothing can be swapped), `swaps_to` says "disk",
 and the `disk_` fields, a second tier, are left empty.
 
+[Note: copies that take compute]
+A GPU copies beside its kernels. On a CPU the cores that compute copy as well, and kernels that use all cores wait for
+the slowest one: each byte takes compute `out_compute_s_per_byte` or `in_compute_s_per_byte`, whether the copy itself is
+waited for or not.
+
 [Note: the reserve]
 A program's tensors do not get all of a device's memory: the driver's context and loaded kernels take some, and the
 allocator keeps blocks that fit nothing. The rule is ours: 0.6 GiB and a sixteenth of the memory. On the one card with
@@ -51,6 +56,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         host_in_bytes_per_s: Pinned host memory (the first tier) to device, large transfers.
         both_ways_factor: See [Note: both ways at once].
         link_latency_s: Fixed time of each transfer.
+        out_compute_s_per_byte: See [Note: copies that take compute].
+        in_compute_s_per_byte: The same for copies to the device.
         host_memory_bytes: Host memory (room in the first tier) that swapped tensors may take, None without a limit.
         disk_write_bytes_per_s: Device to disk, the slowest part of the way; 0.0 without a disk.
         disk_read_bytes_per_s: Disk to device, the slowest part of the way; 0.0 without a disk.
@@ -70,6 +77,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     host_in_bytes_per_s: float
     both_ways_factor: float = 1.0
     link_latency_s: float = 0.0
+    out_compute_s_per_byte: float = 0.0
+    in_compute_s_per_byte: float = 0.0
     host_memory_bytes: int | None = None
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
@@ -119,6 +128,8 @@ def validate_machine(machine: Machine) -> None:
     not_negative = {
         "op_latency_s": machine.op_latency_s,
         "link_latency_s": machine.link_latency_s,
+        "out_compute_s_per_byte": machine.out_compute_s_per_byte,
+        "in_compute_s_per_byte": machine.in_compute_s_per_byte,
         "disk_latency_s": machine.disk_latency_s,
         "disk_write_bytes_per_s": machine.disk_write_bytes_per_s,
         "disk_read_bytes_per_s": machine.disk_read_bytes_per_s,

@@ -98,6 +98,7 @@ class Session:
         self.subclasses = subclasses
         self.follower = Follower(self.restorer)
         self.programs = Programs(config, self.follower, budget_bytes)
+        self.follower.on_first_save = self._on_first_save
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
@@ -114,6 +115,7 @@ class Session:
             room_bytes=lambda: max(0, budget_bytes - self.ledger.usage.total_bytes),
         )
         self._trace_builder: TraceBuilder | None = None
+        self._traces_for_planner = False
         self._trace: Trace | None = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._optimizer_hooks: list[Any] = []
@@ -213,6 +215,7 @@ class Session:
             usage.counter.stop()
         if self.steps.is_after_backward and self.survey is None:
             self.steps.end()  # the last step of a loop without an optimizer
+        self._drop_trace()
         self._end_trace()
         set_current_session(None)
         if self.recorder in mode_stack():
@@ -263,6 +266,8 @@ class Session:
         """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
         self.ledger.cut()
         self.room.forget()
+        if graph_task_id() == -1 and not self.steps.had_any_backward:
+            self._on_step_abandoned()
         self.steps.on_graph_over()
         if self.ledger.is_closing:
             self._finish()
@@ -320,11 +325,28 @@ class Session:
         self._end_trace()
         self.placing.on_step_end()
         self.follower.on_step_end()
-        self.programs.on_step_end(self.steps.last_peak_bytes)
+        self.programs.on_step_end(self.steps.last_peak_bytes, self.steps.last_time_s)
         if self.programs.wants_trace:  # from its start, and with the optimizer's states, which the first step lacks
             self.programs.on_trace_begin()
+            self._traces_for_planner = True
             self._begin_trace()
             scan_storages(self.ledger)
+
+    def _on_step_abandoned(self) -> None:
+        """Begin anew: what was saved so far had no backward, as in an evaluation or after an exception."""
+        if self.follower.position.num_saves:
+            self.follower.restart()
+            self._drop_trace()
+
+    def _on_first_save(self) -> None:
+        if self._trace_builder is not None and not self.programs.needs_trace():
+            self._drop_trace()
+
+    def _drop_trace(self) -> None:
+        """End a trace for the planner that will not be needed. The user's trace, of the first step, goes on."""
+        if self._traces_for_planner:
+            self._trace_builder = None
+            self.ledger.observing.observer = Observer()
 
     def _begin_trace(self) -> None:
         self._trace_builder = TraceBuilder(self.ledger, self.steps, self.device.timer)
@@ -335,7 +357,7 @@ class Session:
         if builder is not None:
             if self.steps.num_steps or self.steps.is_after_backward:
                 trace = builder.finish()
-                if self._trace is None:
+                if not self._traces_for_planner:
                     self._trace = trace
                 elif trace is not None:
                     self.programs.on_traced(trace, builder.log())

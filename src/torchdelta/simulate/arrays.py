@@ -43,7 +43,9 @@ class Static(NamedTuple):
     gap_last: Ints
     gap_next: Ints  # of a gap over the end: the op of the following step
     gap_by_next: Ints  # all gaps; then those over the end
-    rates: Floats  # out, in, latency, disk write, disk read, disk latency, what a copy keeps beside one the other way
+    # Out, in, latency, disk write, disk read, disk latency, what a copy keeps beside one the other way, and what a byte
+    # out and in takes of compute.
+    rates: Floats
 
 
 class Work(NamedTuple):

@@ -236,6 +236,8 @@ def clock(
                 stall_in[gap] += end - now
                 stalled_s += end - now
                 now = end
+            else:
+                now += bytes_ * rates[8]
         total_at[op] = total
         if total > peak:
             peak = total
@@ -296,6 +298,8 @@ def clock(
                     stall_out[leaving] += end - now
                     stalled_s += end - now
                     now = end
+                else:
+                    now += bytes_ * rates[7]
             leaving += 1
     if waits_at_end:
         for index in range(num_gaps, gap_by_next.shape[0]):

@@ -169,7 +169,7 @@ class _Clock:
         self.stalls: list[Stall] = []
         self.spans: list[Span] = []
         self.left_s = [0.0] * len(plan.absences)
-        self._trace, self._plan, self._carried_s = trace, plan, carried_s
+        self._trace, self._machine, self._plan, self._carried_s = trace, machine, plan, carried_s
         self._replay_s = {replay.at_op: _sum(trace.ops[op].time_s for op in replay.ops) for replay in plan.replays}
         self._host, self._disk = HostLink(machine), Disk(machine)
         num_ops = len(trace.ops)
@@ -214,6 +214,8 @@ class _Clock:
                 self._copy(absence, "swap-in", start_s, end_s)
                 if synchronous:
                     now = self._wait(now, end_s, index, op.index, "in")
+                else:
+                    now = self._take(now, self._size(absence) * self._machine.in_compute_s_per_byte, op.index)
             for index in self._needs[op.index]:
                 now = self._wait(now, self._in_end[index], index, op.index, "in")
             self._span("stall", op.index, before_s, now)
@@ -230,6 +232,8 @@ class _Clock:
                 self._copy(absence, "swap-out", start_s, end_s)
                 if synchronous:
                     now = self._wait(now, end_s, index, op.index, "out")
+                else:
+                    now = self._take(now, self._size(absence) * self._machine.out_compute_s_per_byte, op.index)
             self._span("stall", op.index, before_s, now)
         self.time_s = self._end(now)
 
@@ -267,6 +271,11 @@ class _Clock:
         )
         self.stall_s += until_s - now
         return until_s
+
+    def _take(self, now: float, time_s: float, op: int) -> float:
+        """Let a copy that was just queued take compute. See [Note: copies that take compute] in machine/model.py."""
+        self._span("copy", op, now, now + time_s)
+        return now + time_s
 
     def _span(self, what: str, op: int, start_s: float, end_s: float) -> None:
         if end_s > start_s:

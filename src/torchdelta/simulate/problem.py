@@ -257,6 +257,8 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
                 machine.disk_read_bytes_per_s or 1.0,
                 machine.disk_latency_s,
                 share_beside_another(machine),
+                machine.out_compute_s_per_byte,
+                machine.in_compute_s_per_byte,
             ],
             np.float64,
         ),

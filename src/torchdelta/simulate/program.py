@@ -94,6 +94,8 @@ def links_of(machine: Machine) -> Links:
         host_in_bytes_per_s=machine.host_in_bytes_per_s,
         link_latency_s=machine.link_latency_s,
         both_ways_factor=machine.both_ways_factor,
+        out_compute_s_per_byte=machine.out_compute_s_per_byte,
+        in_compute_s_per_byte=machine.in_compute_s_per_byte,
         disk_write_bytes_per_s=machine.disk_write_bytes_per_s,
         disk_read_bytes_per_s=machine.disk_read_bytes_per_s,
         disk_latency_s=machine.disk_latency_s,

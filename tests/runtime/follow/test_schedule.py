@@ -16,6 +16,7 @@ def _log(**changes: object) -> StepLog:
     """Return the saves of a step of four saved buffers (10, 11, 12, 13), one of them saved twice."""
     fields: dict[str, object] = {
         "signatures": (SHAPE,) * 5,
+        "sizes_bytes": (16, 32, 32, 64, 128),
         "pack_ops": (0, 2, 3, 4, 6),
         "buffer_ids": (10, 11, 11, 12, 13),
         "unpacks": ((4, 8), (3, 10), (2, 12), (1, 12), (0, 15)),
@@ -53,7 +54,8 @@ def test_a_dropped_buffer_goes_at_each_of_its_saves_and_returns_at_its_first_unp
     schedule = make_schedule(_plan(_drop(11, 3, 12)), _log())
     assert schedule.evictions == {1: ((11, Action.RECOMPUTE),), 2: ((11, Action.RECOMPUTE),)}
     assert schedule.due == {2: Due(replays=[(11,)])}
-    assert schedule.buffer_ids == (-1, 11, 11, -1, -1)
+    assert schedule.first_saves == {11: 1}
+    assert schedule.saved_bytes == (16, 48, 80, 144, 272)
 
 
 def test_buffers_that_return_together_are_one_group_at_the_earliest_need():
@@ -89,8 +91,8 @@ def test_absences_without_a_moment_are_counted():
 
 
 def test_steps_that_cannot_be_followed_say_why():
-    """Several backwards, saves inside of backward, and no saves at all."""
+    """No backward, saves inside of backward, and no saves at all."""
     assert _log().why_not_followed() == ""
-    assert "2 backward passes" in _log(num_backwards=2).why_not_followed()
+    assert "no backward pass" in _log(num_backwards=0).why_not_followed()
     assert "while backward runs" in _log(saves_in_backward=True).why_not_followed()
     assert "no tensor" in _log(signatures=()).why_not_followed()

@@ -26,6 +26,8 @@ class PlayedTime:
         self.copies_in: list[Away] = []
         self.waits: list[Away] = []
         self._step, self._link, self._synchronous = step, HostLink(machine), synchronous
+        self._out_s_per_byte = 0.0 if synchronous else machine.out_compute_s_per_byte
+        self._in_s_per_byte = 0.0 if synchronous else machine.in_compute_s_per_byte
 
     def run(self, op: int, replayed: Iterable[int], arriving: Iterable[Away]) -> list[Away]:
         """Let everything that was noted for an op happen, and the op itself.
@@ -42,10 +44,12 @@ class PlayedTime:
         for away in sorted(self.copies_out, key=lambda away: (away.last_use_op, away.buffer_id)):
             away.out_end_s = self._link.send(int(sizes[away.buffer_id]), now)[1]
             now = max(now, away.out_end_s) if self._synchronous else now
+            now += int(sizes[away.buffer_id]) * self._out_s_per_byte
         now = max((now, *(away.out_end_s for away in self.copies_out)))
         for away in self.copies_in:
             away.in_end_s = self._link.bring(int(sizes[away.buffer_id]), max(now, away.out_end_s))[1]
             now = max(now, away.in_end_s) if self._synchronous else now
+            now += int(sizes[away.buffer_id]) * self._in_s_per_byte
         now = max((now, *(away.in_end_s for away in self.waits)))
         arrived = [away for away in arriving if away.arrived_op is None and away.in_end_s <= now]
         for away in arrived:

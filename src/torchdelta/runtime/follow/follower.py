@@ -1,4 +1,4 @@
-"""Carries a program out: at each save and each unpack of a step it does what is due there.
+"""Carries programs out: at each save and each unpack of a step it does what is due there.
 
 [Note: decisions only]
 Following decides when buffers leave and return. How they do, and that nothing is lost, is the business of the same
@@ -6,30 +6,58 @@ verbs that the reactive runtime uses: a buffer that the program did not bring ba
 unpacked, and `Room` evicts by its policy what the program left too much (counted as `num_unplanned`). A program that
 does not fit the step therefore costs time, never a wrong bit.
 
-A step that saves something else than the traced one is not followed from there on; what has left by then comes back
-when it is unpacked.
+Where a step saves something else than the program expects, another one takes over that agrees with the saves so far
+([Note: which program] in program.py): what leaves earlier in its schedule leaves then. If there is none, the policy
+does: what has left by then comes back when it is unpacked.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import TierError
+from torchdelta.runtime.follow.program import Position, ProgramCache
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.retry import is_out_of_memory
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.follow.program import Key, Program
     from torchdelta.runtime.follow.schedule import Due, Schedule
     from torchdelta.runtime.memory.restore import Restorer
     from torchdelta.runtime.state.buffer import Buffer, View
 
-__all__ = ["Follower"]
+__all__ = ["EndedStep", "Follower"]
 
 _logger = logging.getLogger("torchdelta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedStep:
+    """The latest step.
+
+    Attributes:
+        key: What it saved.
+        first: The exact hash of its first save.
+        start_bytes: The bytes in use at its first save.
+        program: The program that carried it out to its end; None if there was none, or it left the step.
+        is_exact: Whether that program was made for these shapes.
+        was_watched: Whether its backward ran under the recorder.
+    """
+
+    key: Key
+    first: int
+    start_bytes: int
+    program: Program | None
+    is_exact: bool
+    was_watched: bool
 
 
 class Follower:
@@ -44,68 +72,74 @@ class Follower:
         self.room = restorer.room
         self.ledger = restorer.ledger
         self.transfers = restorer.transfers
-        self.program: Schedule | None = None  # what the following steps carry out
-        self.num_saves = 0  # of this step so far
-        self.has_held = False  # whether the program held the budget in the latest step that it carried out
+        self.is_on = False  # whether saves are counted: there are programs, or may be
+        self.prefetches = True  # False brings back at the use alone, to compare with
+        self.programs = ProgramCache(restorer.room.budget_bytes or 0)
+        self.position = Position()
+        self.ended: EndedStep | None = None
         self.num_followed_steps = 0
-        self.num_diverged_steps = 0
-        self.was_followed = False  # the latest step, to its end
-        self._measured: tuple[int, int] | None = None  # the graph of the latest watched backward, and its growth
-        self._running: Schedule | None = None  # what this step carries out
+        self.num_diverged_steps = 0  # a program was begun and none carried the step out to its end
+        self.reasons: Counter[str] = Counter()  # why
+        self.on_first_save: Callable[[], None] | None = None
+        self._running: Program | None = None  # what this step carries out
+        self._is_exact = False
+        self._was_watched = True
         self._due: dict[int, Due] = {}
-        self._live: dict[int, weakref.ref[Buffer]] = {}
+        self._saved: list[weakref.ref[Buffer]] = []  # by save
         self._num_swaps = 0
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether this step has saved all that the traced one saved, and nothing else."""
-        return self._running is not None and self.num_saves == len(self._running.signatures)
-
-    def may_run_unwatched(self, signature: int, start_bytes: int) -> bool:
-        """Return whether a backward is known to fit: this program held the budget when the same graph ran watched.
-
-        Args:
-            signature: Of the graph (`record/headroom.py`).
-            start_bytes: The bytes in use before it.
-        """
-        budget_bytes = self.room.budget_bytes
-        return (
-            self.has_held
-            and self._measured is not None
-            and self._measured[0] == signature
-            and budget_bytes is not None
-            and start_bytes + self._measured[1] <= budget_bytes
-        )
-
-    def measured(self, signature: int, growth_bytes: int) -> None:
-        """Record by how much the peak of a watched backward was above its start."""
-        self._measured = signature, growth_bytes
+    # -- what a backward asks
 
     @property
     def is_following(self) -> bool:
         """Whether the running step is carried out by a program."""
         return self._running is not None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether this step has saved all that the traced one saved, and nothing else."""
+        return self._running is not None and self.position.num_saves == self._running.schedule.num_saves
+
+    def may_run_unwatched(self, graph: int, start_bytes: int) -> bool:
+        """Return whether a backward is known to fit: its program held the budget when the same one ran watched.
+
+        Args:
+            graph: Signature of its graph (`record/headroom.py`).
+            start_bytes: The bytes in use before it.
+        """
+        program, budget_bytes = self._running, self.room.budget_bytes
+        if program is None or budget_bytes is None:
+            return False
+        growth_bytes = program.proofs.get((self.position.key, graph))
+        self._was_watched = growth_bytes is None or start_bytes + growth_bytes > budget_bytes
+        return not self._was_watched
+
+    def measured(self, graph: int, growth_bytes: int) -> None:
+        """Record by how much the peak of a watched backward was above its start."""
+        if self._running is not None:
+            self._running.prove((self.position.key, graph), growth_bytes)
+
+    # -- a step
+
     def on_save(self, buffer: Buffer, view: View) -> int:
-        """Number a save, and let leave what leaves there. Return the number."""
-        save = self.num_saves
-        self.num_saves += 1
-        if save == 0 and self.program is not None and not self.ledger.surveys:
-            self._begin(self.program)
-        schedule = self._running
-        if schedule is None:
-            return save
-        signatures = schedule.signatures
-        if save >= len(signatures) or signatures[save] != (view.shape, view.dtype, buffer.origin):
-            self.leave(f"save {save} differs from the traced step")
-            return save
-        if schedule.buffer_ids[save] >= 0:
-            self._live[schedule.buffer_ids[save]] = weakref.ref(buffer)
-        for buffer_id, action in schedule.evictions.get(save, ()):
-            leaving = self._find(buffer_id)
-            if leaving is not None:
-                self._num_swaps += action is Action.SWAP
-                self.room.evict(leaving, action, lazily=True)
+        """Number a save, and let leave what leaves there. Return the number; -1 if saves are not counted."""
+        if not self.is_on or self.ledger.surveys:
+            return -1
+        position = self.position
+        save = position.num_saves
+        if save == 0:
+            position.restart(self.room.usage.total_bytes)
+            self._saved.clear()
+        position.add((view.shape, view.dtype, buffer.origin), buffer.size_bytes)
+        self._saved.append(weakref.ref(buffer))
+        running = self._running
+        if save == 0 or (running is not None and not running.agrees(position, exactly=self._is_exact)):
+            if save == 0 and self.on_first_save is not None:
+                self.on_first_save()
+            self._choose(save)
+            running = self._running
+        if running is not None:
+            self._evict(running.schedule, save)
         return save
 
     def before_unpack(self, save: int) -> None:
@@ -116,47 +150,82 @@ class Follower:
         transfers = self.transfers
         while transfers.leaving and self._num_swaps - len(transfers.leaving) < due.num_released:
             transfers.finish_first()
+        if not self.prefetches:
+            return
         for buffer_id in due.fetches:
             self._fetch(buffer_id)
         for group in due.replays:
             self._replay(group)
 
     def on_step_end(self) -> None:
-        """Count the step, and begin the next one at its first save."""
-        self.was_followed = False
-        if self._running is not None:
-            if self.num_saves == len(self._running.signatures):
-                self.num_followed_steps += 1
-                self.was_followed = True
-            else:
-                self.num_diverged_steps += 1
+        """Note what the step was, and begin the next one at its first save."""
+        program = self._running if self.is_complete else None
+        if program is not None:
+            self.num_followed_steps += 1
+            program.num_followed += 1
+            self.programs.use(program)
+        elif self._running is not None:
+            self.leave("it ended early")
+        self.ended = EndedStep(
+            key=self.position.key,
+            first=self.position.first,
+            start_bytes=self.position.start_bytes,
+            program=program,
+            is_exact=self._is_exact,
+            was_watched=self._was_watched,
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the saves so far: the step is over, or it never had a backward."""
         self._stop()
-        self.num_saves = 0
+        self._was_watched = True
+        self._saved.clear()
+        self.position.restart(0)
 
     def leave(self, why: str) -> None:
         """Stop following for the rest of this step."""
         if self._running is not None:
             self.num_diverged_steps += 1
+            self.reasons[why] += 1
             _logger.debug("the step is not followed any more: %s", why)
         self._stop()
 
-    def _begin(self, schedule: Schedule) -> None:
-        self._running = schedule
-        self._due = dict(schedule.due)
-        self._live.clear()
-        self._num_swaps = 0
+    # -- which program
+
+    def _choose(self, save: int) -> None:
+        """Begin a program at the first save, or go over to another one."""
+        chosen = self.programs.choose(self.position)
+        if chosen is None:
+            self.leave("it saved other tensors")
+            return
+        program, self._is_exact = chosen
+        self._running = program
+        self._due = dict(program.schedule.due)
+        self._num_swaps = len(self.transfers.leaving)
         self.room.is_followed = True
+        for earlier in range(save):
+            self._evict(program.schedule, earlier)
 
     def _stop(self) -> None:
         self._running = None
         self._due = {}
-        self._live.clear()
         self.room.is_followed = False
+
+    # -- what is due
+
+    def _evict(self, schedule: Schedule, save: int) -> None:
+        for buffer_id, action in schedule.evictions.get(save, ()):
+            leaving = self._find(buffer_id)
+            if leaving is not None:
+                self._num_swaps += action is Action.SWAP
+                self.room.evict(leaving, action, lazily=True)
 
     def _find(self, buffer_id: int) -> Buffer | None:
         """Return the live buffer that a buffer of the trace stands for, in its latest content."""
-        reference = self._live.get(buffer_id)
-        buffer = reference() if reference is not None else None
+        assert self._running is not None
+        save = self._running.schedule.first_saves[buffer_id]
+        buffer = self._saved[save]() if save < len(self._saved) else None
         while buffer is not None and buffer.successor is not None:
             buffer = buffer.successor
         return buffer

@@ -1,26 +1,37 @@
-"""Gets a program for the traced step from the planner, and another one if it does not hold the budget.
+"""Has steps planned, judges the programs that carry them out, and has them planned again where they miss.
 
 The planner's inputs are measured: op times and bytes are those of the trace, links run as the tier's transfers did. It
 is asked for less than the budget: what no trace shows (memory outside of known storages) and half a percent are left
 out, and more where a program that was carried out needed room beyond its own.
+
+[Note: when a step is traced]
+Tracing costs time, and only the end of a step tells which one it was. So steps are traced from their start on as long
+as one of the latest had no program of its own. The first save tells whether this may be such a step again, or a new
+one; if not, the trace is dropped there. Each trace takes a token, and new tokens come slowly: a loop in which no two
+steps are alike is not traced for ever.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import PlanError, TierError, TraceFileError
-from torchdelta.machine.model import Machine
 from torchdelta.notices import warn_once
+from torchdelta.runtime.follow.measured_machine import measured_machine
 from torchdelta.runtime.follow.planning import Planning
+from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
-    from torchdelta.runtime.follow.follower import Follower
+    from torchdelta.runtime.follow.follower import EndedStep, Follower
+    from torchdelta.runtime.follow.planning import Planned
+    from torchdelta.runtime.follow.program import Key
     from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.trace.model import Trace
 
@@ -29,9 +40,37 @@ __all__ = ["Programs"]
 _logger = logging.getLogger("torchdelta")
 _MARGIN_SHARE: Final = 0.005
 _LARGER_MARGIN_SHARE: Final = 0.01  # added when a program did not hold
-_MAX_TRACES: Final = 3
-_MAX_PLANS: Final = 4
+_MAX_PLANS: Final = 4  # of one step
 _MISSES_ALLOWED: Final = 1  # in the first followed steps copies out may be slower than they were measured
+_WANTED_STEPS: Final = 32  # so many steps after one without a program are traced
+_MOST_TOKENS: Final = 96
+_STEPS_PER_TOKEN: Final = 16
+_MOST_WAITING: Final = 4  # requests without an answer
+_MOST_UNPLANNABLE: Final = 256
+_NUM_TIMES: Final = 7  # step times of which a median is taken
+_DRIFT: Final = 0.1  # a step time that is off by more than this share leads to a new trace
+_MAX_RETRACES: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a plan was asked for."""
+
+    key: Key
+    start_bytes: int
+    step: tuple[Trace, StepLog]
+    margin_bytes: int
+    num_plans: int
+    num_retraces: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A step that has no program of its own: its first save, the bytes in use there, and when it was seen last."""
+
+    first: int
+    start_bytes: int
+    seen_at: int
 
 
 class Programs:
@@ -39,115 +78,227 @@ class Programs:
 
     Args:
         config: Names the planner; None is never to plan.
-        follower: Carries the program out.
+        follower: Carries the programs out.
         budget_bytes: The budget.
     """
 
     def __init__(self, config: Config, follower: Follower, budget_bytes: int) -> None:
         self.follower = follower
         self.budget_bytes = budget_bytes
+        self.cache = follower.programs
         self.planning = Planning(config) if config.planner is not None else None
+        self.latest: Program | None = None  # the program of the latest followed step
+        self.num_plans = 0
         if self.planning is not None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
-        self._step: tuple[Trace, StepLog] | None = None
-        self._margin_bytes = 0
-        self._num_traces = 0
-        self._num_plans = 0
-        self._num_misses = 0
+        follower.is_on = self.planning is not None
+        self._asked: list[_Asked] = []  # without an answer
+        self._retrace: dict[tuple[Key, int], int] = {}  # by step and start: how often it was traced again
+        self._unplannable: set[Key] = set()
+        self._num_steps = 0
+        self._wanted: dict[Key, _Wanted] = {}
+        self._tokens = float(_MOST_TOKENS)
         self._num_unplanned = 0
+
+    # -- traces
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the next step is to be traced: buffers have had to leave, and no step was traced to its end yet."""
+        """Whether the next step is to be traced. See [Note: when a step is traced]."""
         return (
             self.planning is not None
-            and self._step is None
-            and self._num_traces < _MAX_TRACES
+            and bool(self._wanted)
+            and self._tokens >= 1
+            and len(self.planning) < _MOST_WAITING
             and self.follower.room.counters.num_evictions > 0
         )
 
     def on_trace_begin(self) -> None:
         """Count a step that is being traced: its trace may be dropped."""
-        self._num_traces += 1
+        self._tokens -= 1
 
     def on_traced(self, trace: Trace, log: StepLog) -> None:
-        """Ask for a program of a step that was traced to its end."""
-        self._step = trace, log
+        """Ask for a program of a step that was traced to its end, if it has none. Call this before `on_step_end`."""
+        position = self.follower.position
+        key, start_bytes = position.key, position.start_bytes
+        if key[0] != len(log.signatures):
+            return  # a part of it was not traced, or is no part of the step
+        known = self.cache.find(key, start_bytes)
+        if known is not None and (known.key, known.start_bytes) not in self._retrace:
+            return
+        if self._is_asked(key, start_bytes):
+            return
         why = log.why_not_followed()
         if why:
+            if len(self._unplannable) < _MOST_UNPLANNABLE:
+                self._unplannable.add(key)
             warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
             return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
-        self._margin_bytes = max(0, usage.unseen_bytes) + int(self.budget_bytes * _MARGIN_SHARE)
-        self._ask()
+        num_retraces = 0 if known is None else self._retrace.pop((known.key, known.start_bytes)) + 1
+        margin_bytes = max(0, usage.unseen_bytes) + self._margin()
+        self._ask(
+            _Asked(
+                key=key,
+                start_bytes=start_bytes,
+                step=(trace, log),
+                margin_bytes=margin_bytes if known is None else max(margin_bytes, known.margin_bytes),
+                num_plans=1 if known is None else known.num_plans + 1,
+                num_retraces=num_retraces,
+            )
+        )
 
-    def on_step_end(self, peak_bytes: int) -> None:
-        """Take a program that is ready, and judge the one that has been carried out."""
+    def needs_trace(self) -> bool:
+        """Return, at its first save, whether the step that is being traced may be one without a program."""
+        first = self.follower.position.first
+        return any(wanted.first == first for wanted in self._wanted.values()) or not self.cache.begins(first)
+
+    def _is_asked(self, key: Key, start_bytes: int) -> bool:
+        return any(asked.key == key and self.cache.covers(asked.start_bytes, start_bytes) for asked in self._asked)
+
+    # -- steps
+
+    def on_step_end(self, peak_bytes: int, time_s: float) -> None:
+        """Judge the program that has carried the step out, and take the programs that are ready."""
+        self._num_steps += 1
+        self._tokens = min(_MOST_TOKENS, self._tokens + 1 / _STEPS_PER_TOKEN)
+        ended = self.follower.ended
         counters = self.follower.room.counters
         num_unplanned, self._num_unplanned = counters.num_unplanned - self._num_unplanned, counters.num_unplanned
-        held = not num_unplanned and peak_bytes <= self.budget_bytes
-        if self.follower.was_followed or num_unplanned:
-            self.follower.has_held = held
-        if (self.follower.was_followed or num_unplanned) and not held:
-            self._num_misses += 1
-            if self._num_misses == _MISSES_ALLOWED + 1:
-                over_bytes = max(0, peak_bytes - self.budget_bytes)
-                self._margin_bytes += over_bytes + int(self.budget_bytes * _LARGER_MARGIN_SHARE)
-                self._ask()
+        if ended is not None and ended.key[0]:
+            program = ended.program
+            is_own = (
+                program is not None and ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
+            )
+            self._note_wanted(ended)
+            if program is not None:
+                self.latest = program
+                self._judge(program, peak_bytes, num_unplanned, is_own=is_own)
+                if is_own and not ended.was_watched:
+                    self._judge_time(program, time_s)
         if self.planning is not None and len(self.planning):
             self._take(self.planning)
 
-    def _ask(self) -> None:
-        if self._step is None or self.planning is None or self._num_plans >= _MAX_PLANS:
+    def _note_wanted(self, ended: EndedStep) -> None:
+        """Note whether the latest step has no program, and forget those that have one now or did not come again."""
+        key, start_bytes = ended.key, ended.start_bytes
+        if key not in self._unplannable:
+            self._wanted[key] = _Wanted(first=ended.first, start_bytes=start_bytes, seen_at=self._num_steps)
+        for key, wanted in list(self._wanted.items()):
+            program = self.cache.find(key, wanted.start_bytes)
+            has_own = program is not None and (program.key, program.start_bytes) not in self._retrace
+            is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
+            if has_own or is_old or key in self._unplannable or self._is_asked(key, wanted.start_bytes):
+                del self._wanted[key]
+
+    def _judge(self, program: Program, peak_bytes: int, num_unplanned: int, *, is_own: bool) -> None:
+        """Watch the backward of a program that did not hold the budget; plan it with less the second time."""
+        if not num_unplanned and peak_bytes <= self.budget_bytes:
+            if program.num_followed > _MISSES_ALLOWED:
+                program.step = None  # it will not be planned again from this trace
             return
-        self._num_plans += 1
+        program.proofs.clear()
+        if not is_own:
+            return
+        program.num_misses += 1
+        if program.num_misses == _MISSES_ALLOWED + 1:
+            over_bytes = max(0, peak_bytes - self.budget_bytes)
+            program.margin_bytes += over_bytes + int(self.budget_bytes * _LARGER_MARGIN_SHARE)
+            self._ask_again(program)
+
+    def _judge_time(self, program: Program, time_s: float) -> None:
+        """Have a step traced again whose time has moved away from what it was when the program was new."""
+        program.step_times_s.append(time_s)
+        if len(program.step_times_s) < _NUM_TIMES:
+            return
+        median_s = statistics.median(program.step_times_s)
+        program.step_times_s.clear()
+        program.measured_s, first_s = median_s, program.measured_s or median_s
+        if abs(median_s / first_s - 1) > _DRIFT and program.num_retraces < _MAX_RETRACES:
+            _logger.info("steps take %.1f ms where they took %.1f: tracing one again", median_s * 1e3, first_s * 1e3)
+            self._retrace[program.key, program.start_bytes] = program.num_retraces
+
+    # -- plans
+
+    def _margin(self) -> int:
+        return int(self.budget_bytes * _MARGIN_SHARE)
+
+    def _ask_again(self, program: Program) -> None:
+        """Have a step planned with a larger margin: from its trace, or from a new one."""
+        if program.num_plans >= _MAX_PLANS:
+            return
+        if program.step is None:
+            self._retrace[program.key, program.start_bytes] = program.num_retraces
+            return
+        self._ask(
+            _Asked(
+                key=program.key,
+                start_bytes=program.start_bytes,
+                step=program.step,
+                margin_bytes=program.margin_bytes,
+                num_plans=program.num_plans + 1,
+                num_retraces=program.num_retraces,
+            )
+        )
+
+    def _ask(self, asked: _Asked) -> None:
+        if self.planning is None:
+            return
         try:
-            self.planning.ask(None, self._step[0], self._machine(), self.budget_bytes - self._margin_bytes)
+            machine = measured_machine(self.follower.transfers.tier, self.follower.ledger.device, self.budget_bytes)
+            self.planning.ask(asked, asked.step[0], machine, self.budget_bytes - asked.margin_bytes)
         except (OSError, TierError, TraceFileError) as error:
             self._end(str(error))
+            return
+        self.num_plans += 1
+        self._asked.append(asked)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the program that was asked for. Return whether there is one. For tests and measurements."""
-        if self.planning is not None and len(self.planning):
-            self._take(self.planning, timeout_s)
-        return self.follower.program is not None
+        """Wait for the programs that were asked for. Return whether there is any. For tests and measurements."""
+        while self.planning is not None and len(self.planning):
+            if not self._take(self.planning, timeout_s):
+                break
+        return len(self.cache) > 0
 
-    def _take(self, planning: Planning, timeout_s: float = 0.0) -> None:
+    def _take(self, planning: Planning, timeout_s: float = 0.0) -> bool:
+        """Take one answer. Return whether there was one."""
         try:
             planned = planning.poll(timeout_s)
         except PlanError as error:
             self._end(str(error))
-            return
-        if planned is None or self._step is None:
-            return
+            return False
+        if planned is None:
+            return False
+        self._asked = [asked for asked in self._asked if asked is not planned.key]
+        self._add(planned, planned.key)
+        return True
+
+    def _add(self, planned: Planned, asked: _Asked) -> None:
         if planned.plan is None:
             _logger.info("no plan is followed: %s", planned.answer.error)
+            if len(self._unplannable) < _MOST_UNPLANNABLE:
+                self._unplannable.add(asked.key)
             return
-        self.follower.program = schedule = make_schedule(planned.plan, self._step[1])
-        self.follower.has_held = False  # its first step is watched
-        self._num_misses = 0
+        schedule = make_schedule(planned.plan, asked.step[1])
+        program = Program(
+            schedule,
+            asked.key,
+            start_bytes=asked.start_bytes,
+            answer=planned.answer,
+            step=asked.step,
+            margin_bytes=asked.margin_bytes,
+        )
+        program.num_plans = asked.num_plans
+        program.num_retraces = asked.num_retraces
+        self.cache.add(program)
         _logger.info(
             "following a plan: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",
             len(planned.plan.absences),
             schedule.num_not_carried_out,
             planned.answer.time_s * 1e3,
             planned.answer.plain_time_s * 1e3,
-            format_bytes(planned.answer.peak_bytes + self._margin_bytes),
-        )
-
-    def _machine(self) -> Machine:
-        """Return the machine as this session has measured it."""
-        tier = self.follower.transfers.tier
-        return Machine(
-            name="measured",
-            memory_bytes=self.budget_bytes,
-            flops_per_s={"float32": 1e12},  # not used: op times are those of the trace
-            memory_bytes_per_s=1e10,  # not used
-            swaps_to="disk" if tier.name == "disk" else "host",
-            host_out_bytes_per_s=tier.write_bytes_per_s,
-            host_in_bytes_per_s=tier.read_bytes_per_s,
-            host_memory_bytes=tier.capacity_bytes,
+            format_bytes(planned.answer.peak_bytes + asked.margin_bytes),
         )
 
     def _end(self, why: str) -> None:
@@ -157,6 +308,7 @@ class Programs:
     def close(self) -> None:
         """End the helper process."""
         planning, self.planning = self.planning, None
+        self._asked.clear()
         if planning is not None:
             planning.close()
 

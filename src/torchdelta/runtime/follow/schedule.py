@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from torchdelta.runtime.follow.step_log import next_exact_hash, next_shape_free_hash
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
     from torchdelta.plan.model import Absence, Plan
-    from torchdelta.runtime.follow.step_log import Signature, StepLog
+    from torchdelta.runtime.follow.step_log import StepLog
 
 __all__ = ["Due", "Schedule", "make_schedule"]
 
@@ -44,19 +46,28 @@ class Schedule:
     """A program as a step carries it out. Immutable.
 
     Attributes:
-        signatures: By save: what it has to be.
-        buffer_ids: By save: the buffer, if an action refers to it, else -1.
+        exact_hashes: By save: the exact hash of all saves up to it (`step_log.py`).
+        shape_free_hashes: By save: the same but for the shapes.
+        saved_bytes: By save: bytes of the storages of all saves up to it, one that is saved twice counted twice.
+        first_saves: By buffer that an action refers to: its first save.
         evictions: By save: what leaves there.
         due: By save: what is due when it is unpacked for the first time.
         num_not_carried_out: Absences of the plan that have no moment here: of buffers that nobody saves, or in a gap
             that does not lead from forward to backward.
     """
 
-    signatures: tuple[Signature, ...]
-    buffer_ids: tuple[int, ...]
+    exact_hashes: tuple[int, ...]
+    shape_free_hashes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    first_saves: dict[int, int]
     evictions: dict[int, tuple[tuple[int, Action], ...]]
     due: dict[int, Due]
     num_not_carried_out: int = 0
+
+    @property
+    def num_saves(self) -> int:
+        """Saves of the whole step."""
+        return len(self.exact_hashes)
 
 
 def make_schedule(plan: Plan, log: StepLog) -> Schedule:
@@ -77,10 +88,11 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
     absences = [a for a in plan.absences if a.buffer_id in saves and a.last_use_op < end_of_forward <= a.next_use_op]
     maker.add_drops([a for a in absences if a.action == "recompute"])
     maker.add_swaps([a for a in absences if a.action == "swap"])
-    involved = {a.buffer_id for a in absences}
     return Schedule(
-        signatures=log.signatures,
-        buffer_ids=tuple(id_ if id_ in involved else -1 for id_ in log.buffer_ids),
+        exact_hashes=tuple(accumulate(log.signatures, next_exact_hash, initial=0))[1:],
+        shape_free_hashes=tuple(accumulate(log.signatures, next_shape_free_hash, initial=0))[1:],
+        saved_bytes=tuple(accumulate(log.sizes_bytes)),
+        first_saves={a.buffer_id: saves[a.buffer_id][0] for a in absences},
         evictions={save: tuple(actions) for save, actions in maker.evictions.items()},
         due={log.unpacks[position][0]: due for position, due in maker.due.items()},
         num_not_carried_out=len(plan.absences) - len(absences),

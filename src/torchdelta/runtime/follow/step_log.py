@@ -12,10 +12,21 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Signature", "StepLog"]
+__all__ = ["Signature", "StepLog", "next_exact_hash", "next_shape_free_hash"]
 
 Signature: TypeAlias = "tuple[torch.Size, torch.dtype, str]"
 """What has to be equal for a save to be the same as in the trace: shape, dtype, name of the op that made the tensor."""
+
+
+def next_exact_hash(before: int, signature: Signature) -> int:
+    """Return the hash of all saves up to this one, from that of the saves before it."""
+    return hash((before, signature))
+
+
+def next_shape_free_hash(before: int, signature: Signature) -> int:
+    """Return the hash of all saves up to this one but for the lengths of their dimensions."""
+    shape, dtype, origin = signature
+    return hash((before, len(shape), dtype, origin))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +35,7 @@ class StepLog:
 
     Attributes:
         signatures: By save.
+        sizes_bytes: By save: bytes of the storage behind it.
         pack_ops: By save: how many ops of the trace came before it. The op that saves may be running.
         buffer_ids: By save: the buffer of the trace; -1 if the trace does not have it.
         unpacks: (save, ops of the trace before it), in the order of backward.
@@ -32,6 +44,7 @@ class StepLog:
     """
 
     signatures: tuple[Signature, ...]
+    sizes_bytes: tuple[int, ...]
     pack_ops: tuple[int, ...]
     buffer_ids: tuple[int, ...]
     unpacks: tuple[tuple[int, int], ...]
@@ -42,8 +55,8 @@ class StepLog:
         """Return why no program of this step can be followed; an empty string if one can."""
         if not self.signatures:
             return "no tensor that could leave was saved"
-        if self.num_backwards != 1:
-            return f"the step has {self.num_backwards} backward passes"
+        if not self.num_backwards:
+            return "the step has no backward pass"
         if self.saves_in_backward:
             return "tensors are saved while backward runs"
         return ""

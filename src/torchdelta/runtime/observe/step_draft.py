@@ -71,7 +71,8 @@ class StepDraft(Observer):
         self._opaque_reads: dict[int, None] | None = None  # what the running opaque code reads; None: none is running
         self._opaque_start_s = 0.0
         self._opaque_workspace_bytes = 0
-        self._saves: list[tuple[int, int, Signature]] = []  # index in the draft's `saved`, ops before it, what it is
+        # Index in the draft's `saved`, ops before it, what it is, bytes of its storage.
+        self._saves: list[tuple[int, int, Signature, int]] = []
         self._unpacks: list[tuple[int, int]] = []
         self._num_backwards = 0
         self._saves_in_backward = False
@@ -109,9 +110,10 @@ class StepDraft(Observer):
         """Return the saves of the step. Call this after `finish`."""
         saved = self._draft.saved
         return StepLog(
-            signatures=tuple(signature for _, _, signature in self._saves),
-            pack_ops=tuple(op for _, op, _ in self._saves),
-            buffer_ids=tuple(saved[index].version.id if index >= 0 else -1 for index, _, _ in self._saves),
+            signatures=tuple(signature for _, _, signature, _ in self._saves),
+            sizes_bytes=tuple(size_bytes for _, _, _, size_bytes in self._saves),
+            pack_ops=tuple(op for _, op, _, _ in self._saves),
+            buffer_ids=tuple(saved[index].version.id if index >= 0 else -1 for index, _, _, _ in self._saves),
             unpacks=tuple(self._unpacks),
             num_backwards=self._num_backwards,
             saves_in_backward=self._saves_in_backward,

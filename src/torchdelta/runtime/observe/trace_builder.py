@@ -81,7 +81,8 @@ class TraceBuilder(PseudoOps):
     @guarded
     def on_save(self, buffer: live.Buffer, view: live.View) -> None:
         """Add a saved tensor whose buffer may leave."""
-        self._saves.append((-1, len(self._draft.ops), (view.shape, view.dtype, buffer.origin)))
+        signature = (view.shape, view.dtype, buffer.origin)
+        self._saves.append((-1, len(self._draft.ops), signature, buffer.size_bytes))
         if self._steps.phase == "backward":
             self._saves_in_backward = True
         version = self._draft.by_buffer.get(buffer.id)

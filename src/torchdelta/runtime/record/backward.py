@@ -91,7 +91,9 @@ class Backward:
             Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
         )
         if graph is not None and follows:
-            if not graph.has_hooks and follower.may_run_unwatched(graph.signature, start_bytes):
+            if not (graph.has_hooks or self.observing.observer.wants_every_op) and follower.may_run_unwatched(
+                graph.signature, start_bytes
+            ):
                 return self._run_unwatched(original, graph, 0, outputs, *args, **kwargs)
         elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(

@@ -38,6 +38,7 @@ class StepTracker:
         self.num_steps = 0
         self.peak_bytes = 0
         self.last_peak_bytes = 0  # of the latest step
+        self.last_time_s = 0.0
         self.is_in_optimizer = False
         self.node_name = ""  # of the running autograd node, if its ops are recorded
         self.on_step_end: Callable[[], None] | None = None
@@ -63,6 +64,11 @@ class StepTracker:
     def is_after_backward(self) -> bool:
         """Whether this step has had its backward."""
         return self._had_backward
+
+    @property
+    def had_any_backward(self) -> bool:
+        """Whether this step has had a backward, one that kept its graph included."""
+        return self._had_backward or self._kept_graph
 
     @property
     def summaries(self) -> tuple[StepSummary, ...]:
@@ -136,6 +142,7 @@ class StepTracker:
         del self._rows[: -MAX_SUMMARIES * _ROW]
         self.num_steps += 1
         self.last_peak_bytes = self.ledger.usage.peak_bytes
+        self.last_time_s = now_s - self._start_s
         self.peak_bytes = max(self.peak_bytes, self.last_peak_bytes)
         self.ledger.usage.restart_peak()
         self._before = self.counters.copy()

@@ -106,6 +106,16 @@ class Tier(Protocol):
         """Running estimate of the bandwidth out of the tier."""
         ...
 
+    @property
+    def write_cpu_s_per_byte(self) -> float:
+        """Running estimate of the processor time that a byte written takes."""
+        ...
+
+    @property
+    def read_cpu_s_per_byte(self) -> float:
+        """Running estimate of the processor time that a byte read takes."""
+        ...
+
     def reserve(self, size_bytes: int) -> Slot:
         """Reserve a slot for one buffer.
 

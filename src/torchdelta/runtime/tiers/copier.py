@@ -307,11 +307,11 @@ class Copier:
                 return error.with_traceback(None)
             return None
 
-    def end_part(self, job: Job, part: Part, error: BaseException | None) -> None:
-        """End a part, and with the last part its job."""
+    def end_part(self, job: Job, part: Part, error: BaseException | None, cpu_s: float) -> None:
+        """End a part, which took so much processor time, and with the last part its job."""
         with self.lock:
             link = self.read_link if job.is_read else self.write_link
-            link.end(time.perf_counter(), part.size_bytes if error is None else 0)
+            link.end(time.perf_counter(), part.size_bytes if error is None else 0, cpu_s)
             job.num_running -= 1
             if error is not None and job.error is None:
                 job.error = error
@@ -368,6 +368,7 @@ def _work(copier: Copier, worker: int) -> None:
         if claim is None:
             continue
         job, part = claim
+        began_cpu_s = time.thread_time()
         error = copier.copy_part(worker, job, part)
-        copier.end_part(job, part, error)
+        copier.end_part(job, part, error, time.thread_time() - began_cpu_s)
         del claim, job, part, error  # an idle thread must not keep objects alive

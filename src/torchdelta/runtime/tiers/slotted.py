@@ -138,6 +138,16 @@ class SlottedTier(ABC, Generic[SlotT, TransferT]):
         """Running estimate of the bandwidth out of the tier."""
         return self._read_link.bytes_per_s
 
+    @property
+    def write_cpu_s_per_byte(self) -> float:
+        """Running estimate of the processor time that a byte written takes."""
+        return self._write_link.cpu_s_per_byte
+
+    @property
+    def read_cpu_s_per_byte(self) -> float:
+        """Running estimate of the processor time that a byte read takes."""
+        return self._read_link.cpu_s_per_byte
+
     def reserve(self, size_bytes: int) -> SlotT:
         """Take room for one buffer; before it fails, wait for the copies of released slots."""
         self._check_usable()

@@ -73,6 +73,16 @@ class StackedTier:
         """The estimate of the tier that took the last slot, and probably takes the next."""
         return (self.second if self._overflows else self.first).read_bytes_per_s
 
+    @property
+    def write_cpu_s_per_byte(self) -> float:
+        """The estimate of the tier that took the last slot, and probably takes the next."""
+        return (self.second if self._overflows else self.first).write_cpu_s_per_byte
+
+    @property
+    def read_cpu_s_per_byte(self) -> float:
+        """The estimate of the tier that took the last slot, and probably takes the next."""
+        return (self.second if self._overflows else self.first).read_cpu_s_per_byte
+
     def reserve(self, size_bytes: int) -> StackedSlot:
         """Reserve a slot in the first, else in the second."""
         try:

@@ -1,0 +1,47 @@
+"""The machine that steps are planned for: as this session has measured it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from torchdelta.machine.model import Machine
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.tiers.base import Tier
+
+__all__ = ["measured_machine"]
+
+# Seconds of compute lost per second of processor time that copies take. Kernels that use all cores divide their work
+# evenly and end with the slowest thread, which shared its core with a copy; measured with 2 threads on 2 cores. Kernels
+# that leave a core free lose only memory bandwidth.
+_LOST_ON_ALL_CORES: Final = 1.6
+_LOST_BESIDE_FREE_CORES: Final = 0.3
+
+
+def measured_machine(tier: Tier, device: torch.device, budget_bytes: int) -> Machine:
+    """Return the machine of a session.
+
+    Args:
+        tier: Where buffers are swapped to; its links run as its transfers did.
+        device: Where the training runs.
+        budget_bytes: The budget.
+    """
+    lost_s_per_s = 0.0
+    if device.type == "cpu":
+        uses_all = torch.get_num_threads() >= len(os.sched_getaffinity(0))
+        lost_s_per_s = _LOST_ON_ALL_CORES if uses_all else _LOST_BESIDE_FREE_CORES
+    return Machine(
+        name="measured",
+        memory_bytes=budget_bytes,
+        flops_per_s={"float32": 1e12},  # not used: op times are those of the trace
+        memory_bytes_per_s=1e10,  # not used
+        swaps_to="disk" if tier.name == "disk" else "host",
+        host_out_bytes_per_s=tier.write_bytes_per_s,
+        host_in_bytes_per_s=tier.read_bytes_per_s,
+        out_compute_s_per_byte=tier.write_cpu_s_per_byte * lost_s_per_s,
+        in_compute_s_per_byte=tier.read_cpu_s_per_byte * lost_s_per_s,
+        host_memory_bytes=tier.capacity_bytes,
+    )

@@ -1,0 +1,195 @@
+"""Programs that steps can be carried out by, and the choice among them.
+
+[Note: which program]
+A step is known by its saves. Two running hashes of them are compared with those of every program: the *exact* one
+(shape, dtype, op) and the *shape-free* one (number of dimensions, dtype, op). While the saves of a step agree exactly
+with a program, that one is followed. If several agree, the step is taken to be what the latest of them was; of the
+programs of one step, the one is followed that was made for the bytes in use at the start (the second micro-batch of an
+accumulation begins with gradients, the first one without). Where none agrees exactly, one that agrees but for the
+shapes is followed: of those, the smallest one whose saved bytes were at least those of this step, because a program
+that holds a longer sequence within the budget holds a shorter one, too; else the largest. This serves until the step
+itself has been traced and planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Final
+
+from torchdelta.runtime.follow.step_log import next_exact_hash, next_shape_free_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchdelta.plan.request import Answer
+    from torchdelta.runtime.follow.schedule import Schedule
+    from torchdelta.runtime.follow.step_log import Signature, StepLog
+    from torchdelta.trace.model import Trace
+
+__all__ = ["Key", "Position", "Program", "ProgramCache"]
+
+Key = tuple[int, int]
+"""What a whole step is known by: the number of its saves, and their exact hash."""
+
+_MOST_PROGRAMS: Final = 64
+_MOST_PROOFS: Final = 256
+_SAME_START_SHARE: Final = 0.02  # starts that differ by less than this share of the budget are the same
+
+
+class Position:
+    """How far a step has come: the saves so far. Mutable."""
+
+    __slots__ = ("exact", "first", "num_saves", "saved_bytes", "shape_free", "start_bytes")
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, start_bytes: int) -> None:
+        """Begin a step, with so many bytes in use."""
+        self.num_saves = 0
+        self.exact = 0
+        self.first = 0  # the exact hash of the first save
+        self.shape_free = 0
+        self.saved_bytes = 0
+        self.start_bytes = start_bytes
+
+    def add(self, signature: Signature, size_bytes: int) -> None:
+        """Count one more save."""
+        self.num_saves += 1
+        self.exact = next_exact_hash(self.exact, signature)
+        if self.num_saves == 1:
+            self.first = self.exact
+        self.shape_free = next_shape_free_hash(self.shape_free, signature)
+        self.saved_bytes += size_bytes
+
+    @property
+    def key(self) -> Key:
+        """The step as it would be known if it ended here."""
+        return self.num_saves, self.exact
+
+
+class Program:
+    """A schedule, what it was made of, and what is known of the steps that it carried out. Mutable.
+
+    Attributes:
+        schedule: What is due when.
+        key: The step that it was made for.
+        start_bytes: The bytes in use at the first save of that step.
+        answer: What the planner predicts.
+        step: The traced step, until the program has held; a program that does not is planned again from it.
+        margin_bytes: By how much less than the budget was planned.
+        proofs: By (key, graph): by how much the peak of a watched backward was above its start.
+        num_plans: How often the step was planned.
+        num_misses: Steps that passed the budget or needed room beyond the program, since it was made.
+        num_followed: Steps that it carried out to their ends.
+        num_retraces: How often it was traced again.
+        step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
+        measured_s: The latest median of them; 0.0 before there is one.
+        used_at: When it last carried a step out to its end, or was made: larger is later.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        key: Key,
+        *,
+        start_bytes: int,
+        answer: Answer | None,
+        step: tuple[Trace, StepLog] | None,
+        margin_bytes: int,
+    ) -> None:
+        self.schedule = schedule
+        self.key = key
+        self.start_bytes = start_bytes
+        self.answer = answer
+        self.step = step
+        self.margin_bytes = margin_bytes
+        self.proofs: dict[tuple[Key, int], int] = {}
+        self.num_plans = 1
+        self.num_misses = 0
+        self.num_followed = 0
+        self.num_retraces = 0
+        self.step_times_s: list[float] = []
+        self.measured_s = 0.0
+        self.used_at = 0
+
+    def prove(self, backward: tuple[Key, int], growth_bytes: int) -> None:
+        """Record by how much the peak of a watched backward, named by its step and graph, was above its start."""
+        if len(self.proofs) >= _MOST_PROOFS:
+            self.proofs.clear()
+        self.proofs[backward] = growth_bytes
+
+    def agrees(self, position: Position, *, exactly: bool) -> bool:
+        """Return whether the saves so far are those of the traced step, or those but for the shapes."""
+        hashes = self.schedule.exact_hashes if exactly else self.schedule.shape_free_hashes
+        index = position.num_saves - 1
+        return index < len(hashes) and hashes[index] == (position.exact if exactly else position.shape_free)
+
+
+class ProgramCache:
+    """The programs of a session, a bounded number: the least recently used ones are forgotten. Mutable.
+
+    Args:
+        budget_bytes: The budget.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._same_start_bytes = int(budget_bytes * _SAME_START_SHARE)
+        self._programs: dict[tuple[Key, int], Program] = {}
+        self._clock = itertools.count(1)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[Program]:
+        """Go through the programs, the least recently used one first."""
+        return iter(sorted(self._programs.values(), key=lambda program: program.used_at))
+
+    def add(self, program: Program) -> None:
+        """Add a program, in place of those of the same step and about the same start."""
+        for other in list(self._programs.values()):
+            is_same = abs(other.start_bytes - program.start_bytes) <= self._same_start_bytes
+            if other.key == program.key and is_same:
+                del self._programs[other.key, other.start_bytes]
+        self._programs[program.key, program.start_bytes] = program
+        self.use(program)
+        while len(self._programs) > _MOST_PROGRAMS:
+            oldest = min(self._programs.values(), key=lambda other: other.used_at)
+            del self._programs[oldest.key, oldest.start_bytes]
+
+    def use(self, program: Program) -> None:
+        """Note that a program has carried a step out."""
+        program.used_at = next(self._clock)
+
+    def find(self, key: Key, start_bytes: int) -> Program | None:
+        """Return the program of a whole step that serves a start with so many bytes in use, or None."""
+        serving = (p for p in self._programs.values() if p.key == key and self.covers(p.start_bytes, start_bytes))
+        return min(serving, key=lambda program: program.start_bytes, default=None)
+
+    def begins(self, first: int) -> bool:
+        """Return whether a program begins with this save (`Position.first`)."""
+        return any(program.schedule.exact_hashes[0] == first for program in self._programs.values())
+
+    def covers(self, program_start_bytes: int, start_bytes: int) -> bool:
+        """Return whether a program for one start serves a step that begins with so many bytes in use, or fewer."""
+        return start_bytes <= program_start_bytes + self._same_start_bytes
+
+    def choose(self, position: Position) -> tuple[Program, bool] | None:
+        """Return the program to follow from here on, and whether it agrees exactly. See [Note: which program]."""
+        programs = self._programs.values()
+        exact = [program for program in programs if program.agrees(position, exactly=True)]
+        if exact:
+            serving = [program for program in exact if self.covers(program.start_bytes, position.start_bytes)]
+            key = max(serving or exact, key=lambda program: program.used_at).key
+            if serving:
+                return min((p for p in serving if p.key == key), key=lambda program: program.start_bytes), True
+            return max((p for p in exact if p.key == key), key=lambda program: program.start_bytes), True
+        index = position.num_saves - 1
+        others = [program for program in programs if program.agrees(position, exactly=False)]
+        larger = [program for program in others if program.schedule.saved_bytes[index] >= position.saved_bytes]
+        if larger:
+            return min(larger, key=lambda program: program.schedule.saved_bytes[index]), False
+        if others:
+            return max(others, key=lambda program: program.schedule.saved_bytes[index]), False
+        return None

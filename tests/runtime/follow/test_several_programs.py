@@ -1,0 +1,191 @@
+"""Loops whose steps differ have one program for each kind of step; other steps borrow a program or run reactively."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.programs import UNLIMITED, running
+from torchdelta.errors import NativeError
+from torchdelta.native.counting import new_counter
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.session import Session
+
+WIDTH, DEPTH = 64, 8
+WAIT_S = 240.0
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+@pytest.fixture(autouse=True)
+def _needs_counter() -> None:
+    made = new_counter()
+    if isinstance(made, NativeError):
+        pytest.skip(f"no counting allocator here: {made}")
+
+
+class _Network(nn.Module):
+    """Residual blocks, each of which may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(DEPTH)
+        )
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, skipped: int = -1, depth: int = DEPTH) -> torch.Tensor:
+        for index, block in enumerate(self.blocks[:depth]):
+            if index != skipped:
+                x = x + self.dropout(block(x))
+        return x
+
+
+def _train(budget: int, step: Step, num_steps: int, planner: str | None = None) -> tuple[list, list[int], Session]:
+    """Return the parameters, the peaks by step, and the session. Plans are waited for after each step."""
+    model = _Network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    with running(budget, planner=planner, tier="memory") as (memory_budget, session):
+        for index in range(num_steps):
+            step(model, optimizer, index)
+            session.programs.wait(WAIT_S)
+    peaks = [one.peak_bytes for one in memory_budget.summary().steps]
+    return [parameter.detach().clone() for parameter in model.parameters()], peaks, session
+
+
+def _compare(step: Step, num_steps: int, share: float) -> tuple[list[int], int, Session]:
+    """Train plain and followed. Assert equal bits. Return the peaks, the budget and the session."""
+    expected, plain_peaks, _ = _train(UNLIMITED, step, num_steps)
+    budget = int(share * max(plain_peaks[1:]))
+    found, peaks, session = _train(budget, step, num_steps, "torchdelta")
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return peaks, budget, session
+
+
+def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def test_each_length_has_a_program_of_its_own():
+    """Four lengths in random order: all are followed exactly once each was traced, at once with a borrowed program."""
+    lengths = [384, 512, 640, 768]
+    order = [*random.Random(0).choices(lengths, k=6), *lengths, *lengths, *random.Random(1).choices(lengths, k=8)]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        _update(optimizer, model(torch.randn(order[index], WIDTH)).square().mean())
+
+    peaks, budget, session = _compare(step, len(order), 0.6)
+    assert max(peaks) <= budget
+    assert len(session.programs.cache) == len(lengths)
+    assert session.follower.num_followed_steps == len(order) - 2  # all from the first program on
+    assert session.follower.num_diverged_steps == 0
+
+
+def test_micro_batches_of_an_accumulation_are_followed():
+    """The first micro-batch begins without gradients, the others with them: the program for the larger start serves."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        if index % 3 == 0:
+            optimizer.zero_grad()
+        model(torch.randn(512, WIDTH)).square().mean().backward()
+        if index % 3 == 2:
+            optimizer.step()
+
+    peaks, budget, session = _compare(step, 15, 0.6)
+    assert max(peaks[3:]) <= budget
+    assert session.follower.num_followed_steps >= 9
+
+
+def test_a_layer_dropped_at_random_changes_the_program():
+    """Steps begin alike and part where a block is skipped: the program of that sequence takes over from there on."""
+    skipped = [random.Random(3).choice([-1, 2, 5]) for _ in range(24)]
+    skipped = [-1, -1, 2, 2, 5, 5, 5, *skipped]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        x = torch.randn(512, WIDTH)
+        _update(optimizer, model(x, skipped=skipped[index]).square().mean())
+
+    peaks, budget, session = _compare(step, len(skipped), 0.65)
+    assert max(peaks) <= budget
+    assert len(session.programs.cache) >= 2
+    assert session.follower.num_followed_steps >= len(skipped) - 12
+
+
+def test_a_forward_that_is_only_evaluated_is_no_step():
+    """A pass with gradients enabled and no backward begins a program, and the training step after it begins anew."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        if index % 2:
+            model(torch.randn(256, WIDTH)).square().mean().item()
+        _update(optimizer, model(torch.randn(512, WIDTH)).square().mean())
+
+    peaks, budget, session = _compare(step, 10, 0.6)
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps >= 7
+    assert session.follower.num_diverged_steps == 0
+
+
+def test_two_losses_of_one_graph_run_reactively():
+    """No plan of the class saved fits, since what the first backward brings back stays for the second."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, _index: int) -> None:
+        y = model(torch.randn(512, WIDTH))
+        optimizer.zero_grad()
+        y.square().mean().backward(retain_graph=True)
+        y.abs().mean().backward()
+        optimizer.step()
+
+    peaks, budget, session = _compare(step, 8, 0.7)
+    assert max(peaks[1:]) <= budget
+    assert session.follower.num_followed_steps == 0
+
+
+def test_a_model_that_grows_and_an_early_exit_fall_back():
+    """Fewer blocks leave the program early, more blocks go beyond it: the same bits within the budget."""
+    depths = [5, 5, 5, 5, DEPTH, DEPTH, DEPTH, 3, DEPTH, 5, 3]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        _update(optimizer, model(torch.randn(512, WIDTH), depth=depths[index]).square().mean())
+
+    peaks, budget, session = _compare(step, len(depths), 0.65)
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps >= 3
+
+
+@pytest.mark.rest
+def test_five_hundred_steps_of_twenty_lengths():
+    """No wrong bit, no step above the budget, nothing grows, and nearly all steps are followed after the first 60."""
+    lengths = [256 + 24 * index for index in range(20)]
+    order = random.Random(7).choices(lengths, k=500)
+    followed: list[int] = []
+    alive: list[int] = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        _update(optimizer, model(torch.randn(order[index], WIDTH), depth=4).square().mean())
+
+    expected, plain_peaks, _ = _train(UNLIMITED, step, len(order))
+    budget = int(0.6 * max(plain_peaks[1:]))
+    model = _Network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    with running(budget, planner="torchdelta", tier="memory") as (memory_budget, session):
+        for index in range(len(order)):
+            step(model, optimizer, index)
+            followed.append(session.follower.num_followed_steps)
+            alive.append(len(session.ledger.records) + len(session.ledger.held))
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+    assert max(one.peak_bytes for one in memory_budget.summary().steps) <= budget
+    assert followed[-1] - followed[60] >= 0.9 * (len(order) - 61)
+    assert max(alive[250:]) <= max(alive[:250])
+    assert len(session.programs.cache) <= len(lengths)
