@@ -336,9 +336,7 @@ def _step(
     return [losses, raised, gradients]
 
 
-def _backward(
-    kind: str, net: DrawnNetwork, x: torch.Tensor, losses: list[float], held: list[torch.Tensor]
-) -> None:
+def _backward(kind: str, net: DrawnNetwork, x: torch.Tensor, losses: list[float], held: list[torch.Tensor]) -> None:
     output = net(x)
     if kind == "fault in backward":
         output = Raising.apply(output)
