@@ -119,7 +119,7 @@ def follow_anyway(session: Session) -> None:
 
 @contextlib.contextmanager
 def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any) -> Iterator[MemoryBudget]:
-    """Open a budget whose third step on carries a drawn program out. Swapped bytes stay in memory unless told otherwise.
+    """Open a budget that carries a drawn program out from the third step on. Swapped bytes stay in memory by default.
 
     Args:
         seed: Of the draw.

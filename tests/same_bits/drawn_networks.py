@@ -41,7 +41,7 @@ class Cubed(torch.autograd.Function):
         return gradients[0] * (3 * x * x + 0 * y)
 
 
-class StepFault(Exception):
+class StepError(Exception):
     """What a drawn step raises in its middle."""
 
 
@@ -58,7 +58,7 @@ class Raising(torch.autograd.Function):
     def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
         """Raise."""
         _ = ctx.saved_tensors
-        raise StepFault
+        raise StepError
 
 
 class DrawnNetwork(nn.Module):
@@ -86,7 +86,7 @@ class DrawnNetwork(nn.Module):
         pool = [self.linears[0](x)]
         for index, (operation, seed) in enumerate(self.operations):
             if index == self.raises_at:
-                raise StepFault
+                raise StepError
             if index in self.skipped:
                 continue
             operation(self, pool, random.Random(seed))
@@ -323,7 +323,7 @@ def _step(
         if drawn.random() < 0.3:
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-    except StepFault:
+    except StepError:
         raised = "fault"
         gradients = []
     optimizer.zero_grad(set_to_none=drawn.random() < 0.7)
