@@ -28,6 +28,7 @@ from tests.faults.places import PLACES, striking
 from tests.faults.programs import (
     BATCH,
     FAULTY_STEP,
+    NUM_STEPS,
     WIDTH,
     InjectedError,
     Loop,
@@ -43,6 +44,7 @@ from tests.faults.programs import (
     unequal,
 )
 from tests.faults.switches import disabled
+from tests.following import following_drawn
 from tests.same_bits.judge import Bits, bits_of, seed_everything
 from torchdelta import MemoryBudget
 from torchdelta.runtime import current, patches, session
@@ -58,6 +60,7 @@ CONDITIONS: dict[str, Callable[[Path], Scope]] = {
     "recompute": lambda directory: forced("recompute", directory),
     "swap": lambda directory: forced("swap", directory),
     "pressed": pressed,
+    "followed": lambda directory: lambda: following_drawn(swap_dir=directory, tier="disk"),
 }
 ERRORS: dict[str, type[BaseException]] = {"error": InjectedError, "interrupt": KeyboardInterrupt}
 # Where these raise, the engine itself keeps the rest of the graph on the thread's queue until its next backward.
@@ -91,6 +94,14 @@ def test_a_fault_in_a_step(place: str, kind: str, condition: str, tmp_path: Path
     ours = run(striking(place, strike_with(kind)), CONDITIONS[condition](tmp_path))
     late = f"after step {FAULTY_STEP}, " if place in KEPT_BY_THE_ENGINE else "nothing is late"
     assert [complaint for complaint in complaints(plain, ours) if not complaint.startswith(late)] == []
+    if condition == "followed":  # before the fault, and after it; a step after a lost forward may be left to the policy
+        assert num_followed_steps(ours) >= NUM_STEPS - FAULTY_STEP - 1
+
+
+def num_followed_steps(ours: Report) -> int:
+    """Return how many steps of a loop carried a program out to the end."""
+    assert ours.budget is not None
+    return ours.budget._past[-1].follower.num_followed_steps  # noqa: SLF001 - no summary counts it
 
 
 @pytest.mark.parametrize("place", PLACES)

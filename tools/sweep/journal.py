@@ -26,7 +26,7 @@ Record = dict[str, Any]
 Key = tuple[str, str]
 
 # What a result depends on. A commit that changes only words elsewhere does not make the results old.
-SOURCES = ("src/torchdelta/**/*.py", "tools/sweep/*.py", "tests/same_bits/*.py")
+SOURCES = ("src/torchdelta/**/*.py", "tools/sweep/*.py", "tests/same_bits/*.py", "tests/following.py")
 PACKAGES = ("torch", "transformers", "numpy", "scipy")
 
 

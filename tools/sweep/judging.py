@@ -10,6 +10,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+from tests.following import NUM_STEPS, following_drawn
 from tests.same_bits import judge
 from tools.sweep.pool import CRASHED, TIMEOUT
 from tools.sweep.subjects import AUTOCAST, PLAIN
@@ -36,6 +37,9 @@ MODES: dict[str, tuple[str, judge.Decisions]] = {
     "bf16": (AUTOCAST, "recompute"),
 }
 
+# The step is repeated in one scope, and a drawn program of it is carried out from the third time on.
+FOLLOWED = "followed"
+
 # Verdicts of a mode. A promise is broken by the last four, of which two are written by who watches the process.
 EQUAL = "equal"
 NOT_REPRODUCIBLE = "not reproducible"
@@ -57,13 +61,18 @@ def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str,
     found: dict[str, Any] = {}
     plain: dict[str, judge.Outcome | dict[str, Any]] = {}
     for mode in modes:
-        kind, decisions = MODES[mode]
+        kind, decisions = MODES.get(mode, (PLAIN, "keep"))
         if kind not in plain:
             report(kind, found)
             plain[kind] = plain_outcome(steps, kind)
         report(mode, found)
         expected = plain[kind]
-        found[mode] = expected if isinstance(expected, dict) else judge_mode(steps[kind], decisions, expected)
+        if isinstance(expected, dict):
+            found[mode] = expected
+        elif mode == FOLLOWED:
+            found[mode] = judge_followed(steps[kind], expected)
+        else:
+            found[mode] = judge_mode(steps[kind], decisions, expected)
     return found
 
 
@@ -123,6 +132,38 @@ def judge_mode(step: judge.Step, decisions: judge.Decisions, expected: judge.Out
         result["num_recomputed_ops"] = summary.num_recomputed_ops
         result["recomputed_bytes"] = summary.recomputed_bytes
         result["swapped_out_bytes"] = summary.swapped_out_bytes
+    return result
+
+
+def judge_followed(step: judge.Step, expected: judge.Outcome) -> dict[str, Any]:
+    """Repeat a step inside one scope and compare each time with the plain one, the followed times included."""
+    started_s = time.perf_counter()
+    outcomes: list[judge.Outcome] = []
+    with following_drawn() as budget:
+        for _ in range(NUM_STEPS):
+            outcomes.append(judge.run(step))
+            if outcomes[-1].raised is not None:
+                break
+    time_s = time.perf_counter() - started_s
+    follower = budget._past[-1].follower
+    verdict, differing = EQUAL, [d for o in outcomes for d in contents(judge.differences(expected, o))]
+    if outcomes[-1].raised is not None:
+        verdict, differing = RAISED, [outcomes[-1].message[:600]]
+    elif differing:
+        verdict = NOT_REPRODUCIBLE if differing_plain_run(step, expected) else UNEQUAL
+    result: dict[str, Any] = {
+        "verdict": verdict,
+        "time_s": round(time_s, 4),
+        "num_followed_steps": follower.num_followed_steps,
+    }
+    if differing:
+        result |= {"detail": differing[:NUM_DIFFERENCES_KEPT], "num": len(differing)}
+    if holds_handles(budget):
+        result["leaks"] = [f"{budget._past[-1].ledger.num_handles} saved tensors held"]
+    summary = budget.summary()
+    result["num_recomputed_ops"] = summary.num_recomputed_ops
+    result["recomputed_bytes"] = summary.recomputed_bytes
+    result["swapped_out_bytes"] = summary.swapped_out_bytes
     return result
 
 

@@ -12,6 +12,7 @@ MODULES = (
     "tools.sweep.catalog",
     "tools.sweep.transformers_classes",
     "tools.sweep.torch_modules",
+    "tests.following",
 )
 
 for name in MODULES:
