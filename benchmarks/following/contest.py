@@ -22,12 +22,13 @@ from torchdelta import Config, MemoryBudget
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
 from torchdelta.runtime.current import current_session
+from torchdelta.runtime.follow.measured_machine import measured_machine
+from torchdelta.runtime.follow.program import Program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.turns import Block
-    from torchdelta.runtime.follow.schedule import Schedule
 
 PLAN_WAIT_S = 300.0
 UNBOUNDED_BYTES = 1 << 40
@@ -76,7 +77,7 @@ class Race:
         self.planner = planner
         self.num_steps = num_steps
         self.refused: dict[str, dict[str, Any]] = {}
-        self._schedules: dict[str, Schedule] = {}
+        self._programs: dict[str, Program] = {}
         self._measured: dict[str, tuple[Any, Any, int]] = {}  # by label: trace, machine, bytes for known storages
 
     def train(self) -> None:
@@ -114,31 +115,34 @@ class Race:
             session: Any = current_session()
             programs = session.programs
             if not programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
-                answer = programs.latest_answer
-                raise RuntimeError(answer.error if answer is not None else "no plan was asked for")
+                raise RuntimeError(programs.why_no_plan or "no plan was asked for")
+            program = programs.newest
+            step = program.step if program is not None else None  # dropped when the program has held
             self.train()
             block = timed_steps(self.train, self.num_steps)
             block |= _done(budget, self.num_steps + 1)  # the watched step is held against the budget, too
             block |= _followed(session)
-            answer = programs.latest_answer
-            if answer is not None:
+            if program is not None and step is not None:
                 block["predicted"] = {
-                    "time_s": answer.time_s,
-                    "plain_time_s": answer.plain_time_s,
-                    "peak_bytes": answer.peak_bytes + programs.unseen_bytes,
+                    "time_s": program.answer.time_s,
+                    "plain_time_s": program.answer.plain_time_s,
+                    "peak_bytes": program.answer.peak_bytes + program.unseen_bytes,
                 }
-                self._schedules[label] = session.follower.program
-                known_bytes = self.budgets[label] - programs.unseen_bytes
-                self._measured[label] = programs._step[0], programs._machine(), known_bytes
+                self._programs[label] = program
+                machine = measured_machine(session.room.transfers.tier, session.ledger.device, self.budgets[label])
+                self._measured[label] = step[0], machine, self.budgets[label] - program.unseen_bytes
         return block
 
     def _follow_without_prefetch(self, label: str) -> Block:
-        if label not in self._schedules:
+        if label not in self._programs:
             self._follow(label)
-        schedule = self._schedules.get(label)
+        program = self._programs.get(label)
         with MemoryBudget(self.budgets[label]) as budget:
             session: Any = current_session()
-            session.follower.program = schedule and without_fetches(schedule)
+            if program is not None:
+                session.follower.is_on = True
+                session.follower.programs.add(without_fetches(program))
+            self.train()
             self.train()
             block = timed_steps(self.train, self.num_steps)
             return block | _done(budget, self.num_steps) | _followed(session)
@@ -154,10 +158,18 @@ class Race:
         return found
 
 
-def without_fetches(schedule: Schedule) -> Schedule:
+def without_fetches(program: Program) -> Program:
     """Return a program whose swapped buffers are read only when they are used."""
+    schedule = program.schedule
     due = {save: dataclasses.replace(each, fetches=[]) for save, each in schedule.due.items()}
-    return dataclasses.replace(schedule, due=due)
+    return Program(
+        dataclasses.replace(schedule, due=due),
+        program.key,
+        start_bytes=program.start_bytes,
+        answer=program.answer,
+        step=None,
+        margin_bytes=program.margin_bytes,
+    )
 
 
 def _done(budget: MemoryBudget, num_steps: int) -> dict[str, Any]:

@@ -144,8 +144,7 @@ def _limited(
         else:
             trainer.steps(2)
             if not session.programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
-                answer = session.programs.latest_answer
-                raise RuntimeError(answer.error if answer is not None else "no plan was asked for")
+                raise RuntimeError(session.programs.why_no_plan or "no plan was asked for")
             trainer.steps(NUM_BEFORE - 2 + num_timed)
             extra["num_followed_steps"] = session.follower.num_followed_steps
             extra["num_unplanned"] = session.counters.num_unplanned

@@ -31,6 +31,8 @@ from benchmarks.turns import PLAIN
 from torchdelta import MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import new_counter
+from torchdelta.plan.request import Answer
+from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import Due, Schedule
 
 MIB = 1 << 20
@@ -107,9 +109,15 @@ def test_offloading_frees_the_memory_of_saved_tensors():
 def test_a_program_without_prefetch_reads_nothing_ahead():
     """All else of it is carried out, and the program itself stays as it was."""
     schedule = Schedule(
-        signatures=(), buffer_ids=(), evictions={}, due={3: Due(num_released=2, fetches=[1], replays=[(4, 5)])}
+        exact_hashes=(),
+        shape_free_hashes=(),
+        saved_bytes=(),
+        first_saves={},
+        evictions={},
+        due={3: Due(num_released=2, fetches=[1], replays=[(4, 5)])},
     )
-    without = contest.without_fetches(schedule)
+    program = Program(schedule, (0, 0), start_bytes=0, answer=Answer(), step=None, margin_bytes=0)
+    without = contest.without_fetches(program).schedule
     assert without.due == {3: Due(num_released=2, fetches=[], replays=[(4, 5)])}
     assert schedule.due[3].fetches == [1]
 

@@ -73,7 +73,6 @@ class Follower:
         self.ledger = restorer.ledger
         self.transfers = restorer.transfers
         self.is_on = False  # whether saves are counted: there are programs, or may be
-        self.prefetches = True  # False brings back at the use alone, to compare with
         self.programs = ProgramCache(restorer.room.budget_bytes or 0)
         self.position = Position()
         self.ended: EndedStep | None = None
@@ -151,8 +150,6 @@ class Follower:
         transfers = self.transfers
         while transfers.leaving and self._num_swaps - len(transfers.leaving) < due.num_released:
             transfers.finish_first()
-        if not self.prefetches:
-            return
         for buffer_id in due.fetches:
             self._fetch(buffer_id)
         for group in due.replays:
