@@ -20,6 +20,7 @@ PLANNERS: Final = ("capuchin", "checkpoint", "delta-2024", "keep", "mu-two", "sw
 DECISIONS: Final = ("recompute", "swap", "keep")
 TIERS: Final = ("disk", "memory")
 VERIFY: Final = ("first-step",)
+DECISION_CLASSES: Final = ("saved", "all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,10 @@ class Config:
             lists them), in place of the policy: the step after the first one in which a buffer left is traced, a helper
             process plans it while the training goes on, and the following steps carry the plan out. Steps that differ
             from the traced one, and what the plan misses, are left to the policy. None never plans. Experimental; needs the extra "plan".
+        decision_class: Which tensors may leave the device. "saved": those that autograd saves for backward. "all": also
+            parameters, gradients and optimizer states, if that is not enough. A step then fits into less than these
+            take together. Experimental; other threads must not read them, and `planner`, `decisions` and `arena` are
+            not possible with it.
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.
@@ -82,6 +87,7 @@ class Config:
 
     policy: str = "torchdelta"
     planner: str | None = None
+    decision_class: Literal["saved", "all"] = "saved"
     decisions: str | Callable[[SavedBuffer], str] | None = None
     tier: Literal["disk", "memory"] = "disk"
     swap_dir: str | os.PathLike[str] | None = None
@@ -101,6 +107,11 @@ class Config:
                 raise ConfigError("planner and decisions exclude each other: leave one of them out")
         if self.decisions is not None and not callable(self.decisions):
             _check_choice("decisions", self.decisions, DECISIONS, or_else="None, or a callable taking a SavedBuffer")
+        _check_choice("decision_class", self.decision_class, DECISION_CLASSES)
+        if self.decision_class == "all":
+            for option in ("planner", "decisions", "arena"):
+                if getattr(self, option):
+                    raise ConfigError(f"decision_class='all' and {option} exclude each other: leave one of them out")
         _check_choice("tier", self.tier, TIERS)
         if self.verify is not None:
             _check_choice("verify", self.verify, VERIFY, or_else="None")

@@ -30,15 +30,17 @@ from torchdelta.runtime.follow.follower import Follower
 from torchdelta.runtime.follow.programs import Programs
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.memory.costs import Costs
+from torchdelta.runtime.memory.persistents import Persistents
 from torchdelta.runtime.memory.restore import Restorer
 from torchdelta.runtime.memory.room import LEAST_EVICTION_BYTES, Room
 from torchdelta.runtime.memory.transfers import Transfers
 from torchdelta.runtime.observe.trace_builder import TraceBuilder
 from torchdelta.runtime.policies import REGISTRY
 from torchdelta.runtime.record.backward import Backward
+from torchdelta.runtime.record.bringing import recorder_for
 from torchdelta.runtime.record.compiled import CompiledRegions
 from torchdelta.runtime.record.other_streams import OtherStreams
-from torchdelta.runtime.record.recorder import Recorder
+from torchdelta.runtime.record.owners import Owners
 from torchdelta.runtime.record.resized import Resizes
 from torchdelta.runtime.record.saved import SavedTensors
 from torchdelta.runtime.record.scan import scan_storages
@@ -80,6 +82,8 @@ class Session:
         self.steps.on_step_end = self._on_step_end
 
         transfers = Transfers(self.ledger, self.counters, self._open_tier)
+        find = Owners(self.ledger).find
+        all_leave = config.decision_class == "all"
         self.room = Room(
             ledger=self.ledger,
             counters=self.counters,
@@ -90,6 +94,7 @@ class Session:
             budget_bytes=None if forces else budget_bytes,
             on_shortage=self._on_shortage,
             least_eviction_bytes=0 if forces else LEAST_EVICTION_BYTES,
+            persistents=Persistents(self.ledger, transfers, self.steps, find) if all_leave else None,
         )
         self.room.digests = config.verify == "first-step"
         self.restorer = Restorer(self.ledger, self.room, prefetches=not forces)
@@ -101,7 +106,7 @@ class Session:
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
-        self.recorder = Recorder(self.restorer, self.saved, subclasses, other_streams)
+        self.recorder = recorder_for(self.restorer, self.saved, subclasses, other_streams)
         self.resizes = Resizes(self.restorer)
         self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
         self.transforms = Transforms(self.recorder, self._take_error)
@@ -222,6 +227,8 @@ class Session:
         patches.unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
         self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
+        if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
+            self.room.persistents.close()
         log_result(self.summary())
         if self.ledger.num_handles == 0:
             self._finish()
@@ -294,7 +301,8 @@ class Session:
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=not self.survey.had_backward)
             self.steps.on_optimizer_start()
-            if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
+            foresees = self.room.budget_bytes is not None and self.room.persistents is None
+            if foresees and optimizer not in self._foreseen and not optimizer.state:
                 self._foreseen.add(optimizer)
                 makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
                 with without_mode(self.recorder):

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
-__all__ = ["Fetch", "SurveyedCopy", "TierCopy"]
+__all__ = ["Emptied", "Fetch", "SurveyedCopy", "TierCopy"]
 
 
 class TierCopy:
@@ -88,3 +89,20 @@ class Fetch:
         self.copy = copy
         self.storage = storage
         self.transfer: Transfer = copy.tier.read(copy.slot, storage)
+
+
+class Emptied:
+    """Where the content of a storage is whose memory was freed in place.
+
+    Args:
+        copy: The content on a tier.
+        size_bytes: The size of the storage.
+        buffer: Which content it is, if that is known. A storage with another one by now was written since.
+    """
+
+    __slots__ = ("buffer", "copy", "size_bytes")
+
+    def __init__(self, copy: TierCopy, size_bytes: int, buffer: Buffer | None) -> None:
+        self.copy = copy
+        self.size_bytes = size_bytes
+        self.buffer = buffer
