@@ -41,6 +41,7 @@ from torchdelta.runtime.record.bringing import recorder_for
 from torchdelta.runtime.record.compiled import CompiledRegions
 from torchdelta.runtime.record.other_streams import OtherStreams
 from torchdelta.runtime.record.owners import Owners
+from torchdelta.runtime.record.readers import Readers
 from torchdelta.runtime.record.resized import Resizes
 from torchdelta.runtime.record.saved import SavedTensors
 from torchdelta.runtime.record.scan import scan_storages
@@ -108,6 +109,7 @@ class Session:
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
         self.recorder = recorder_for(self.restorer, self.saved, subclasses, other_streams)
         self.resizes = Resizes(self.restorer)
+        self.readers = Readers(self.room.persistents)
         self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
         self.transforms = Transforms(self.recorder, self._take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
@@ -162,6 +164,7 @@ class Session:
                     remove_mode(self.recorder)
                 self._remove_hooks()
             self.resizes.stop()
+            self.readers.stop()
             patches.unpatch()
             self.placing.stop()
             if self.ledger.usage.counter is not None:
@@ -183,6 +186,7 @@ class Session:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
         self._hooks.__enter__()
         self.resizes.start()
+        self.readers.start()
         self.recorder.__enter__()
         self.placing.start()
 
@@ -224,6 +228,7 @@ class Session:
             self.recorder.__exit__(None, None, None)
         self._remove_hooks()
         self.resizes.stop()
+        self.readers.stop()
         patches.unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
         self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
@@ -244,6 +249,7 @@ class Session:
             remove_mode(self.recorder)
         self._remove_hooks()
         self.resizes.leave_child()
+        self.readers.leave_child()
         self.placing.leave_child()
         self.programs.leave_child()
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchdelta._torch.storages import resize_storage, storage_address, storage_behind, storage_num_holders
+from torchdelta._torch.storages import address_of, resize_storage, storage_address, storage_behind, storage_num_holders
 from torchdelta.errors import TierError, TierIOError
 from torchdelta.runtime.memory.use_order import UseOrder
 from torchdelta.runtime.state.buffer import Stays
@@ -86,6 +86,7 @@ class Persistents:
         self._running: list[Any] = []  # the arguments of the ops that run, the innermost last
         self._locks: list[set[int]] = [set()]  # addresses that stay: one set for each backward that runs
         self._lent: set[int] | None = None  # see `lend`
+        self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
         self._step = 0
         self._num_before = 0  # `num_emptied` when the step began
         self._searched_in = -1  # the step in which `find` looked for new parameters
@@ -208,12 +209,35 @@ class Persistents:
         """The node of backward, or the gap after it, has ended."""
         self._locks[-1].clear()
 
-    def export(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Something outside of torch is given the address of tensors: they stay from now on."""
-        found = list(tensors)
-        self.bring(found, may_write=True)
+    def begin_raw(self, things: Iterable[Any]) -> None:
+        """Bring back tensors or storages whose memory is about to be read without an op, until `end`."""
+        records = list(self._records(things))
+        self._running.append(records)
+        try:
+            for record in records:
+                record.spare = None
+                if record.emptied is not None:
+                    self.bring_record(record)
+                record.spare = None
+        except BaseException:
+            self._running.pop()
+            raise
+
+    def export(self, things: Iterable[Any]) -> None:
+        """Something outside of torch is given the address of tensors or storages: they stay from now on."""
+        found = list(things)
+        for thing in found:
+            if isinstance(thing, torch.Tensor) and thing.device == self.ledger.device:
+                self.ledger.know_inner(thing)
+        self.begin_raw(found)
         for record in self._records(found):
             record.is_exported = True
+        self.end()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a call of torch runs that holds storage objects but reads them one at a time."""
+        return self._lent is not None
 
     def lend(self) -> None:
         """Begin a call of torch that holds storage objects but reads them one at a time, as `torch.save`."""
@@ -337,11 +361,16 @@ class Persistents:
         else:
             yield from self._records(_tensors_in(arguments))
 
-    def _records(self, tensors: Iterable[torch.Tensor]) -> Iterator[StorageRecord]:
+    def _records(self, things: Iterable[Any]) -> Iterator[StorageRecord]:
         records = self.ledger.records
-        for tensor in tensors:
+        for thing in things:
             try:
-                record = records.get(storage_address(tensor))
+                if isinstance(thing, torch.Tensor):
+                    record = records.get(storage_address(thing))
+                elif isinstance(thing, torch.UntypedStorage):
+                    record = records.get(address_of(thing))
+                else:
+                    continue
             except (RuntimeError, NotImplementedError):  # it has no storage
                 continue
             if record is not None:
