@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchdelta._torch.modules import own_parameters_of
 from torchdelta._torch.storages import storage_address, storage_behind
 from torchdelta.runtime.memory.persistents import Persistent
 from torchdelta.runtime.state.instances import instances_of
@@ -32,10 +33,11 @@ class Owners:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._was_searched = False
-        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        # Not of parameters: `torch.utils.swap_tensors` refuses tensors with weak references.
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def find(self, is_thorough: bool) -> list[Persistent]:  # noqa: FBT001 - the signature of a callback
+    def find(self, is_thorough: bool) -> list[Persistent]:
         """Return the persistent tensors that this session uses; `is_thorough`: look for new owners first."""
         if is_thorough or not self._was_searched:
             self._search()
@@ -44,10 +46,11 @@ class Owners:
         optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         used = [optimizer for optimizer in optimizers if any(map(self._is_used, _parameters_of(optimizer)))]
         parameters: dict[int, torch.Tensor] = {}
-        for reference in self._parameters:
-            parameter = reference()
-            if parameter is not None and self._is_used(parameter):
-                parameters[id(parameter)] = parameter
+        for reference in self._modules:
+            module = reference()
+            for parameter in own_parameters_of(module) if module is not None else ():
+                if self._is_used(parameter):
+                    parameters[id(parameter)] = parameter
         for optimizer in used:
             parameters.update((id(parameter), parameter) for parameter in _parameters_of(optimizer))
         for parameter in parameters.values():
@@ -63,9 +66,9 @@ class Owners:
 
     def _search(self) -> None:
         self._was_searched = True
-        owners = instances_of(torch.nn.Parameter, torch.optim.Optimizer)
-        self._parameters = [weakref.ref(owner) for owner in owners if isinstance(owner, torch.Tensor)]
-        self._optimizers = [weakref.ref(owner) for owner in owners if hasattr(owner, "param_groups")]  # pyright: ignore
+        self._modules = [weakref.ref(module) for module in instances_of(torch.nn.Module)]
+        optimizers = instances_of(torch.optim.Optimizer)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "param_groups")]
 
     def _is_used(self, parameter: torch.Tensor) -> bool:
         try:
