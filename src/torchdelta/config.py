@@ -55,7 +55,8 @@ class Config:
         planner: Follow a plan from this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
             lists them), in place of the policy: the step after the first one in which a buffer left is traced, a helper
             process plans it while the training goes on, and the following steps carry the plan out. Steps that differ
-            from the traced one, and what the plan misses, are left to the policy. None never plans. Experimental; needs the extra "plan".
+            from the traced one, and what the plan misses, are left to the policy. None never plans. Experimental; needs
+            the extra "plan".
         decision_class: Which tensors may leave the device. "saved": those that autograd saves for backward. "all": also
             parameters, gradients and optimizer states, if that is not enough. A step then fits into less than these
             take together. Experimental; other threads must not read them, and `planner`, `decisions` and `arena` are

@@ -9,28 +9,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.utils import (
     clip_grad_norm_,
     clip_grad_value_,
     parameters_to_vector,
-    parametrizations,
     vector_to_parameters,
 )
 
-from tests.runtime.parts import empty_everything, is_emptied, running_session
+from tests.runtime.parts import empty_everything, is_emptied
 from tests.same_bits.judge import bits_of
 from torchdelta import Config, MemoryBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     Action = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
 
@@ -51,16 +49,16 @@ def harsh(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, lock = Persistents.begin, Persistents.lock
 
     def begin_harshly(self: Persistents, *arguments: Any, **options: Any) -> None:
-        self._running.append(arguments)  # pyright: ignore[reportPrivateUsage]
+        self.in_use.begin(arguments)
         self.evict(0)
-        self._running.pop()  # pyright: ignore[reportPrivateUsage]
+        self.in_use.end()
         begin(self, *arguments, **options)
 
     def lock_harshly(self: Persistents, tensors: Any, **options: Any) -> None:
-        lock(self, tensors := list(tensors), **options)
-        if len(self._locks) > 1:  # pyright: ignore[reportPrivateUsage]
-            self.evict(0)
-            lock(self, tensors, **options)
+        found = list(tensors)
+        self.in_use.lock(found)
+        self.evict(0)
+        lock(self, found, **options)
 
     monkeypatch.setattr(Persistents, "begin", begin_harshly)
     monkeypatch.setattr(Persistents, "lock", lock_harshly)
@@ -87,7 +85,7 @@ class Net(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
         hidden = self.embedding(ids) * self.scale + self.frozen
-        return self.head(F.dropout(self.back(self.body(hidden)), 0.1, self.training) * self.scale)
+        return self.head(functional.dropout(self.back(self.body(hidden)), 0.1, self.training) * self.scale)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -111,7 +109,7 @@ def train(
     with scope:
         for step in range(num_steps):
             ids = torch.randint(0, 40, (2, 5))
-            loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
             loss.backward()
             observed.append(loss.item())
             if action is not None and step == 1:

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
-from torchdelta._torch.tensors import identity_of
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
@@ -58,8 +57,6 @@ from torchdelta.runtime.survey.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchdelta.config import Config
     from torchdelta.summary import Summary
     from torchdelta.trace.model import Trace
@@ -111,7 +108,7 @@ class Session:
         self.resizes = Resizes(self.restorer)
         self.readers = Readers(self.room.persistents)
         self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
-        self.transforms = Transforms(self.recorder, self._take_error)
+        self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.survey: Survey | None = None
         self.placing = open_arena(
@@ -359,19 +356,6 @@ class Session:
         """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
         return self._trace
 
-    def swap_tensors(self, original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
-        """Run `torch.utils.swap_tensors` on two tensors that the runtime may refer to."""
-        if self.survey is not None:
-            raise self._take_error()  # the program would be left with what the survey made
-        self.backward.headroom.forget(t1, t2)
-        self.ledger.watch_storages_of(t1, t2)
-        identity = identity_of(t1)
-        try:
-            original(t1, t2)
-        finally:
-            if identity_of(t1) != identity:
-                self.ledger.exchange_witnesses(t1, t2)
-
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
         if self.survey is None:
@@ -398,7 +382,7 @@ class Session:
             )
         self.survey.need(size_bytes, why)
 
-    def _take_error(self) -> BudgetError:
+    def take_error(self) -> BudgetError:
         """End the survey before the end of the step, and return its error."""
         assert self.survey is not None
         return self.survey.error(is_lower_bound=True)

@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchdelta._torch.storages import address_of, resize_storage, storage_address, storage_behind, storage_num_holders
+from torchdelta._torch.storages import resize_storage, storage_behind, storage_num_holders
 from torchdelta.errors import TierError, TierIOError
+from torchdelta.runtime.memory.in_use import InUse, arguments_in
 from torchdelta.runtime.memory.use_order import UseOrder
 from torchdelta.runtime.state.buffer import Stays
 from torchdelta.runtime.state.copies import Emptied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.state.buffer import StorageRecord
@@ -83,8 +84,7 @@ class Persistents:
         self._find = find
         self._known: dict[int, Persistent] = {}  # by the id of the record
         self._order = UseOrder()
-        self._running: list[Any] = []  # the arguments of the ops that run, the innermost last
-        self._locks: list[set[int]] = [set()]  # addresses that stay: one set for each backward that runs
+        self.in_use = InUse(ledger)
         self._lent: set[int] | None = None  # see `lend`
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
         self._step = 0
@@ -98,17 +98,17 @@ class Persistents:
 
         `may_write`: the op may write them without the recorder seeing that.
         """
-        self._running.append(arguments)
+        self.in_use.begin(arguments)
         if self.is_active:
             try:
-                self.bring(_tensors_in(arguments), may_write=may_write)
+                self.bring(arguments_in(arguments), may_write=may_write)
             except BaseException:
-                self._running.pop()
+                self.in_use.end()
                 raise
 
     def end(self) -> None:
         """The op that began last has ended."""
-        self._running.pop()
+        self.in_use.end()
 
     def bring(self, tensors: Iterable[torch.Tensor], *, may_write: bool = False) -> None:
         """Bring tensors back.
@@ -120,7 +120,7 @@ class Persistents:
         if self._steps.num_steps != self._step:
             self._on_step()
         missing: list[StorageRecord] = []
-        for record in self._records(tensors):
+        for record in self.in_use.records(tensors):
             known = self._known.get(record.id)
             if known is not None:
                 self._order.use(known.key)
@@ -142,14 +142,15 @@ class Persistents:
         self._bring([record])
 
     def _bring(self, missing: list[StorageRecord]) -> None:
-        self._running.append(missing)
+        size_bytes = sum(record.emptied.size_bytes for record in missing if record.emptied is not None)
+        self.in_use.begin([storage for record in missing if (storage := record.storage()) is not None])
         try:
-            self.make(_size_bytes(missing), "bringing back parameters, gradients or optimizer states")
+            self.make(size_bytes, "bringing back parameters, gradients or optimizer states")
             for record in missing:
                 if record.emptied is not None:
                     self._refill(record)
         finally:
-            self._running.pop()
+            self.in_use.end()
 
     def bring_all(self) -> None:
         """Bring everything back, whatever the budget."""
@@ -183,36 +184,22 @@ class Persistents:
 
     # -- what stays
 
-    def begin_backward(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begin a set of locks. `tensors` are read by the engine and stay for the whole backward."""
-        self._locks.append({record.address for record in self._records(tensors)})
-        self._locks.append(set())
-
-    def end_backward(self) -> None:
-        """End the sets of locks of a backward."""
-        self._locks.pop()
-        self._locks.pop()
-
     def lock(self, tensors: Iterable[torch.Tensor], *, may_write: bool = False) -> None:
-        """Bring tensors back that unrecorded code is about to read. In backward they stay until `unlock`."""
+        """Bring tensors back that unrecorded code is about to read. In backward they stay until `in_use.unlock`."""
         found = list(tensors)
-        if len(self._locks) > 1:
-            self._locks[-1].update(record.address for record in self._records(found))
+        self.in_use.lock(found)
         if self.is_active:
-            self._running.append(found)
+            self.in_use.begin(found)
             try:
                 self.bring(found, may_write=may_write)
             finally:
-                self._running.pop()
-
-    def unlock(self) -> None:
-        """The node of backward, or the gap after it, has ended."""
-        self._locks[-1].clear()
+                self.in_use.end()
 
     def begin_raw(self, things: Iterable[Any]) -> None:
         """Bring back tensors or storages whose memory is about to be read without an op, until `end`."""
-        records = list(self._records(things))
-        self._running.append(records)
+        found = list(things)
+        records = list(self.in_use.records(found))
+        self.in_use.begin(found)
         try:
             for record in records:
                 record.spare = None
@@ -220,7 +207,7 @@ class Persistents:
                     self.bring_record(record)
                 record.spare = None
         except BaseException:
-            self._running.pop()
+            self.in_use.end()
             raise
 
     def export(self, things: Iterable[Any]) -> None:
@@ -230,7 +217,7 @@ class Persistents:
             if isinstance(thing, torch.Tensor) and thing.device == self.ledger.device:
                 self.ledger.know_inner(thing)
         self.begin_raw(found)
-        for record in self._records(found):
+        for record in self.in_use.records(found):
             record.is_exported = True
         self.end()
 
@@ -262,8 +249,7 @@ class Persistents:
                 if attempt == 2 and self._searched_in == self._step:
                     return
                 self._search(is_thorough=attempt == 2)
-            locked = {record.address for arguments in self._running for record in self._records_of(arguments)}
-            locked.update(*self._locks)
+            locked = self.in_use.addresses()
             ranked = sorted(self._known.values(), key=lambda known: self._order.next_use(known.key), reverse=True)
             while usage.live_bytes > target_bytes:
                 leaving = self._choose(ranked, usage.live_bytes - target_bytes, locked)
@@ -325,7 +311,7 @@ class Persistents:
         copies: list[tuple[StorageRecord, TierCopy | None]] = []
         for record in records:
             spare = record.spare
-            if spare is not None and spare.buffer is not None and spare.buffer is record.current:
+            if spare is not None and spare.content is not None and spare.content is record.current:
                 copies.append((record, spare.copy))
             else:
                 storage = record.storage()
@@ -352,43 +338,6 @@ class Persistents:
         self.is_active = self.ledger.num_emptied > 0 or self.num_emptied > self._num_before
         self._num_before = self.num_emptied
         self._order.end_step()
-
-    # -- bookkeeping
-
-    def _records_of(self, arguments: Any) -> Iterator[StorageRecord]:
-        if isinstance(arguments, list) and arguments and not isinstance(arguments[0], torch.Tensor):
-            yield from arguments  # records: see `_bring`
-        else:
-            yield from self._records(_tensors_in(arguments))
-
-    def _records(self, things: Iterable[Any]) -> Iterator[StorageRecord]:
-        records = self.ledger.records
-        for thing in things:
-            try:
-                if isinstance(thing, torch.Tensor):
-                    record = records.get(storage_address(thing))
-                elif isinstance(thing, torch.UntypedStorage):
-                    record = records.get(address_of(thing))
-                else:
-                    continue
-            except (RuntimeError, NotImplementedError):  # it has no storage
-                continue
-            if record is not None:
-                yield record
-
-
-def _tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif argument.__class__ in (list, tuple):
-            yield from _tensors_in(argument)
-        elif isinstance(argument, dict):
-            yield from _tensors_in(argument.values())
-
-
-def _size_bytes(records: Iterable[StorageRecord]) -> int:
-    return sum(record.emptied.size_bytes for record in records if record.emptied is not None)
 
 
 def _num_references(record_reference: Any) -> int:

@@ -209,19 +209,19 @@ class Backward:
         if persistents is None or reads is None:
             yield
             return
-        persistents.begin_backward(tensors_in(gradients))
+        persistents.in_use.begin_backward(tensors_in(gradients))
         try:
             roots = [root for root in _roots(outputs) if root is not None and root.name() == ACCUMULATE]
             self._begin_gap([root.variable for root in roots])
             yield
         finally:
             reads.pop()
-            persistents.end_backward()
+            persistents.in_use.end_backward()
 
     def _begin_gap(self, leaves: list[Any]) -> None:
         """Bring back the gradients of leaves, into which the engine is about to accumulate."""
         if self.persistents is not None and self._gap_reads is not None:
-            self.persistents.unlock()
+            self.persistents.in_use.unlock()
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
             self.persistents.lock(gradients, may_write=True)
             self._gap_reads.push()
@@ -229,7 +229,7 @@ class Backward:
     def _end_gap(self) -> None:
         if self.persistents is not None and self._gap_reads is not None:
             self._gap_reads.pop()
-            self.persistents.unlock()
+            self.persistents.in_use.unlock()
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:
         stack = _roots(outputs)

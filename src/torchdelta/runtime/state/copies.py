@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
 __all__ = ["Emptied", "Fetch", "SurveyedCopy", "TierCopy"]
@@ -97,12 +96,12 @@ class Emptied:
     Args:
         copy: The content on a tier.
         size_bytes: The size of the storage.
-        buffer: Which content it is, if that is known. A storage with another one by now was written since.
+        content: Which content it is (a `Buffer`), if that is known. A storage with another one was written since.
     """
 
-    __slots__ = ("buffer", "copy", "size_bytes")
+    __slots__ = ("content", "copy", "size_bytes")
 
-    def __init__(self, copy: TierCopy, size_bytes: int, buffer: Buffer | None) -> None:
+    def __init__(self, copy: TierCopy, size_bytes: int, content: object | None) -> None:
         self.copy = copy
         self.size_bytes = size_bytes
-        self.buffer = buffer
+        self.content = content
