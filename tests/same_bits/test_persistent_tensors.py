@@ -1,3 +1,6 @@
+# The actions of the table share a signature, and some are about what torch keeps to itself.
+# ruff: noqa: ARG005, S301, FBT001, E501, PLC0415
+# pyright: basic
 """Parameters, gradients and optimizer states that have left: whatever a program does with them is as in plain torch.
 
 Every action runs in the middle of a training whose persistent tensors have all just left, and again while they leave

@@ -215,7 +215,7 @@ class Backward:
             self._begin_gap([root.variable for root in roots])
             yield
         finally:
-            reads.pop()
+            reads.end_gap()
             persistents.in_use.end_backward()
 
     def _begin_gap(self, leaves: list[Any]) -> None:
@@ -224,11 +224,11 @@ class Backward:
             self.persistents.in_use.unlock()
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
             self.persistents.lock(gradients, may_write=True)
-            self._gap_reads.push()
+            self._gap_reads.begin_gap()
 
     def _end_gap(self) -> None:
         if self.persistents is not None and self._gap_reads is not None:
-            self._gap_reads.pop()
+            self._gap_reads.end_gap()
             self.persistents.in_use.unlock()
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:

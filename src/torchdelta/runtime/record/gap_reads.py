@@ -35,11 +35,11 @@ class GapReads(FunctionMode):
         finally:
             persistents.end()
 
-    def push(self) -> None:
+    def begin_gap(self) -> None:
         """A gap begins."""
         push_function_mode(self)
 
-    def pop(self) -> None:
+    def end_gap(self) -> None:
         """The gap ends."""
         if top_function_mode() is self:
             pop_function_mode()
