@@ -1,5 +1,4 @@
-# The actions of the table share a signature, and some are about what torch keeps to itself.
-# ruff: noqa: ARG005, S301, FBT001, E501, PLC0415
+# Some actions are about what torch keeps to itself.
 # pyright: basic
 """Parameters, gradients and optimizer states that have left: whatever a program does with them is as in plain torch.
 
@@ -28,7 +27,9 @@ from torch.nn.utils import (
 
 from tests.runtime.parts import empty_everything, is_emptied
 from tests.same_bits.judge import bits_of
+from tests.sampling import sample
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.memory.persistents import Persistents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +48,6 @@ def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def harsh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything leave before each op that is not an argument of it."""
-    from torchdelta.runtime.memory.persistents import Persistents
-
     begin, lock = Persistents.begin, Persistents.lock
 
     def begin_harshly(self: Persistents, *arguments: Any, **options: Any) -> None:
@@ -345,7 +344,7 @@ ACTIONS: dict[str, Action] = {
     "iteration": each(lambda t: [x.clone() for x in t.detach().reshape(-1)[:3]]),
     "data_ptr": each(lambda t: t.data_ptr() != 0),
     "storage": each(lambda t: bytes(t.untyped_storage().tolist())),
-    "typed storage": each(lambda t: bytes(t._typed_storage()._untyped_storage.tolist())),  # pyright: ignore
+    "typed storage": each(lambda t: bytes(t._typed_storage()._untyped_storage.tolist())),
     "held storage": each(_write_storage),
     "slice of a storage": _hold_slice,
     "dlpack": each(_dlpack),
@@ -357,7 +356,7 @@ ACTIONS: dict[str, Action] = {
     "torch.tensor": each(lambda t: torch.tensor(t.detach().reshape(-1)[:1].numpy())),
     "as_tensor": each(lambda t: torch.as_tensor(t.detach(), dtype=torch.float64)),
     "norms": each(lambda t: t.detach().norm()),
-    "norms of lists": lambda m, o: torch._foreach_norm([p.detach() for p in m.parameters()]),  # pyright: ignore
+    "norms of lists": lambda m, o: torch._foreach_norm([p.detach() for p in m.parameters()]),
     "clip norm": lambda m, o: clip_grad_norm_(m.parameters(), 0.1),
     "clip norm by lists": lambda m, o: clip_grad_norm_(m.parameters(), 0.1, foreach=True),
     "clip values": lambda m, o: clip_grad_value_(m.parameters(), 0.01),
@@ -379,13 +378,14 @@ ACTIONS: dict[str, Action] = {
 }
 
 
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("name", sample(list(ACTIONS), 3))
 def test_actions_after_everything_has_left(name: str) -> None:
     """An action that meets emptied tensors gives what it gives in plain torch, and so does the training around it."""
     plain = train(contextlib.nullcontext(), ACTIONS[name])
     assert train(scope(), ACTIONS[name]) == plain
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("harsh")
 @pytest.mark.parametrize("name", ACTIONS)
 def test_actions_while_everything_leaves(name: str) -> None:
