@@ -36,6 +36,7 @@ PLANNERS: Final = (
 DECISIONS: Final = ("recompute", "swap", "keep")
 TIERS: Final = ("disk", "memory")
 VERIFY: Final = ("first-step",)
+DECISION_CLASSES: Final = ("saved", "all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,10 @@ class Config:
             without a plan, and what a plan misses, are left to the policy. Of plans of the classes "extended" (as of
             "dtr" and "delta-2022") and "all" (as of "autoswap-doa") only what saved tensors do between forward and
             backward is carried out. None never plans. Experimental; needs the extra "plan".
+        decision_class: Which tensors may leave the device. "saved": those that autograd saves for backward. "all": also
+            parameters, gradients and optimizer states, if that is not enough. A step then fits into less than these
+            take together. Experimental; other threads must not read them, and `planner`, `decisions` and `arena` are
+            not possible with it.
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.
@@ -100,6 +105,7 @@ class Config:
 
     policy: str = "torchdelta"
     planner: str | None = None
+    decision_class: Literal["saved", "all"] = "saved"
     decisions: str | Callable[[SavedBuffer], str] | None = None
     tier: Literal["disk", "memory"] = "disk"
     swap_dir: str | os.PathLike[str] | None = None
@@ -119,6 +125,11 @@ class Config:
                 raise ConfigError("planner and decisions exclude each other: leave one of them out")
         if self.decisions is not None and not callable(self.decisions):
             _check_choice("decisions", self.decisions, DECISIONS, or_else="None, or a callable taking a SavedBuffer")
+        _check_choice("decision_class", self.decision_class, DECISION_CLASSES)
+        if self.decision_class == "all":
+            for option in ("planner", "decisions", "arena"):
+                if getattr(self, option):
+                    raise ConfigError(f"decision_class='all' and {option} exclude each other: leave one of them out")
         _check_choice("tier", self.tier, TIERS)
         if self.verify is not None:
             _check_choice("verify", self.verify, VERIFY, or_else="None")

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "descriptor_of",
+    "empty_everything",
     "engine_doors",
+    "is_emptied",
     "module_hooks",
     "num_saved_hooks",
     "optimizer_hooks",
@@ -61,3 +63,17 @@ def set_engine_doors(in_graph: Any, in_module: Any) -> None:
 def num_saved_hooks() -> int:
     """Return 1 if saved tensors of this thread are given to hooks, else 0."""
     return int(torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+
+
+def empty_everything() -> int:
+    """Make all persistent tensors leave that may, whatever the budget. Return how many storages are empty now."""
+    session = running_session()
+    assert session.room.persistents is not None
+    session.room.persistents.evict(0)
+    return session.ledger.num_emptied
+
+
+def is_emptied(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is freed in place."""
+    record = running_session().ledger.find(tensor)
+    return record is not None and record.emptied is not None

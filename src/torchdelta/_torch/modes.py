@@ -12,6 +12,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.overrides
 from torch.utils import _python_dispatch
 
 from torchdelta._torch.engine import set_grad_enabled
@@ -58,6 +59,17 @@ num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+
+
+FunctionMode = torch.overrides.TorchFunctionMode
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+
+def top_function_mode() -> Any:
+    """Return the top function mode of this thread's stack, or None."""
+    height = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(height - 1) if height else None
 
 
 def pop_mode() -> Any:

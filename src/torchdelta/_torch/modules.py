@@ -24,3 +24,9 @@ def is_built(module: torch.nn.Module) -> bool:
 def children_of(module: torch.nn.Module) -> Collection[torch.nn.Module | None]:
     """Return the modules right under a built one, without comparing them as `Module.children` does."""
     return module._modules.values()
+
+
+def own_parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters of a module without those of its children; none of one that is not built yet."""
+    parameters = vars(module).get("_parameters", {})
+    return [parameter for parameter in list(parameters.values()) if isinstance(parameter, torch.nn.Parameter)]

@@ -37,3 +37,12 @@ def storage_over(address: int, size_bytes: int, device: torch.device) -> torch.U
     """Return a storage that looks at memory which it does not own; the caller keeps that memory in place."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size_bytes)
     return storage
+
+
+# [Note: methods that are patched]
+# While a scope of the class "all" is open, the methods by which the program reaches a tensor's memory bring back what
+# has left (raw_access.py). The library itself calls torch's own.
+storage_behind: Callable[[torch.Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
+tensor_address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
+memory_behind: Callable[[torch.UntypedStorage], int] = torch._C.StorageBase.data_ptr
+resize_storage: Callable[[torch.UntypedStorage, int], Any] = torch._C.StorageBase.resize_

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchdelta._torch.storages import storage_behind
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -90,7 +92,7 @@ def sizes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor, or None where it has none. See [Note: storages are known by address]."""
     try:
-        return tensor.untyped_storage()
+        return storage_behind(tensor)
     except RuntimeError:  # NotImplementedError is one
         return None
 

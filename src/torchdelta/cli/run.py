@@ -39,6 +39,13 @@ def run(
     ],
     is_module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     policy: Annotated[str, typer.Option(help=f"What is evicted, and how: {', '.join(POLICIES)}.")] = "torchdelta",
+    decision_class: Annotated[
+        str,
+        typer.Option(
+            "--class",
+            help="What may leave: saved, or all (also parameters, gradients and optimizer states; experimental).",
+        ),
+    ] = "saved",
     tier: Annotated[str, typer.Option(help="Where swapped bytes go: disk or memory.")] = "disk",
     swap_dir: Annotated[
         str | None,
@@ -96,7 +103,8 @@ def run(
     try:
         # Config checks the names, and its message lists the allowed ones.
         options: dict[str, Any] = {"policy": policy, "tier": tier, "swap_dir": swap_dir, "arena": arena}
-        options |= {"host_budget": host_budget, "disk_budget": disk_budget, "planner": planner}
+        options |= {"decision_class": decision_class, "planner": planner}
+        options |= {"host_budget": host_budget, "disk_budget": disk_budget}
         config = Config(**options)
         budget = MemoryBudget(
             number_or_text(memory_budget),

@@ -10,10 +10,6 @@ from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.record.backward import Backward
     from torchdelta.runtime.record.compiled import CompiledRegions
@@ -34,10 +30,6 @@ class Running(Protocol):
 
     def leave_child(self) -> None:
         """Remove from a forked child what acts on its one thread."""
-        ...
-
-    def swap_tensors(self, original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
-        """Run `torch.utils.swap_tensors` on two tensors that the runtime may refer to."""
         ...
 
 

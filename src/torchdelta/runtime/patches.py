@@ -17,6 +17,7 @@ from torchdelta._torch.doors import (
 )
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, pop_mode, push_mode, top_mode, without_mode
+from torchdelta._torch.tensors import identity_of
 from torchdelta.notices import warn_once
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.interrupts import call_outside, shielded
@@ -169,9 +170,22 @@ def _make_swap_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         if session is None:
             original(t1, t2)
         else:
-            session.swap_tensors(original, t1, t2)
+            _swap_tensors(session, original, t1, t2)
 
     return swap_tensors
+
+
+def _swap_tensors(session: Any, original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
+    if session.survey is not None:
+        raise session.take_error()  # the program would be left with what the survey made
+    session.backward.headroom.forget(t1, t2)
+    session.ledger.watch_storages_of(t1, t2)
+    identity = identity_of(t1)
+    try:
+        original(t1, t2)
+    finally:
+        if identity_of(t1) != identity:
+            session.ledger.exchange_witnesses(t1, t2)
 
 
 def _leave_child() -> None:

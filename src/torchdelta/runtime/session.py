@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
-from torchdelta._torch.tensors import identity_of
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
@@ -31,6 +30,7 @@ from torchdelta.runtime.follow.programs import Programs
 from torchdelta.runtime.follow.report import FollowReport
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.memory.costs import Costs
+from torchdelta.runtime.memory.persistents import Persistents
 from torchdelta.runtime.memory.restore import Restorer
 from torchdelta.runtime.memory.room import LEAST_EVICTION_BYTES, Room
 from torchdelta.runtime.memory.transfers import Transfers
@@ -38,9 +38,11 @@ from torchdelta.runtime.observe.step_traces import StepTraces
 from torchdelta.runtime.observe.trace_output import TraceOutput
 from torchdelta.runtime.policies import REGISTRY
 from torchdelta.runtime.record.backward import Backward
+from torchdelta.runtime.record.bringing import recorder_for
 from torchdelta.runtime.record.compiled import CompiledRegions
 from torchdelta.runtime.record.other_streams import OtherStreams
-from torchdelta.runtime.record.recorder import Recorder
+from torchdelta.runtime.record.owners import Owners
+from torchdelta.runtime.record.readers import Readers
 from torchdelta.runtime.record.resized import Resizes
 from torchdelta.runtime.record.saved import SavedTensors
 from torchdelta.runtime.record.subclasses import Subclasses
@@ -55,8 +57,6 @@ from torchdelta.runtime.survey.survey import Survey
 from torchdelta.runtime.tiers import open_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchdelta.config import Config
     from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.summary import Summary
@@ -81,6 +81,8 @@ class Session:
         self.steps.on_step_end = self._on_step_end
 
         transfers = Transfers(self.ledger, self.counters, self._open_tier)
+        find = Owners(self.ledger).find
+        all_leave = config.decision_class == "all"
         self.room = Room(
             ledger=self.ledger,
             counters=self.counters,
@@ -91,6 +93,7 @@ class Session:
             budget_bytes=None if forces else budget_bytes,
             on_shortage=self._on_shortage,
             least_eviction_bytes=0 if forces else LEAST_EVICTION_BYTES,
+            persistents=Persistents(self.ledger, transfers, self.steps, find) if all_leave else None,
         )
         self.room.digests = config.verify == "first-step"
         self.restorer = Restorer(self.ledger, self.room, prefetches=not forces)
@@ -103,10 +106,11 @@ class Session:
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
-        self.recorder = Recorder(self.restorer, self.saved, subclasses, other_streams)
+        self.recorder = recorder_for(self.restorer, self.saved, subclasses, other_streams)
         self.resizes = Resizes(self.restorer)
+        self.readers = Readers(self.room.persistents)
         self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
-        self.transforms = Transforms(self.recorder, self._take_error)
+        self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
@@ -158,6 +162,7 @@ class Session:
                     remove_mode(self.recorder)
                 self._remove_hooks()
             self.resizes.stop()
+            self.readers.stop()
             patches.unpatch()
             self.placing.stop()
             if self.ledger.usage.counter is not None:
@@ -178,6 +183,7 @@ class Session:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
         self._hooks.__enter__()
         self.resizes.start()
+        self.readers.start()
         self.recorder.__enter__()
         self.placing.start()
 
@@ -219,9 +225,12 @@ class Session:
             self.recorder.__exit__(None, None, None)
         self._remove_hooks()
         self.resizes.stop()
+        self.readers.stop()
         patches.unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
         self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
+        if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
+            self.room.persistents.close()
         log_result(self.summary())
         if self.ledger.num_handles == 0:
             self._finish()
@@ -237,6 +246,7 @@ class Session:
             remove_mode(self.recorder)
         self._remove_hooks()
         self.resizes.leave_child()
+        self.readers.leave_child()
         self.placing.leave_child()
         self.programs.leave_child()
 
@@ -296,7 +306,8 @@ class Session:
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=not self.survey.had_backward)
             self.steps.on_optimizer_start()
-            if optimizer not in self._foreseen and not optimizer.state and self.room.budget_bytes is not None:
+            foresees = self.room.budget_bytes is not None and self.room.persistents is None
+            if foresees and optimizer not in self._foreseen and not optimizer.state:
                 self._foreseen.add(optimizer)
                 makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
                 with without_mode(self.recorder):
@@ -335,19 +346,6 @@ class Session:
         """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
         return self.traces.first
 
-    def swap_tensors(self, original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
-        """Run `torch.utils.swap_tensors` on two tensors that the runtime may refer to."""
-        if self.survey is not None:
-            raise self._take_error()  # the program would be left with what the survey made
-        self.backward.headroom.forget(t1, t2)
-        self.ledger.watch_storages_of(t1, t2)
-        identity = identity_of(t1)
-        try:
-            original(t1, t2)
-        finally:
-            if identity_of(t1) != identity:
-                self.ledger.exchange_witnesses(t1, t2)
-
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
         if self.survey is None:
@@ -375,7 +373,7 @@ class Session:
             )
         self.survey.need(size_bytes, why)
 
-    def _take_error(self) -> BudgetError:
+    def take_error(self) -> BudgetError:
         """End the survey before the end of the step, and return its error."""
         assert self.survey is not None
         return self.survey.error(is_lower_bound=True)

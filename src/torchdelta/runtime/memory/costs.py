@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from torchdelta._torch.storages import storage_behind
 from torchdelta.runtime.state.tape import sources
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Costs:
 def resident(buffer: Buffer) -> torch.UntypedStorage | None:
     """Return the living storage with a buffer's content, or None."""
     if buffer.strong is not None:
-        return buffer.strong.untyped_storage()
+        return storage_behind(buffer.strong)
     record = buffer.record
     if record is not None and record.current is buffer:
         return record.storage()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchdelta._torch.storages import storage_behind
 from torchdelta._torch.tensors import storage_of, version_of
 from torchdelta.aten.facts import Kind
 from torchdelta.errors import ReplayError, SavedTensorError
@@ -197,7 +198,7 @@ class Replayer:
             buffer = reference()
             if buffer is None:
                 continue
-            storage = written[buffer.output_index] if writes else results[buffer.output_index].untyped_storage()
+            storage = written[buffer.output_index] if writes else storage_behind(results[buffer.output_index])
             size_bytes = storage.nbytes() if storage.device in self.ledger.counted_devices else 0
             if size_bytes != buffer.size_bytes:
                 msg = (
@@ -306,7 +307,7 @@ class _Arguments:
             if view.tensor is buffer.witness or view.tensor is buffer.strong:
                 _check_version(buffer)
                 return view.tensor
-            return view.on(buffer.strong.untyped_storage())
+            return view.on(storage_behind(buffer.strong))
         _check_version(buffer)
         storage = self.held.get(id(buffer))
         if storage is None:

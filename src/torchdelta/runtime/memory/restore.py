@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torchdelta._torch.modes import Quietly
+from torchdelta._torch.storages import storage_behind
 from torchdelta.errors import SavedTensorError, TierError, TierIOError
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.replay import Replayer
@@ -49,6 +50,10 @@ class Restorer:
             TierIOError: Its only copy cannot be read.
             ReplayError: Its replay gave a different result.
         """
+        if self.ledger.num_emptied and buffer.record is not None and buffer.record.emptied is not None:
+            persistents = self.room.persistents
+            assert persistents is not None
+            persistents.bring_record(buffer.record)
         storage = resident(buffer)
         buffer.last_used = self.ledger.clock
         if storage is not None:
@@ -178,7 +183,7 @@ class Restorer:
                     return
                 self.room.make(buffer.size_bytes, "a copy before an in-place op")
             clone = byte_alias(storage).clone()
-            self.ledger.brought_back(buffer, clone.untyped_storage(), held=True)
+            self.ledger.brought_back(buffer, storage_behind(clone), held=True)
 
 
 def check_size(buffer: Buffer, storage: torch.UntypedStorage) -> None:

@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
+from torchdelta._torch.storages import storage_behind
 from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.kinds import byte_alias
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.memory.costs import Costs
+    from torchdelta.runtime.memory.persistents import Persistents
     from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.policies.base import Policy
     from torchdelta.runtime.state.buffer import Buffer
@@ -52,6 +54,7 @@ class Room:
         budget_bytes: The budget. None if decisions are forced, without a limit.
         on_shortage: Called with the bytes and the op for which no room can be made. Raises, or begins a survey.
         least_eviction_bytes: Smaller buffers stay.
+        persistents: Evicts parameters, gradients and optimizer states where buffers are not enough; None: they stay.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Room:
         budget_bytes: int | None,
         on_shortage: Callable[[int, str], None],
         least_eviction_bytes: int = LEAST_EVICTION_BYTES,
+        persistents: Persistents | None = None,
     ) -> None:
         self.ledger = ledger
         self.usage = ledger.usage
@@ -76,6 +80,9 @@ class Room:
         self.policy = policy
         self.budget_bytes = budget_bytes
         self.least_eviction_bytes = least_eviction_bytes
+        self.persistents = persistents
+        if persistents is not None:
+            persistents.make = self.make
         self.is_followed = False  # a program is carried out: only its misses are made up for here
         self.digests = False  # verify="first-step": hash buffers when they are dropped
         self.largest_request_bytes = 0
@@ -167,6 +174,8 @@ class Room:
         transfers.cancel_fetches(target_bytes)
         if usage.live_bytes > target_bytes:
             transfers.drain()
+        if usage.live_bytes > target_bytes and self.persistents is not None:
+            self.persistents.evict(target_bytes)
 
     def _candidates(self) -> list[Buffer]:
         return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]
@@ -200,7 +209,7 @@ class Room:
 
     def _drop(self, buffer: Buffer) -> None:
         if self.digests and not self.ledger.surveys and buffer.strong is not None:
-            buffer.digest = digest_of(buffer.strong.untyped_storage())
+            buffer.digest = digest_of(storage_behind(buffer.strong))
         self.costs.note_dropped(buffer)
         if self.ledger.num_lost:
             self.costs.hold_sources(buffer)

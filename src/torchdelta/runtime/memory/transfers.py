@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
+from torchdelta._torch.storages import storage_behind
 from torchdelta.errors import TierError, TierFullError
 from torchdelta.runtime.memory.outage import Outage
 from torchdelta.runtime.state.copies import Fetch, SurveyedCopy, TierCopy
@@ -97,19 +98,19 @@ class Transfers:
     def copy_out(self, buffer: Buffer) -> bool:
         """Start copying a held buffer to the tier. Return whether that was possible."""
         strong = buffer.strong
-        if strong is None or strong.untyped_storage().nbytes() < buffer.size_bytes:
+        if strong is None or storage_behind(strong).nbytes() < buffer.size_bytes:
             return False
-        return self.copy_storage(buffer, strong.untyped_storage())
+        return self.copy_storage(buffer, storage_behind(strong))
 
     def copy_storage(self, buffer: Buffer, storage: torch.UntypedStorage) -> bool:
         """Start copying a storage with a buffer's content to the tier. Return whether that was possible."""
-        copy = self._survey_copy(storage.nbytes()) if self.ledger.surveys else self._start_copy(storage)
+        copy = self._survey_copy(storage.nbytes()) if self.ledger.surveys else self.start_copy(storage)
         if copy is None:
             return False
         self.ledger.copied(buffer, copy)
         return True
 
-    def _start_copy(self, storage: torch.UntypedStorage) -> TierCopy | None:
+    def start_copy(self, storage: torch.UntypedStorage) -> TierCopy | None:
         """Start copying a storage to the tier. Return None if the tier is full or does not work."""
         tier = self._working_tier()
         if tier is None:
@@ -152,10 +153,16 @@ class Transfers:
         """
         if buffer.copy is None:
             return False
-        try:
-            self.counters.stall_s += buffer.copy.arrive()
-        except TierError as error:
+        if not self.arrive(buffer.copy):
             self.ledger.uncopied(buffer)  # the source is untouched
+            return False
+        return True
+
+    def arrive(self, copy: TierCopy) -> bool:
+        """Wait for a copy to arrive on the tier. Return whether it did."""
+        try:
+            self.counters.stall_s += copy.arrive()
+        except TierError as error:
             self.outage.begin(self.ledger.clock, error)
             return False
         self.outage.end()

@@ -8,6 +8,7 @@ them is made from the sizes of the gradients that they return.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -18,13 +19,14 @@ from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, 
 from torchdelta._torch.storages import storage_address
 from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of, storage_of
 from torchdelta.runtime.interrupts import call_outside, shielded
+from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
 from torchdelta.runtime.record.headroom import Graph, Headroom
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
-from torchdelta.runtime.state.kinds import runs_own_ops
+from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.state.steps import StepTracker
@@ -65,6 +67,8 @@ class Backward:
         self.steps = steps
         self.follower = recorder.saved.follower
         self._on_end = on_end
+        self.persistents = recorder.persistents
+        self._gap_reads = GapReads(self.persistents) if self.persistents is not None else None
         self._pending: list[Any] = []  # leaves whose .grad may have changed since the last node
         self._depth = 0
         self.headroom = Headroom()
@@ -119,7 +123,8 @@ class Backward:
                 if self._depth == 1:
                     self._gaps.restart(len(handles))
                 try:
-                    result = call_outside(original, outputs, *args, **kwargs)
+                    with self._reading_gaps(outputs, args[0] if args else kwargs.get("grad_tensors")):
+                        result = call_outside(original, outputs, *args, **kwargs)
                 except BaseException as raised:
                     error = raised
                     raise
@@ -167,6 +172,7 @@ class Backward:
             self.room.budget_bytes is not None
             and not self.ledger.surveys
             and not self.observing.observer.wants_every_op
+            and (self.persistents is None or not self.persistents.is_active)
             and not self.room.costs.misses_saved()  # bringing buffers back would exceed the measured growth
         )
 
@@ -198,6 +204,35 @@ class Backward:
             finally:
                 error = None  # as in `run`
 
+    @contextlib.contextmanager
+    def _reading_gaps(self, outputs: Any, gradients: Any) -> Generator[None]:
+        """Bring back what is read between the nodes."""
+        persistents, reads = self.persistents, self._gap_reads
+        if persistents is None or reads is None:
+            yield
+            return
+        persistents.in_use.begin_backward(tensors_in(gradients))
+        try:
+            roots = [root for root in _roots(outputs) if root is not None and root.name() == ACCUMULATE]
+            self._begin_gap([root.variable for root in roots])
+            yield
+        finally:
+            reads.end_gap()
+            persistents.in_use.end_backward()
+
+    def _begin_gap(self, leaves: list[Any]) -> None:
+        """Bring back the gradients of leaves, into which the engine is about to accumulate."""
+        if self.persistents is not None and self._gap_reads is not None:
+            self.persistents.in_use.unlock()
+            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            self.persistents.lock(gradients, may_write=True)
+            self._gap_reads.begin_gap()
+
+    def _end_gap(self) -> None:
+        if self.persistents is not None and self._gap_reads is not None:
+            self._gap_reads.end_gap()
+            self.persistents.in_use.unlock()
+
     def _install(self, outputs: Any, handles: list[Any]) -> None:
         stack = _roots(outputs)
         seen: set[Any] = set()
@@ -227,6 +262,7 @@ class Backward:
 
     @shielded
     def _before(self, gradients: Any, *, name: str = "") -> None:
+        self._end_gap()
         self._count_gradients(gradients)
         self.observing.observer.on_gradients(gradients)
         self.steps.node_name = name
@@ -239,13 +275,17 @@ class Backward:
             pop_mode()
         node_name, self.steps.node_name = self.steps.node_name, ""
         self._pending.extend(leaves)
+        self._begin_gap(leaves)
         self._gaps.begin(node_name, leaves)
 
     @shielded
     def _before_unrecorded(self, name: str, following: list[Any], gradients: Any) -> None:
+        self._end_gap()
         self._count_gradients(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
+        if self.persistents is not None:
+            self.persistents.lock(tensors_in(gradients))
         self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
         self.observing.observer.on_gradients(gradients)
         self.observing.observer.on_opaque_start(gradients, temporary_bytes)
@@ -256,6 +296,7 @@ class Backward:
         self._count_gradients(inputs)
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
         self._pending.extend(leaves)
+        self._begin_gap(leaves)
         self._gaps.begin(name, leaves)
 
     def _count_gradients(self, gradients: Any) -> None:

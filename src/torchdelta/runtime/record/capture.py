@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchdelta._torch.storages import storage_behind
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind
 from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.kinds import tensors_in
@@ -57,7 +58,7 @@ class Capturer:
             if covers:
                 entry = self._entry(func, facts, args[1:], kwargs, hides=False)
                 if entry is not None:
-                    entry.args.insert(0, Fresh(targets[0], targets[0].untyped_storage().nbytes()))
+                    entry.args.insert(0, Fresh(targets[0], storage_behind(targets[0]).nbytes()))
                 return entry
             if not all(map(self._is_recomputable, targets)):
                 return None
@@ -98,7 +99,7 @@ class Capturer:
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor.numel() * tensor.element_size() == storage_behind(tensor).nbytes()
 
 
 def _reads_resizable(ledger: Ledger, arguments: tuple[Any, ...]) -> bool:

@@ -64,7 +64,13 @@ class CompiledRegions:
         resets = num_calls <= _NUM_MEASURED_CALLS
         with without_mode(self._recorder), PeakMeter(ledger.device, ledger.usage, resets=resets) as meter:
             unseen = _UnseenWrites(room, tensors)
-            out = call_outside(original, *args, **kwargs)
+            if room.persistents is not None:
+                room.persistents.begin(tensors, may_write=True)
+            try:
+                out = call_outside(original, *args, **kwargs)
+            finally:
+                if room.persistents is not None:
+                    room.persistents.end()
             unseen.end()
         before_bytes = ledger.usage.live_bytes
         self._know(out)

@@ -15,7 +15,7 @@ from torchdelta._torch.device import is_mkldnn_enabled
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.ops import schema_of
-from torchdelta._torch.storages import address_of, storage_address
+from torchdelta._torch.storages import address_of, storage_address, storage_behind
 from torchdelta._torch.tensors import storage_of
 from torchdelta.aten.facts import Kind, OpFacts
 from torchdelta.runtime.state.need import Need
@@ -299,5 +299,5 @@ def _growth_bytes(buffers: list[torch.Tensor], results: list[torch.Tensor]) -> i
     grown_bytes = 0
     for buffer, result in zip(buffers, results, strict=True):
         if buffer.shape != result.shape:
-            grown_bytes += max(0, result.untyped_storage().nbytes() - _spare_bytes(buffer))
+            grown_bytes += max(0, storage_behind(result).nbytes() - _spare_bytes(buffer))
     return grown_bytes

@@ -14,7 +14,7 @@ from torchdelta._torch.compiled import is_in_compiled_region
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import TorchDispatchMode, num_modes
 from torchdelta._torch.ops import execute
-from torchdelta._torch.storages import storage_address
+from torchdelta._torch.storages import storage_address, storage_behind
 from torchdelta._torch.tensors import version_of
 from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
@@ -85,6 +85,7 @@ class Recorder(TorchDispatchMode):
         self._capturer = Capturer(self.ledger, self.device)
         self.execute = execute  # a survey replaces it
         self.only_counts = False  # inside transforms, see transforms.py
+        self.persistents = restorer.room.persistents
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -267,7 +268,7 @@ class Recorder(TorchDispatchMode):
         record = self.ledger.find(tensor)
         if record is None or record.current is None:
             return None
-        return self.restorer.before_write(record, tensor.untyped_storage())
+        return self.restorer.before_write(record, storage_behind(tensor))
 
     # -- contents that begin
 

@@ -120,6 +120,7 @@ class SavedTensors:
         self.decisions = decisions
         self.plain_types = frozenset(_PLAIN_TYPES)
         self.least_bytes = 0 if decisions is not None else self.room.least_eviction_bytes
+        self.persistents = self.room.persistents
         self.fake_view: Callable[[torch.Tensor], torch.Tensor] | None = None  # in a survey
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -229,6 +230,8 @@ class SavedTensors:
             observer = self.observing.observer
             if observer.wants_every_op:
                 observer.on_unpack(packed.tensor)
+            if self.persistents is not None:
+                self.persistents.lock((packed.tensor,))
             return packed.tensor
         return packed.unpack(self.unpack)
 
@@ -250,6 +253,8 @@ class SavedTensors:
         self.observing.observer.on_unpack(tensor, handle.save)
         if not follower.is_following:
             self.restorer.prefetch(buffer.save_order)
+        if self.persistents is not None:
+            self.persistents.lock((tensor,))
         return tensor
 
 

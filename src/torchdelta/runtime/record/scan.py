@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
 
+from torchdelta._torch.storages import storage_behind
 from torchdelta._torch.tensors import is_trained_leaf, storage_of
 from torchdelta.runtime.state.instances import subclasses_of
 from torchdelta.runtime.state.kinds import runs_own_ops
@@ -87,7 +88,7 @@ def count_tensors(device: torch.device) -> int:
 def _count(ledger: Ledger, tensor: torch.Tensor, leaves: list[torch.Tensor]) -> None:
     if isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
         return
-    record = ledger.know(tensor.untyped_storage())
+    record = ledger.know(storage_behind(tensor))
     ledger.observing.observer.on_found(record, tensor)
     if is_trained_leaf(tensor):
         leaves.append(tensor)

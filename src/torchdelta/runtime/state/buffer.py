@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torchdelta.aten.facts import OpFacts
     from torchdelta.native.weak_storage import WeakStorage
-    from torchdelta.runtime.state.copies import Fetch, TierCopy
+    from torchdelta.runtime.state.copies import Emptied, Fetch, TierCopy
 
 _ids = itertools.count()
 _Watched = TypeVar("_Watched", torch.UntypedStorage, torch.Tensor)
@@ -210,8 +210,10 @@ class StorageRecord:
     __slots__ = (
         "address",
         "current",
+        "emptied",
         "holders",
         "id",
+        "is_exported",
         "is_fake",
         "is_foreign",
         "is_resizable",
@@ -219,6 +221,7 @@ class StorageRecord:
         "on_unwatched",
         "reference",
         "size_bytes",
+        "spare",
         "weak",
     )
 
@@ -240,6 +243,9 @@ class StorageRecord:
         self.weak: WeakStorage | None = None  # set while `holders` are watched
         self.is_fake = False
         self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
+        self.emptied: Emptied | None = None  # set while its memory is freed in place: `size_bytes` is 0 then
+        self.spare: Emptied | None = None  # the copy from which it was refilled, until something may have written it
+        self.is_exported = False  # something outside of torch has its address: it is never emptied
         self.is_resizable = False  # resized to 0 and filled again without autograd's knowledge: see resized.py
 
     def watch_storage(self, storage: torch.UntypedStorage) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from torchdelta._torch.modes import NoDispatch, NoFunction
-from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
+from torchdelta._torch.storages import address_of, storage_address, storage_behind, storage_num_holders
 from torchdelta._torch.tensors import (
     counted_version_of,
     is_leaf,
@@ -63,7 +63,7 @@ class Contents(Storages):
 
     def buffer_of(self, tensor: torch.Tensor) -> Buffer:
         """Return the buffer that a tensor's storage holds now. A storage of unknown origin gets one without an op."""
-        storage = tensor.untyped_storage()
+        storage = storage_behind(tensor)
         record = self.records.get(address_of(storage))
         if record is None and is_trained_leaf(tensor):
             self.late_bytes += storage.nbytes()
@@ -102,7 +102,7 @@ class Contents(Storages):
             The bytes of its storage; 0 if the storage was known before (the output is a view) or does not exist.
         """
         try:
-            storage = tensor.untyped_storage()
+            storage = storage_behind(tensor)
         except RuntimeError:  # it has none
             return 0
         record = self.records.get(address_of(storage))
@@ -128,7 +128,7 @@ class Contents(Storages):
         self, tensor: torch.Tensor, old: Buffer | None, entry: OpEntry | None, origin: str, index: int
     ) -> Buffer:
         """Give a storage that an op has written its new buffer. `old` is what `invalidate` returned."""
-        storage = tensor.untyped_storage()
+        storage = storage_behind(tensor)
         record = self.records.get(address_of(storage))
         if record is None or record.reference is None:
             record = self.know(storage)
@@ -171,7 +171,8 @@ class Contents(Storages):
 
     def _begin_content(self, record: StorageRecord, entry: OpEntry | None, origin: str, index: int) -> Buffer:
         """Put a new buffer into a storage."""
-        buffer = Buffer(record.size_bytes, record, entry, origin, index, self.clock)
+        size_bytes = record.size_bytes if record.emptied is None else record.emptied.size_bytes
+        buffer = Buffer(size_bytes, record, entry, origin, index, self.clock)
         if record.is_resizable:
             buffer.stays |= Stays.RESIZED
         record.current = buffer
@@ -186,7 +187,7 @@ class Contents(Storages):
             if not runs_own_ops(tensor.__class__):
                 alias = tensor.detach()
             else:  # a fake tensor of a survey
-                alias = tensor = byte_alias(tensor.untyped_storage())
+                alias = tensor = byte_alias(storage_behind(tensor))
             # The alias is made below autograd and has a version counter of its own: only the program's own tensor shows
             # a write outside of the scope. It also keeps the storage from leaving.
             witness = tensor if buffer.op is None and is_leaf(tensor) else alias

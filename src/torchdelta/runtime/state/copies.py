@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
-__all__ = ["Fetch", "SurveyedCopy", "TierCopy"]
+__all__ = ["Emptied", "Fetch", "SurveyedCopy", "TierCopy"]
 
 
 class TierCopy:
@@ -88,3 +88,20 @@ class Fetch:
         self.copy = copy
         self.storage = storage
         self.transfer: Transfer = copy.tier.read(copy.slot, storage)
+
+
+class Emptied:
+    """Where the content of a storage is whose memory was freed in place.
+
+    Args:
+        copy: The content on a tier.
+        size_bytes: The size of the storage.
+        content: Which content it is (a `Buffer`), if that is known. A storage with another one was written since.
+    """
+
+    __slots__ = ("content", "copy", "size_bytes")
+
+    def __init__(self, copy: TierCopy, size_bytes: int, content: object | None) -> None:
+        self.copy = copy
+        self.size_bytes = size_bytes
+        self.content = content

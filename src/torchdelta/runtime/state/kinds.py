@@ -9,6 +9,7 @@ import torch
 
 from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import NoDispatch, NoFunction
+from torchdelta._torch.storages import tensor_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +41,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     try:
         with NoDispatch(), NoFunction():
-            if tensor.layout is torch.strided and tensor.data_ptr():
+            if tensor.layout is torch.strided and tensor_address(tensor):
                 yield tensor.detach()  # made by `_make_subclass`: it has memory of its own
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         inner = [getattr(tensor, name) for name in names]

@@ -7,6 +7,7 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 |---|---|
 | `know`, `know_by_tensor`, `know_inner` | a storage is seen, perhaps for the first time |
 | `resize` | a storage has a new size |
+| `emptied` / `refilled` | the memory of a storage was freed in place, its content is on a tier / it has both again |
 | `watch_storages_of` | two tensors are about to be exchanged: records refer to storages only |
 | `exchange_witnesses` | two tensors were exchanged (`torch.utils.swap_tensors`) |
 | `recheck_unwatched`, `sweep` | storages may have died without a callback |
@@ -151,7 +152,9 @@ class Ledger(Contents):
         """Stop counting. The storages live on."""
         for record in self.records.values():
             record.forget()  # as in `_died`
+            record.emptied = record.spare = None
         self.records.clear()
+        self.num_emptied = 0
         self.usage.stop()
 
     # -- surveys

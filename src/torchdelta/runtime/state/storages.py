@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.storages import address_of, storage_address
+from torchdelta._torch.storages import address_of, memory_behind, storage_address, storage_behind, tensor_address
 from torchdelta._torch.tensors import is_zerotensor
 from torchdelta.native.weak_storage import weak_storage_type
 from torchdelta.runtime.state.buffer import StorageRecord, records_watching
@@ -15,6 +15,7 @@ from torchdelta.runtime.state.kinds import inner_tensors
 from torchdelta.runtime.state.usage import Usage
 
 if TYPE_CHECKING:
+    from torchdelta.runtime.state.copies import Emptied
     from torchdelta.runtime.state.observer import Observing
 
 __all__ = ["Storages", "dense_bytes", "memory_address"]
@@ -30,6 +31,7 @@ class Storages:
         self.usage = Usage()
         self.observing = observing
         self.records: dict[int, StorageRecord] = {}
+        self.num_emptied = 0  # storages whose memory is freed in place
         self.unwatched: list[StorageRecord] = []  # records whose last known tensor has died since the last op
         self._weak_storage = weak_storage_type()  # None: every storage is watched through its storage object
 
@@ -76,7 +78,7 @@ class Storages:
             if tensor.layout is not torch.strided or tensor.device != self.device or is_zerotensor(tensor):
                 return None
             if tensor.is_nested or self._weak_storage is None:  # without strides; without the native module
-                return self.know(tensor.untyped_storage())
+                return self.know(storage_behind(tensor))
             record = StorageRecord(address, dense_bytes(tensor), self._died, self._unwatched)
             record.weak = self._weak_storage(address)
             record.watch_tensor(tensor)
@@ -97,7 +99,7 @@ class Storages:
                         if in_backward and inner is item:
                             self.know_by_tensor(inner)
                         else:
-                            self.know(inner.untyped_storage())
+                            self.know(storage_behind(inner))
                 except RuntimeError:  # sparse and other layouts without a storage
                     continue
 
@@ -142,8 +144,22 @@ class Storages:
         """Record the new size of a storage."""
         self._leave_counter(record)
         grown_bytes, record.size_bytes = size_bytes - record.size_bytes, size_bytes
-        self._enter_counter(record, storage.data_ptr() if self.usage.is_counting else 0)
+        self._enter_counter(record, memory_behind(storage) if self.usage.is_counting else 0)
         self.usage.add(grown_bytes)
+
+    def emptied(self, record: StorageRecord, storage: torch.UntypedStorage, content: Emptied) -> None:
+        """Record that the memory of a storage was freed in place: it has 0 bytes, and its content is on a tier."""
+        record.emptied, record.spare = content, None
+        self.num_emptied += 1
+        self.resize(record, storage, 0)
+
+    def refilled(self, record: StorageRecord, storage: torch.UntypedStorage) -> None:
+        """Record that a storage has its memory and its content again."""
+        content, record.emptied = record.emptied, None
+        assert content is not None
+        record.spare = content
+        self.num_emptied -= 1
+        self.resize(record, storage, content.size_bytes)
 
     def _add(self, record: StorageRecord, address: int) -> None:
         self.records[record.address] = record
@@ -167,6 +183,9 @@ class Storages:
             del self.records[record.address]
             self.usage.add(-record.size_bytes)
             self._leave_counter(record)
+        if record.emptied is not None:
+            self.num_emptied -= 1
+        record.emptied = record.spare = None
         # A record and its weak reference form a cycle. If the garbage collector had to free it, the weak reference
         # would stay in the list of a storage that lives on. CPython 3.11 walks that list while it allocates, and a
         # collection at that moment frees the list entry in use (a crash).
@@ -183,14 +202,14 @@ class Storages:
 def memory_address(storage: torch.UntypedStorage) -> int:
     """Return where a storage's memory begins, or 0 if it has none (the zeros of forward-mode AD)."""
     try:
-        return storage.data_ptr()
+        return memory_behind(storage)
     except RuntimeError:
         return 0
 
 
 def _storage_start(tensor: torch.Tensor) -> int:
     """Return the address of the memory behind a tensor, without touching its storage object."""
-    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+    return tensor_address(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def dense_bytes(tensor: torch.Tensor) -> int:

@@ -92,6 +92,8 @@ class Survey:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
         self._peak_bytes = self._ledger.usage.peak_bytes
         self._room.transfers.finish_leaving()
+        if self._room.persistents is not None:
+            self._room.persistents.bring_all()
         self._room.transfers.lacked_capacity = False
         self._ledger.begin_survey()
         self._saved.plain_types = self._plain_types | {FakeTensor}

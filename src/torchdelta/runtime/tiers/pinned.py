@@ -43,6 +43,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from torchdelta._torch.storages import memory_behind
 from torchdelta.errors import TierIOError
 from torchdelta.runtime.tiers.arena import Arena, PinnedMemory
 from torchdelta.runtime.tiers.bandwidth import LinkEstimate
@@ -209,7 +210,7 @@ class PinnedTier(SlottedTier[PinnedSlot, StreamTransfer]):
             if is_read and slot.failure is not None:
                 transfer.error = slot.failure
             elif slot.size_bytes:
-                self._queue(slot, storage.data_ptr(), transfer, stream)
+                self._queue(slot, memory_behind(storage), transfer, stream)
             if not is_read:
                 slot.failure = transfer.error
             if transfer.event is None:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Final
 
+from torchdelta._torch.storages import memory_behind
 from torchdelta.runtime.tiers.copier import Copier, CopyTransfer, Medium, Part, PooledSlot
 from torchdelta.runtime.tiers.pool import Pool
 from torchdelta.runtime.tiers.slotted import SlottedTier
@@ -114,7 +115,7 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
         parts: list[Part] = []
         if slot.size_bytes == 0:
             return parts
-        base = storage.data_ptr()
+        base = memory_behind(storage)
         view: memoryview = _view_memory(base, slot.size_bytes, _PYBUF_WRITE)
         start = 0
         for extent in slot.extents:

@@ -1,0 +1,102 @@
+"""Finds the persistent tensors of a session: parameters, their gradients, and the states of their optimizers.
+
+A process may train other models on other threads, whose tensors must stay. So a parameter belongs to the session once
+an op of its thread has read it, and an optimizer once one of its parameters does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta._torch.modules import own_parameters_of
+from torchdelta._torch.storages import storage_address, storage_behind
+from torchdelta.runtime.memory.persistents import Persistent
+from torchdelta.runtime.state.instances import instances_of
+from torchdelta.runtime.state.kinds import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchdelta.runtime.state.ledger import Ledger
+
+__all__ = ["Owners"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Owners:
+    """The parameters and optimizers that were found so far."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._was_searched = False
+        # Not of parameters: `torch.utils.swap_tensors` refuses tensors with weak references.
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def find(self, is_thorough: bool) -> list[Persistent]:
+        """Return the persistent tensors that this session uses; `is_thorough`: look for new owners first."""
+        if is_thorough or not self._was_searched:
+            self._search()
+        found: list[Persistent] = []
+        seen: set[int] = set()
+        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        used = [optimizer for optimizer in optimizers if any(map(self._is_used, _parameters_of(optimizer)))]
+        parameters: dict[int, torch.Tensor] = {}
+        for reference in self._modules:
+            module = reference()
+            for parameter in own_parameters_of(module) if module is not None else ():
+                if self._is_used(parameter):
+                    parameters[id(parameter)] = parameter
+        for optimizer in used:
+            parameters.update((id(parameter), parameter) for parameter in _parameters_of(optimizer))
+        for parameter in parameters.values():
+            self._add(found, seen, parameter, 0, is_gradient=False)
+        for parameter in parameters.values():
+            gradient = parameter.grad
+            if gradient is not None:
+                self._add(found, seen, gradient, -id(parameter), is_gradient=True)
+        for optimizer in used:
+            for state in tensors_in(_states_of(optimizer)):
+                self._add(found, seen, state, 0, is_gradient=False)
+        return found
+
+    def _search(self) -> None:
+        self._was_searched = True
+        self._modules = [weakref.ref(module) for module in instances_of(torch.nn.Module)]
+        optimizers = instances_of(torch.optim.Optimizer)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "param_groups")]
+
+    def _is_used(self, parameter: torch.Tensor) -> bool:
+        try:
+            record = self._ledger.records.get(storage_address(parameter))
+        except (RuntimeError, NotImplementedError):
+            return False
+        return record is not None and (record.current is not None or record.emptied is not None)
+
+    def _add(
+        self, found: list[Persistent], seen: set[int], tensor: torch.Tensor, key: int, *, is_gradient: bool
+    ) -> None:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self._ledger.device:
+            return
+        record = self._ledger.records.get(storage_address(tensor))
+        if record is None and not is_gradient:  # it was loaded before the scope, and no op has read it since
+            record = self._ledger.know(storage_behind(tensor))
+        if record is not None and record.reference is not None and record.id not in seen:
+            seen.add(record.id)
+            found.append(Persistent(record, key or record.id, is_gradient))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, torch.Tensor):
+                yield parameter
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    states = getattr(optimizer, "state", {})
+    return list(states.values()) if isinstance(states, dict) else []

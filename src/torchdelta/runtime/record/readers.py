@@ -1,0 +1,214 @@
+"""Brings back what a program reads without an op, while persistent tensors may leave (memory/persistents.py).
+
+[Note: files that hold everything]
+`torch.save` collects the storage objects of all tensors, and then writes them one at a time. If collecting brought
+them back, a checkpoint would take as much memory as everything together. So inside `torch.save` an emptied storage only
+tells its true size, and comes back when it is written.
+
+[Note: readers on other threads]
+Another thread cannot bring anything back, because the ledger belongs to the scope's thread. Reading what has left is an
+error there, as far as it is seen: an op of another thread is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta._torch.raw_access import patch_raw_access, patch_storage_reads
+from torchdelta._torch.storages import address_of, storage_address
+from torchdelta.errors import ScopeError
+from torchdelta.runtime.interrupts import call_outside, shielded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torchdelta.runtime.memory.persistents import Persistents
+
+__all__ = ["Readers"]
+
+_lock = threading.Lock()
+_watching: dict[int, Persistents] = {}  # by thread
+_undo: list[Callable[[], None]] = []
+
+
+class Readers:
+    """The patches of one session."""
+
+    def __init__(self, persistents: Persistents | None) -> None:
+        self._persistents = persistents
+        self._thread_id = 0
+
+    def start(self) -> None:
+        """Watch what this thread reads."""
+        if self._persistents is None:
+            return
+        self._thread_id = threading.get_ident()
+        with _lock:
+            if not _watching:
+                _undo.append(patch_raw_access(reads=_read, exports=_export, copies=_copy, saves=_save))
+            _watching[self._thread_id] = self._persistents
+
+    def stop(self) -> None:
+        """Stop watching."""
+        if self._persistents is None:
+            return
+        with _lock:
+            _watching.pop(self._thread_id, None)
+            if not _watching:
+                while _undo:
+                    _undo.pop()()
+
+    def leave_child(self) -> None:
+        """Stop watching in a forked child, where the lock may be held by a thread that the child lacks."""
+        _watching.clear()
+
+
+def _here() -> Persistents | None:
+    return _watching.get(threading.get_ident())
+
+
+def _read(original: Callable[..., Any]) -> Callable[..., Any]:
+    @shielded
+    def read(*args: Any, **kwargs: Any) -> Any:
+        persistents = _here()
+        if persistents is None:
+            _check_other_thread(args)
+            return original(*args, **kwargs)
+        if persistents.is_lent:
+            return original(*args, **kwargs)
+        persistents.begin_raw(args)
+        try:
+            return call_outside(original, *args, **kwargs)
+        finally:
+            persistents.end()
+
+    return read
+
+
+def _export(original: Callable[..., Any]) -> Callable[..., Any]:
+    @shielded
+    def export(*args: Any, **kwargs: Any) -> Any:
+        persistents = _here()
+        if persistents is None:
+            _check_other_thread(args)
+            return original(*args, **kwargs)
+        if not persistents.is_lent and not persistents.num_copying:
+            persistents.export(args)
+        return original(*args, **kwargs)
+
+    return export
+
+
+def _copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @shielded
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        persistents = _here()
+        tensors = [t for a in args[:1] for t in (a.parameters() if isinstance(a, torch.nn.Module) else (a,))]
+        if persistents is None:
+            _check_other_thread(tensors)
+            return original(*args, **kwargs)
+        persistents.begin_raw(tensors)
+        persistents.num_copying += 1
+        try:
+            return call_outside(original, *args, **kwargs)
+        finally:
+            persistents.num_copying -= 1
+            persistents.end()
+
+    return copy
+
+
+def _save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(obj: Any, zip_file: Any, *args: Any, **kwargs: Any) -> Any:
+        persistents = _here()
+        if persistents is None or persistents.is_lent:
+            return original(obj, zip_file, *args, **kwargs)
+        with _lock:
+            undo = patch_storage_reads(sizes=_true_size, reads=_read_storage)
+        persistents.lend()
+        try:
+            return original(obj, _Writer(zip_file, persistents), *args, **kwargs)
+        finally:
+            persistents.take_back()
+            with _lock:
+                undo()
+
+    return save
+
+
+class _Writer:
+    """Writes a file for `torch.save`; brings each storage back before it is written."""
+
+    def __init__(self, zip_file: Any, persistents: Persistents) -> None:
+        self._zip_file = zip_file
+        self._persistents = persistents
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._zip_file, name)
+
+    @shielded
+    def write_record(self, name: str, data: Any, size_bytes: int) -> None:
+        """Write one entry."""
+        if not isinstance(data, torch.UntypedStorage):
+            self._zip_file.write_record(name, data, size_bytes)
+            return
+        self._persistents.begin_raw((data,))
+        try:
+            self._zip_file.write_record(name, data, size_bytes)
+        finally:
+            self._persistents.end()
+
+
+def _true_size(original: Callable[..., Any]) -> Callable[..., Any]:
+    def nbytes(storage: torch.UntypedStorage) -> int:
+        size_bytes = original(storage)
+        if not size_bytes:
+            for persistents in list(_watching.values()):
+                record = persistents.ledger.records.get(address_of(storage))
+                if record is not None and record.emptied is not None:
+                    return record.emptied.size_bytes
+        return size_bytes
+
+    return nbytes
+
+
+def _read_storage(original: Callable[..., Any]) -> Callable[..., Any]:
+    @shielded
+    def read(storage: torch.UntypedStorage) -> Any:
+        persistents = _here()
+        if persistents is None:
+            return original(storage)
+        persistents.begin_raw((storage,))
+        try:
+            return original(storage)
+        finally:
+            persistents.end()
+
+    return read
+
+
+def _addresses(things: Any) -> Iterator[int]:
+    for thing in things:
+        try:
+            if isinstance(thing, torch.Tensor):
+                yield storage_address(thing)
+            elif isinstance(thing, torch.UntypedStorage):
+                yield address_of(thing)
+        except (RuntimeError, NotImplementedError):  # it has no storage
+            continue
+
+
+def _check_other_thread(things: Any) -> None:
+    """Raise if a thread without a scope reads what has left. See [Note: readers on other threads]."""
+    for address in _addresses(things):
+        for persistents in list(_watching.values()):
+            record = persistents.ledger.records.get(address)
+            if record is not None and record.emptied is not None:
+                msg = (
+                    "another thread reads a parameter, gradient or optimizer state that has left the device: read it "
+                    "on the thread of the MemoryBudget (a clone for the other thread), or use decision_class='saved'"
+                )
+                raise ScopeError(msg)

@@ -1,0 +1,161 @@
+"""Training below parameters + gradients + optimizer states, in the decision class "all"."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.same_bits.judge import bits_of
+from torchdelta import BudgetError, Config, MemoryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_STEPS = 4
+VOCABULARY = 600
+
+
+def gpt2() -> torch.nn.Module:
+    """Return a small GPT-2 with random weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=96, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> torch.nn.Module:
+    """Return a small BERT with random weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=384,
+        max_position_embeddings=32,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def vit() -> torch.nn.Module:
+    """Return a small ViT with random weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=384,
+        image_size=32,
+        patch_size=8,
+        num_labels=10,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def batch_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a random batch for a model."""
+    if "ViT" in type(model).__name__:
+        return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 10, (2,))}
+    ids = torch.randint(0, VOCABULARY, (2, 16))
+    return {"input_ids": ids, "labels": ids}
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all parameters."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def train(
+    make: Callable[[], torch.nn.Module],
+    optimizer_of: Callable[[Any], torch.optim.Optimizer],
+    scope_of: Callable[[int], contextlib.AbstractContextManager[Any]],
+    *,
+    saves: bool = False,
+) -> tuple[dict[str, Any], contextlib.AbstractContextManager[Any]]:
+    """Train a model in a scope that is chosen by the bytes of its parameters. Return all that can be observed."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = optimizer_of(model.parameters())
+    scope = scope_of(parameter_bytes(model))
+    losses: list[float] = []
+    checkpoint = b""
+    with scope:
+        for step in range(NUM_STEPS):
+            loss = model(**batch_of(model)).loss
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if saves and step == 1:
+                file = io.BytesIO()
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                checkpoint = file.getvalue()
+    observed = {
+        "losses": losses,
+        "model": bits_of(model.state_dict()),
+        "optimizer": bits_of(list(optimizer.state_dict()["state"].values())),
+        "checkpoint": checkpoint,
+    }
+    return observed, scope
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return AdamW, one parameter at a time."""
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """Return Adam, one parameter at a time."""
+    return torch.optim.Adam(parameters, lr=1e-3, foreach=False)
+
+
+def plain_scope(_size_bytes: int) -> contextlib.AbstractContextManager[Any]:
+    """Return no scope."""
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize(("make", "optimizer_of"), [(gpt2, adamw), (bert, adam), (vit, adamw)])
+def test_training_below_what_persists(make: Any, optimizer_of: Any, tier: Any) -> None:
+    """A training fits into half of what parameters, gradients and states take together, with equal bits."""
+    if (tier, make) == ("disk", bert):
+        pytest.skip("the other models cover the disk")
+    plain, _ = train(make, optimizer_of, plain_scope)
+
+    def scope_of(size_bytes: int) -> MemoryBudget:
+        return MemoryBudget(2 * size_bytes, Config(decision_class="all", tier=tier))
+
+    observed, scope = train(make, optimizer_of, scope_of)
+    assert observed == plain
+    assert isinstance(scope, MemoryBudget)
+    summary = scope.summary()
+    assert len(summary.steps) == NUM_STEPS
+    assert all(step.peak_bytes <= scope.budget_bytes for step in summary.steps[1:])
+    assert max(step.peak_bytes for step in summary.steps) > 0.9 * scope.budget_bytes  # the measure is alive
+
+
+def test_a_checkpoint_below_what_persists() -> None:
+    """A checkpoint that is saved inside such a scope equals plain's to the byte, can be loaded, and costs no room."""
+    plain, _ = train(gpt2, adamw, plain_scope, saves=True)
+
+    def scope_of(size_bytes: int) -> MemoryBudget:
+        return MemoryBudget(2 * size_bytes, Config(decision_class="all"))
+
+    observed, scope = train(gpt2, adamw, scope_of, saves=True)
+    assert observed["checkpoint"] == plain["checkpoint"]
+    assert observed == plain
+    assert isinstance(scope, MemoryBudget)
+    assert all(step.peak_bytes <= scope.budget_bytes for step in scope.summary().steps[1:])
+    model = gpt2()
+    model.load_state_dict(torch.load(io.BytesIO(observed["checkpoint"]))["model"])
+
+
+def test_the_class_saved_cannot() -> None:
+    """The negative control: the same budget is impossible where only saved tensors may leave."""
+    with pytest.raises(BudgetError):
+        train(gpt2, adamw, lambda size_bytes: MemoryBudget(2 * size_bytes))
