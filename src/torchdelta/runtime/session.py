@@ -340,7 +340,7 @@ class Session:
         """Begin anew: what was saved so far had no backward, as in an evaluation or after an exception."""
         if self.follower.position.num_saves:
             self.follower.restart()
-            self.traces.drop_later()
+            self.traces.forget_saves()
 
     def trace(self) -> Trace | None:
         """Return the trace of the first step; None before that step is complete or if the trace was dropped."""

@@ -136,6 +136,19 @@ def test_a_forward_that_is_only_evaluated_is_no_step():
     assert session.follower.num_diverged_steps == 0
 
 
+def test_a_step_that_evaluates_before_its_forward_is_followed():
+    """What was saved for a value alone is not among the saves of the step, in its trace as in the steps that follow."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, _index: int) -> None:
+        x = torch.randn(512, WIDTH)
+        model(x, depth=2).sum().item()
+        _update(optimizer, model(x).square().mean())
+
+    peaks, budget, session = _compare(step, 8, 0.6)
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps == 6
+
+
 def test_two_losses_of_one_graph_run_reactively():
     """No plan of the class saved fits, since what the first backward brings back stays for the second."""
 

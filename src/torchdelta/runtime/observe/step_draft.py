@@ -106,6 +106,11 @@ class StepDraft(Observer):
         self._retire()
         return trace
 
+    def forget_saves(self) -> None:
+        """Leave the saves so far out of the log: no backward will unpack them."""
+        self._saves.clear()
+        self._unpacks.clear()
+
     def log(self) -> StepLog:
         """Return the saves of the step. Call this after `finish`."""
         saved = self._draft.saved

@@ -79,10 +79,10 @@ class StepTraces:
             self._builder = None
             self._ledger.observing.observer = Observer()
 
-    def drop_later(self) -> None:
-        """Drop the trace of a later step; that of the first one goes on."""
-        if not self._is_first:
-            self.drop()
+    def forget_saves(self) -> None:
+        """Number the saves of the running step anew: those so far had no backward."""
+        if self._builder is not None:
+            self._builder.forget_saves()
 
     def stop(self) -> None:
         """End the traces: the session ends. The first step may be complete."""
@@ -94,4 +94,4 @@ class StepTraces:
 
     def _on_first_save(self) -> None:
         if self._builder is not None and self._readers == [self._programs] and not self._programs.needs_trace():
-            self.drop_later()
+            self.drop()
