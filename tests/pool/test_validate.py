@@ -38,7 +38,7 @@ def test_alignment_capacity_and_sign_are_checked():
         ({"ends": [1, 0], "starts": [0, 1]}, "'b' ends at 0 before it starts at 1"),
         ({"sizes_bytes": [4, -1]}, "'b' has a size of -1 bytes"),
         ({"alignment_bytes": 0}, "alignment of 0 bytes"),
-        ({"capacity_bytes": 3}, "'a' needs 4 bytes, more than the capacity of 3 bytes"),
+        ({"capacity_bytes": 3}, "'a' needs 4 B, more than the capacity of 3 B"),
         ({"sizes_bytes": [1 << 61, 1 << 61]}, "at most 2\\*\\*62"),
         ({"sizes_bytes": [1 << 70, 1]}, "64 bits"),
         ({"starts": [0]}, "2 ids, 1 starts"),
