@@ -339,8 +339,10 @@ class Session:
     def _on_step_abandoned(self) -> None:
         """Begin anew: what was saved so far had no backward, as in an evaluation or after an exception."""
         if self.follower.position.num_saves:
-            self.follower.restart()
-            self.traces.forget_saves()
+            if self.follower.abandon():
+                self.traces.forget_saves()
+            else:  # the next step may be without an evaluation, which would take room in every plan
+                self.traces.drop_later()
 
     def trace(self) -> Trace | None:
         """Return the trace of the first step; None before that step is complete or if the trace was dropped."""

@@ -50,6 +50,7 @@ class EndedStep:
         program: The program that carried it out to its end; None if there was none, or it left the step.
         is_exact: Whether that program was made for these shapes.
         was_watched: Whether its backward ran under the recorder.
+        had_abandoned: Whether other tensors were saved before, which had no backward: an evaluation.
     """
 
     key: Key
@@ -58,6 +59,7 @@ class EndedStep:
     program: Program | None
     is_exact: bool
     was_watched: bool
+    had_abandoned: bool
 
 
 class Follower:
@@ -84,6 +86,7 @@ class Follower:
         self._running: Program | None = None  # what this step carries out
         self._is_exact = False
         self._was_watched = True
+        self._had_abandoned = False
         self._due: dict[int, Due] = {}
         self._saved: list[weakref.ref[Buffer]] = []  # by save
         self._num_swaps = 0
@@ -171,11 +174,19 @@ class Follower:
             program=program,
             is_exact=self._is_exact,
             was_watched=self._was_watched,
+            had_abandoned=self._had_abandoned,
         )
+        self._had_abandoned = False
         self.restart()
 
+    def abandon(self) -> bool:
+        """Forget the saves so far, which had no backward. Return whether the step before had such saves as well."""
+        self._had_abandoned = True
+        self.restart()
+        return self.ended is not None and self.ended.had_abandoned
+
     def restart(self) -> None:
-        """Forget the saves so far: the step is over, or it never had a backward."""
+        """Forget the saves so far."""
         self._stop()
         self._was_watched = True
         self._saved.clear()

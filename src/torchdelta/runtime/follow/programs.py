@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
@@ -28,7 +27,6 @@ from torchdelta.runtime.follow.measured_machine import measured_machine
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
-from torchdelta.runtime.follow.step_log import next_exact_hash
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -56,7 +54,6 @@ _MOST_UNPLANNABLE: Final = 256
 _NUM_TIMES: Final = 7  # step times of which a median is taken
 _DRIFT: Final = 0.1  # a step time that is off by more than this share leads to a new trace
 _MAX_RETRACES: Final = 2
-_MAX_FAILURES: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +106,6 @@ class Programs:
         self._asked: list[_Asked] = []  # without an answer
         self._retrace: dict[tuple[Key, int], int] = {}  # by step and start: how often it was traced again
         self._unplannable: set[Key] = set()
-        self._num_failures: Counter[Key] = Counter()  # plans that were asked for in vain
         self._num_steps = 0
         self._wanted: dict[Key, _Wanted] = {}
         self._tokens = float(_MOST_TOKENS)
@@ -304,12 +300,7 @@ class Programs:
         if planned.plan is None:
             self.why_no_plan = planned.answer.error
             _logger.info("no plan is followed: %s", planned.answer.error)
-            self._num_failures[asked.key] += 1
-            log = asked.step[1]
-            if log.has_abandoned and self._num_failures[asked.key] <= _MAX_FAILURES:  # the next one may be without
-                first = next_exact_hash(0, log.signatures[0])
-                self._wanted[asked.key] = _Wanted(first=first, start_bytes=asked.start_bytes, seen_at=self._num_steps)
-            elif len(self._unplannable) < _MOST_UNPLANNABLE:
+            if len(self._unplannable) < _MOST_UNPLANNABLE:
                 self._unplannable.add(asked.key)
             return
         schedule = make_schedule(planned.plan, asked.step[1])

@@ -41,8 +41,6 @@ class StepLog:
         unpacks: (save, ops of the trace before it), in the order of backward.
         num_backwards: Passes of the engine in the step, nested ones included.
         saves_in_backward: Whether tensors were saved while a backward ran, as by a reentrant checkpoint.
-        has_abandoned: Whether other tensors were saved before, which had no backward: an evaluation. The trace contains
-            its ops.
     """
 
     signatures: tuple[Signature, ...]
@@ -52,7 +50,6 @@ class StepLog:
     unpacks: tuple[tuple[int, int], ...]
     num_backwards: int
     saves_in_backward: bool
-    has_abandoned: bool = False
 
     def why_not_followed(self) -> str:
         """Return why no program of this step can be followed; an empty string if one can."""

@@ -76,7 +76,6 @@ class StepDraft(Observer):
         self._unpacks: list[tuple[int, int]] = []
         self._num_backwards = 0
         self._saves_in_backward = False
-        self._has_abandoned = False
         self._is_over = False
 
     # -- end
@@ -111,7 +110,6 @@ class StepDraft(Observer):
         """Leave the saves so far out of the log: no backward will unpack them."""
         self._saves.clear()
         self._unpacks.clear()
-        self._has_abandoned = True
 
     def log(self) -> StepLog:
         """Return the saves of the step. Call this after `finish`."""
@@ -124,7 +122,6 @@ class StepDraft(Observer):
             unpacks=tuple(self._unpacks),
             num_backwards=self._num_backwards,
             saves_in_backward=self._saves_in_backward,
-            has_abandoned=self._has_abandoned,
         )
 
     def module_of(self, record: live.StorageRecord) -> str:

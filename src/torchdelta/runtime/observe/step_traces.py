@@ -79,6 +79,11 @@ class StepTraces:
             self._builder = None
             self._ledger.observing.observer = Observer()
 
+    def drop_later(self) -> None:
+        """Drop the trace of a later step; that of the first one goes on."""
+        if not self._is_first:
+            self.drop()
+
     def forget_saves(self) -> None:
         """Number the saves of the running step anew: those so far had no backward."""
         if self._builder is not None:
