@@ -113,7 +113,6 @@ def test_the_exit_code_is_the_scripts(script, text, code, message):
     """However the script ends, the process ends with its code."""
     done = torchdelta("run", *BUDGET, script(text), code=code)
     assert message in done.stderr
-    assert done.stderr.count("\n") == 1
     assert ("Traceback" in done.stderr) == (message == "KeyboardInterrupt")
 
 
@@ -199,7 +198,10 @@ def test_the_budget_can_come_from_the_environment(script):
         (["--memory-budget", "0.8"], "torchdelta: budget 0.8 is ambiguous"),
         (["--memory-budget", "much"], "torchdelta: budget 'much' is not a size"),
         ([*BUDGET, "--policy", "belady"], "torchdelta: policy='belady' is not allowed: use 'torchdelta'"),
-        ([*BUDGET, "--policy", "delta"], "torchdelta: policy='delta' is not allowed: did you mean 'delta-2022'?"),
+        (
+            [*BUDGET, "--policy", "delta2022"],
+            "torchdelta: policy='delta2022' is not allowed: did you mean 'delta-2022'?",
+        ),
         ([*BUDGET, "--summary-json", "no/s.json"], "torchdelta: cannot write 'no/s.json': there is no directory 'no'"),
         ([*BUDGET, "--tier", "tape"], "torchdelta: tier='tape' is not allowed: use 'disk', 'memory'"),
         ([*BUDGET, "--swap-dir", "/nonexistent"], "torchdelta: swap_dir='/nonexistent' is not a directory"),
@@ -234,6 +236,7 @@ def test_wrong_usage_is_one_line_and_code_2(script, options, env, message):
     """A wrong option is named before the script has begun."""
     done = torchdelta("run", *options, script("print('began')"), env=env, code=2)
     assert message in done.stderr
+    assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 

@@ -17,6 +17,7 @@ from torchdelta.pool.validate import check
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak, versions_over_end
+from torchdelta.units import format_bytes
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
 
@@ -140,5 +141,7 @@ def test_a_planner_that_has_nothing_smaller_ends_in_an_error():
             raise InfeasibleError("no plan that small", least_budget_bytes=None)
         return plan
 
-    with pytest.raises(PoolError, match=rf"needs {size_bytes} bytes, and for less no plan that small; .*extended"):
+    with pytest.raises(
+        PoolError, match=rf"needs {format_bytes(size_bytes)}, and for less no plan that small; .*extended"
+    ):
         plan_within_footprint(STEP, budget_bytes, choose)
