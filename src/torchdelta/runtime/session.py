@@ -287,6 +287,9 @@ class Session:
             self.survey.leaves.extend(leaves)
         elif isinstance(error, BudgetError):  # the survey has ended in the middle of this backward
             drop_fake_gradients(leaves)
+        if error is not None:
+            self.traces.drop_later()
+            self.follower.leave(f"its backward raised {type(error).__name__}")
         if not is_outermost:
             return
         self.room.transfers.note_stall()
@@ -351,9 +354,9 @@ class Session:
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
         if self.survey is None:
-            self.follower.leave("the budget cannot hold")
             if self.steps.is_after_backward and torch.is_grad_enabled() and not self.steps.is_in_optimizer:
                 self.steps.end()  # this is the next step's forward: what ran before it was not refused
+            self.follower.refuse()
             self.survey = Survey(
                 self.recorder,
                 self.budget_bytes,
@@ -382,7 +385,7 @@ class Session:
 
     def _on_survey_end(self) -> None:
         self.survey = None
-        self.follower.restart()  # the step was refused
+        self.following.on_step_refused()
         self.steps.refuse()
         if self.ledger.num_handles == 0:
             self._on_last_handle()

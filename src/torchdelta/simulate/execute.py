@@ -203,7 +203,6 @@ class _Clock:
             if self._carried_s[index] > 0.0:
                 self._queue(absence).carry(self._carried_s[index])
         for op in self._trace.ops:
-            before_s = now
             for index in sorted(self._releases[op.index], key=self._end_of_release):
                 now = self._wait(now, self._end_of_release(index), index, op.index, "out")
             for index in self._ins[op.index]:
@@ -218,7 +217,6 @@ class _Clock:
                     now = self._take(now, self._size(absence) * self._machine.in_compute_s_per_byte, op.index)
             for index in self._needs[op.index]:
                 now = self._wait(now, self._in_end[index], index, op.index, "in")
-            self._span("stall", op.index, before_s, now)
             replay_s = self._replay_s.get(op.index, 0.0)
             self.recompute_s += replay_s
             self._span("replay", op.index, now, now + replay_s)
@@ -234,19 +232,17 @@ class _Clock:
                     now = self._wait(now, end_s, index, op.index, "out")
                 else:
                     now = self._take(now, self._size(absence) * self._machine.out_compute_s_per_byte, op.index)
-            self._span("stall", op.index, before_s, now)
         self.time_s = self._end(now)
 
     def _end(self, now: float) -> float:
         """End the step: wait for what the next one does not begin with, and note what is left of the others."""
-        num_ops, before_s = len(self._trace.ops), now
+        num_ops = len(self._trace.ops)
         over_end = [(index, absence) for index, absence in self._swaps() if absence.next_use_op >= num_ops]
         for index, absence in over_end:
             if not self._carried_s[index]:
                 now = self._wait(now, self._out_end[index], index, num_ops - 1, "out")
             if absence.return_op < num_ops:
                 now = self._wait(now, self._in_end[index], index, num_ops - 1, "in")
-        self._span("stall", num_ops - 1, before_s, now)
         for index, _ in over_end:
             if self._carried_s[index]:
                 self.left_s[index] = max(0.0, self._out_end[index] - now)
@@ -270,6 +266,7 @@ class _Clock:
             Stall(buffer_id=buffer_id, op=op, waited_for="out" if what == "out" else "in", time_s=until_s - now)
         )
         self.stall_s += until_s - now
+        self._span("stall", op, now, until_s)
         return until_s
 
     def _take(self, now: float, time_s: float, op: int) -> float:

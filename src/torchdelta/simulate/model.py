@@ -140,7 +140,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         lane: The queue.
-        what: `"op"`, `"replay"`, `"stall"`, `"swap-out"` or `"swap-in"`.
+        what: `"op"`, `"replay"`, `"stall"`, `"copy"` (what a copy takes of compute), `"swap-out"` or `"swap-in"`.
         id: Op index on the compute queue, buffer id on the others.
         start_s: Seconds from the start of the step.
         end_s: Seconds from the start of the step.

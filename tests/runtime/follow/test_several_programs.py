@@ -149,6 +149,44 @@ def test_a_step_that_evaluates_before_its_forward_is_followed():
     assert session.follower.num_followed_steps == 6
 
 
+def _fail(_gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError("in backward")
+
+
+def test_a_backward_that_raises_is_not_planned():
+    """Its trace ends in the middle, though all its saves are those of a whole step: the next one is traced."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        y = model(torch.randn(512, WIDTH), depth=4)
+        if index in (1, 5):
+            y.register_hook(_fail)
+        loss = model(y, depth=DEPTH).square().mean()
+        if index in (1, 5):
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            optimizer.zero_grad()
+        else:
+            _update(optimizer, loss)
+
+    peaks, budget, session = _compare(step, 10, 0.6)
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps >= 5
+    assert session.follower.reasons == {"its backward raised ZeroDivisionError": 1}
+
+
+def test_gradients_that_are_kept_or_freed_are_two_kinds_of_backward():
+    """A backward that was proven with gradients in place is watched where it makes them."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+        optimizer.zero_grad(set_to_none=index >= 6)
+        model(torch.randn(512, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+    peaks, budget, session = _compare(step, 12, 0.75)
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps >= 9
+
+
 def test_two_losses_of_one_graph_run_reactively():
     """No plan of the class saved fits, since what the first backward brings back stays for the second."""
 

@@ -25,11 +25,12 @@ from torchdelta.runtime.follow.program import Position, ProgramCache
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.retry import is_out_of_memory
 from torchdelta.runtime.policies.base import Action
+from torchdelta.runtime.state.buffer import Residence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchdelta.runtime.follow.program import Key, Program
+    from torchdelta.runtime.follow.program import Key, Program, Proof
     from torchdelta.runtime.follow.schedule import Due, Schedule
     from torchdelta.runtime.memory.restore import Restorer
     from torchdelta.runtime.state.buffer import Buffer, View
@@ -87,9 +88,11 @@ class Follower:
         self._is_exact = False
         self._was_watched = True
         self._had_abandoned = False
+        self._why_left = ""
         self._due: dict[int, Due] = {}
         self._saved: list[weakref.ref[Buffer]] = []  # by save
-        self._num_swaps = 0
+        self._swapped: list[weakref.ref[Buffer] | None] = []  # in the order of the program's copies out
+        self._num_released = 0  # how many of them have been waited for
 
     # -- what a backward asks
 
@@ -107,20 +110,27 @@ class Follower:
         """Return whether a backward is known to fit: its program held the budget when the same one ran watched.
 
         Args:
-            graph: Signature of its graph (`record/headroom.py`).
+            graph: What its growth depends on beside the step: its nodes, which leaves have gradients, the ops known.
             start_bytes: The bytes in use before it.
         """
         program, budget_bytes = self._running, self.room.budget_bytes
-        if program is None or budget_bytes is None:
+        proof = program.proofs.get((self.position.key, graph)) if program is not None else None
+        if proof is None or budget_bytes is None:
             return False
-        growth_bytes = program.proofs.get((self.position.key, graph))
-        self._was_watched = growth_bytes is None or start_bytes + growth_bytes > budget_bytes
-        return not self._was_watched
+        return proof.expected_peak_bytes(start_bytes, self.leaving_bytes()) <= budget_bytes
 
-    def measured(self, graph: int, growth_bytes: int) -> None:
-        """Record by how much the peak of a watched backward was above its start."""
+    def on_unwatched(self) -> None:
+        """Note that a backward of this step runs unwatched."""
+        self._was_watched = False
+
+    def measured(self, graph: int, proof: Proof) -> None:
+        """Record what a watched backward has taken."""
         if self._running is not None:
-            self._running.prove((self.position.key, graph), growth_bytes)
+            self._running.prove(self.position.key, graph, proof)
+
+    def leaving_bytes(self) -> int:
+        """Return the bytes of the buffers whose copies out are under way."""
+        return sum(buffer.size_bytes for buffer in self.transfers.leaving)
 
     # -- a step
 
@@ -145,14 +155,19 @@ class Follower:
             self._evict(running.schedule, save)
         return save
 
-    def before_unpack(self, save: int) -> None:
-        """Do what is due before a saved tensor is returned."""
-        due = self._due.pop(save, None)
-        if due is None:
-            return
+    def before_unpack(self, save: int, buffer: Buffer) -> None:
+        """Do what is due before a saved tensor of this buffer is returned."""
         transfers = self.transfers
-        while transfers.leaving and self._num_swaps - len(transfers.leaving) < due.num_released:
-            transfers.finish_first()
+        if transfers.leaving:
+            transfers.reap()
+        if save not in self._due or self._saved[save]() is not buffer:  # else the save of an earlier graph
+            return
+        due = self._due.pop(save)
+        for reference in self._swapped[self._num_released : due.num_released]:
+            leaving = reference() if reference is not None else None
+            while leaving is not None and leaving in transfers.leaving:
+                transfers.finish_first()
+        self._num_released = max(self._num_released, due.num_released)
         for buffer_id in due.fetches:
             self._fetch(buffer_id)
         for group in due.replays:
@@ -167,6 +182,13 @@ class Follower:
             self.programs.use(program)
         elif self._running is not None:
             self.leave(f"it ended early: {self.position.num_saves} saves of {self._running.schedule.num_saves}")
+        if self._why_left:
+            self.num_diverged_steps += 1
+            self.latest_reason = self._why_left
+            self.reasons[self._why_left.partition(":")[0]] += 1
+        away = self.transfers.away
+        if away:
+            away[:] = [buffer for buffer in away if buffer.num_saved]
         self.ended = EndedStep(
             key=self.position.key,
             first=self.position.first,
@@ -176,18 +198,19 @@ class Follower:
             was_watched=self._was_watched,
             had_abandoned=self._had_abandoned,
         )
-        self._had_abandoned = False
         self.restart()
 
     def abandon(self) -> bool:
         """Forget the saves so far, which had no backward. Return whether the step before had such saves as well."""
-        self._had_abandoned = True
         self.restart()
+        self._had_abandoned = True
         return self.ended is not None and self.ended.had_abandoned
 
     def restart(self) -> None:
         """Forget the saves so far."""
         self._stop()
+        self._why_left = ""
+        self._had_abandoned = False
         self._was_watched = True
         self._saved.clear()
         self.position.restart(0)
@@ -195,11 +218,15 @@ class Follower:
     def leave(self, why: str) -> None:
         """Stop following for the rest of this step."""
         if self._running is not None:
-            self.num_diverged_steps += 1
-            self.latest_reason = why
-            self.reasons[why.partition(":")[0]] += 1
+            self._why_left = why
             _logger.debug("the step is not followed any more: %s", why)
         self._stop()
+
+    def refuse(self) -> None:
+        """Stop following a step that the budget cannot hold, and watch its backward from now on."""
+        if self._running is not None:
+            self._running.disprove(self.position.key)
+        self.leave("the budget cannot hold")
 
     # -- which program
 
@@ -212,7 +239,8 @@ class Follower:
         program, self._is_exact = chosen
         self._running = program
         self._due = dict(program.schedule.due)
-        self._num_swaps = len(self.transfers.leaving)
+        self._swapped.clear()
+        self._num_released = 0
         self.room.is_followed = True
         for earlier in range(save):
             self._evict(program.schedule, earlier)
@@ -227,8 +255,9 @@ class Follower:
     def _evict(self, schedule: Schedule, save: int) -> None:
         for buffer_id, action in schedule.evictions.get(save, ()):
             leaving = self._find(buffer_id)
-            if leaving is not None:
-                self._num_swaps += action is Action.SWAP
+            if action is Action.SWAP:
+                self._swapped.append(weakref.ref(leaving) if leaving is not None else None)
+            if leaving is not None and leaving.residence is not Residence.LEAVING:
                 self.room.evict(leaving, action, lazily=True)
 
     def _find(self, buffer_id: int) -> Buffer | None:

@@ -7,13 +7,14 @@ with a program, that one is followed. If several agree, the step is taken to be 
 programs of one step, the one is followed that was made for the bytes in use at the start (the second micro-batch of an
 accumulation begins with gradients, the first one without). Where none agrees exactly, one that agrees but for the
 shapes is followed: of those, the smallest one whose saved bytes were at least those of this step, because a program
-that holds a longer sequence within the budget holds a shorter one, too; else the largest. This serves until the step
-itself has been traced and planned.
+that holds a longer sequence within the budget holds a shorter one, too; else the largest, whatever start it was made
+for. This serves until the step itself has been traced and planned.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from torchdelta.runtime.follow.step_log import next_exact_hash, next_shape_free_hash
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.follow.step_log import Signature, StepLog
     from torchdelta.trace.model import Trace
 
-__all__ = ["Key", "Position", "Program", "ProgramCache"]
+__all__ = ["Key", "Position", "Program", "ProgramCache", "Proof"]
 
 Key = tuple[int, int]
 """What a whole step is known by: the number of its saves, and their exact hash."""
@@ -68,6 +69,30 @@ class Position:
         return self.num_saves, self.exact
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What a watched backward took.
+
+    Attributes:
+        start_bytes: The bytes in use before it.
+        leaving_bytes: Of those, bytes of buffers whose copies out were under way.
+        peak_bytes: The most bytes in use.
+    """
+
+    start_bytes: int
+    leaving_bytes: int
+    peak_bytes: int
+
+    def expected_peak_bytes(self, start_bytes: int, leaving_bytes: int) -> int:
+        """Return what the same backward takes at most where so many bytes are in use before it.
+
+        Its peak may have been at its start, with copies under way, or later, without them.
+        """
+        more_bytes = start_bytes - self.start_bytes
+        more_staying_bytes = more_bytes - leaving_bytes + self.leaving_bytes
+        return self.peak_bytes + max(0, more_bytes, more_staying_bytes)
+
+
 class Program:
     """A schedule, what it was made of, and what is known of the steps that it carried out. Mutable.
 
@@ -78,14 +103,15 @@ class Program:
         answer: What the planner predicts.
         step: The traced step, until the program has held; a program that does not is planned again from it.
         margin_bytes: By how much less than the budget was planned.
-        proofs: By (key, graph): by how much the peak of a watched backward was above its start.
+        proofs: By (key, graph): what the backward took when it was watched.
         unseen_bytes: Memory outside of known storages when the step was traced.
         num_plans: How often the step was planned.
         num_misses: Steps that passed the budget or needed room beyond the program, since it was made.
         num_followed: Steps that it carried out to their ends.
         num_retraces: How often it was traced again.
+        wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
-        measured_s: The latest median of them; 0.0 before there is one.
+        first_s: The first median of them; 0.0 before there is one.
         used_at: When it last carried a step out to its end, or was made: larger is later.
     """
 
@@ -105,21 +131,27 @@ class Program:
         self.answer = answer
         self.step = step
         self.margin_bytes = margin_bytes
-        self.proofs: dict[tuple[Key, int], int] = {}
+        self.proofs: dict[tuple[Key, int], Proof] = {}
         self.unseen_bytes = 0
         self.num_plans = 1
         self.num_misses = 0
         self.num_followed = 0
         self.num_retraces = 0
+        self.wants_trace = False
         self.step_times_s: list[float] = []
-        self.measured_s = 0.0
+        self.first_s = 0.0
         self.used_at = 0
 
-    def prove(self, backward: tuple[Key, int], growth_bytes: int) -> None:
-        """Record by how much the peak of a watched backward, named by its step and graph, was above its start."""
+    def prove(self, key: Key, graph: int, proof: Proof) -> None:
+        """Record what a watched backward, named by its step and graph, has taken."""
         if len(self.proofs) >= _MOST_PROOFS:
             self.proofs.clear()
-        self.proofs[backward] = growth_bytes
+        self.proofs[key, graph] = proof
+
+    def disprove(self, key: Key) -> None:
+        """Watch the backwards of a step again."""
+        for backward in [backward for backward in self.proofs if backward[0] == key]:
+            del self.proofs[backward]
 
     def agrees(self, position: Position, *, exactly: bool) -> bool:
         """Return whether the saves so far are those of the traced step, or those but for the shapes."""
@@ -158,6 +190,7 @@ class ProgramCache:
         self.use(program)
         while len(self._programs) > _MOST_PROGRAMS:
             oldest = min(self._programs.values(), key=lambda other: other.used_at)
+            oldest.step = None  # a report may still refer to it
             del self._programs[oldest.key, oldest.start_bytes]
 
     def use(self, program: Program) -> None:

@@ -100,16 +100,16 @@ class Programs:
         self.num_plans = 0
         self.num_programs = 0
         self.why_no_plan = ""  # the latest time that there was none
-        if self.planning is not None and find_spec("numba") is None:
-            self._end("numba is not installed: pip install 'torchdelta[plan]'")
         follower.is_on = self.planning is not None or given is not None
         self._asked: list[_Asked] = []  # without an answer
-        self._retrace: dict[tuple[Key, int], int] = {}  # by step and start: how often it was traced again
         self._unplannable: set[Key] = set()
         self._num_steps = 0
         self._wanted: dict[Key, _Wanted] = {}
         self._tokens = float(_MOST_TOKENS)
+        self._num_given_traces = 0
         self._num_unplanned = 0
+        if self.planning is not None and find_spec("numba") is None:
+            self._end("numba is not installed: pip install 'torchdelta[plan]'")
 
     # -- traces
 
@@ -117,7 +117,7 @@ class Programs:
     def wants_trace(self) -> bool:
         """Whether the next step is to be traced. See [Note: when a step is traced]."""
         if self.given is not None:
-            return not len(self.cache) and self._tokens > _MOST_TOKENS - _MOST_GIVEN_TRACES
+            return not len(self.cache) and self._num_given_traces < _MOST_GIVEN_TRACES
         return (
             self.planning is not None
             and bool(self._wanted)
@@ -129,6 +129,7 @@ class Programs:
     def on_trace_begin(self) -> None:
         """Count a step that is being traced: its trace may be dropped."""
         self._tokens -= 1
+        self._num_given_traces += 1
 
     def on_traced(self, trace: Trace, log: StepLog) -> None:
         """Ask for a program of a step that was traced to its end, if it has none. Call this before `on_step_end`."""
@@ -137,7 +138,7 @@ class Programs:
         if key[0] != len(log.signatures):
             return  # a part of it was not traced, or is no part of the step
         known = self.cache.find(key, start_bytes)
-        if known is not None and (known.key, known.start_bytes) not in self._retrace:
+        if not key[0] or (known is not None and not known.wants_trace):
             return
         if self._is_asked(key, start_bytes):
             return
@@ -154,7 +155,10 @@ class Programs:
         if self.given is not None:
             self._follow_given(self.given, trace, log, unseen_bytes)
             return
-        num_retraces = 0 if known is None else self._retrace.pop((known.key, known.start_bytes)) + 1
+        num_retraces = 0
+        if known is not None:
+            known.wants_trace = False
+            num_retraces = known.num_retraces + 1
         margin_bytes = unseen_bytes + self._margin()
         self._ask(
             _Asked(
@@ -195,11 +199,19 @@ class Programs:
             self._note_wanted(ended)
             if program is not None:
                 self.latest = program
-                self._judge(program, peak_bytes, num_unplanned, is_own=is_own)
+                self._judge(program, ended.key, peak_bytes, num_unplanned, is_own=is_own)
                 if is_own and not ended.was_watched:
                     self._judge_time(program, time_s)
-        if self.planning is not None and len(self.planning):
+        if self.planning is not None:  # also where nothing was asked: a helper that is idle for long is ended
             self._take(self.planning)
+
+    def on_step_refused(self) -> None:
+        """Blame no later step for the room that had to be made in a step that the budget could not hold."""
+        self._num_unplanned = self.follower.room.counters.num_unplanned
+
+    def on_trace_dropped(self) -> None:
+        """Take a token back: the trace was dropped at the first save."""
+        self._tokens += 1
 
     def _note_wanted(self, ended: EndedStep) -> None:
         """Note whether the latest step has no program, and forget those that have one now or did not come again."""
@@ -208,18 +220,18 @@ class Programs:
             self._wanted[key] = _Wanted(first=ended.first, start_bytes=start_bytes, seen_at=self._num_steps)
         for key, wanted in list(self._wanted.items()):
             program = self.cache.find(key, wanted.start_bytes)
-            has_own = program is not None and (program.key, program.start_bytes) not in self._retrace
+            has_own = program is not None and not program.wants_trace
             is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
             if has_own or is_old or key in self._unplannable or self._is_asked(key, wanted.start_bytes):
                 del self._wanted[key]
 
-    def _judge(self, program: Program, peak_bytes: int, num_unplanned: int, *, is_own: bool) -> None:
+    def _judge(self, program: Program, key: Key, peak_bytes: int, num_unplanned: int, *, is_own: bool) -> None:
         """Watch the backward of a program that did not hold the budget; plan it with less the second time."""
         if not num_unplanned and peak_bytes <= self.budget_bytes:
-            if program.num_followed > _MISSES_ALLOWED:
+            if program.num_followed > 1:
                 program.step = None  # it will not be planned again from this trace
             return
-        program.proofs.clear()
+        program.disprove(key)
         if not is_own:
             return
         program.num_misses += 1
@@ -235,10 +247,12 @@ class Programs:
             return
         median_s = statistics.median(program.step_times_s)
         program.step_times_s.clear()
-        program.measured_s, first_s = median_s, program.measured_s or median_s
-        if abs(median_s / first_s - 1) > _DRIFT and program.num_retraces < _MAX_RETRACES:
-            _logger.info("steps take %.1f ms where they took %.1f: tracing one again", median_s * 1e3, first_s * 1e3)
-            self._retrace[program.key, program.start_bytes] = program.num_retraces
+        if not program.first_s:
+            program.first_s = median_s
+        elif abs(median_s / program.first_s - 1) > _DRIFT and program.num_retraces < _MAX_RETRACES:
+            earlier_ms = program.first_s * 1e3
+            _logger.info("steps take %.1f ms where they took %.1f: tracing one again", median_s * 1e3, earlier_ms)
+            program.wants_trace = True
 
     # -- plans
 
@@ -250,7 +264,7 @@ class Programs:
         if program.num_plans >= _MAX_PLANS:
             return
         if program.step is None:
-            self._retrace[program.key, program.start_bytes] = program.num_retraces
+            program.wants_trace = True
             return
         self._ask(
             _Asked(
@@ -332,7 +346,7 @@ class Programs:
 
     def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog, unseen_bytes: int) -> None:
         position = self.follower.position
-        self._tokens = 0.0  # the first complete trace decides
+        self._num_given_traces = _MOST_GIVEN_TRACES  # the first complete trace decides
         try:
             schedule, peak_bytes = given.schedule(trace, log, self.budget_bytes)
         except PlanError as error:
@@ -363,6 +377,7 @@ class Programs:
         """End the helper process."""
         planning, self.planning = self.planning, None
         self._asked.clear()
+        self.follower.is_on = len(self.cache) > 0
         if planning is not None:
             planning.close()
 

@@ -11,8 +11,8 @@ from torchdelta.summary import FollowSummary
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torchdelta.plan.request import Answer
     from torchdelta.runtime.follow.follower import Follower
-    from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.follow.programs import Programs
     from torchdelta.runtime.state.steps import StepTracker
 
@@ -33,16 +33,23 @@ class FollowReport:
     def __init__(self, programs: Programs, follower: Follower) -> None:
         self.programs = programs
         self.follower = follower
-        # (program, time_s, peak_bytes) of the latest followed steps.
-        self._steps: collections.deque[tuple[Program, float, int]] = collections.deque(maxlen=_MAX_STEPS)
+        # (answer, its peak with unseen memory, time_s, peak_bytes) of the latest followed steps.
+        self._steps: collections.deque[tuple[Answer, int, float, int]] = collections.deque(maxlen=_MAX_STEPS)
 
     def on_step_end(self, steps: StepTracker) -> None:
         """End the step for the follower and for the programs, and measure it if it was followed."""
         self.follower.on_step_end()
         ended = self.follower.ended
         if ended is not None and ended.program is not None and ended.is_exact:
-            self._steps.append((ended.program, steps.last_time_s, steps.last_peak_bytes))
+            answer = ended.program.answer
+            predicted_bytes = answer.peak_bytes + ended.program.unseen_bytes
+            self._steps.append((answer, predicted_bytes, steps.last_time_s, steps.last_peak_bytes))
         self.programs.on_step_end(steps.last_peak_bytes, steps.last_time_s)
+
+    def on_step_refused(self) -> None:
+        """Forget the running step: the budget could not hold it."""
+        self.follower.restart()
+        self.programs.on_step_refused()
 
     def summary(self, num_steps: int) -> FollowSummary | None:
         """Return the summary so far; None where no plan was asked for and none given.
@@ -53,13 +60,11 @@ class FollowReport:
         programs, follower = self.programs, self.follower
         if not programs.name:
             return None
-        time_s = _median(time_s for _, time_s, _ in self._steps)
-        answers = [program.answer for program, _, _ in self._steps]
-        plain_time_s = _median(answer.plain_time_s for answer in answers)
-        predicted_peak_bytes = _median(
-            program.answer.peak_bytes + program.unseen_bytes for program, _, _ in self._steps
-        )
-        peak_bytes = _median(peak_bytes for _, _, peak_bytes in self._steps)
+        plain_time_s = _median(answer.plain_time_s for answer, _, _, _ in self._steps)
+        predicted_time_s = _median(answer.time_s for answer, _, _, _ in self._steps)
+        predicted_peak_bytes = _median(predicted_bytes for _, predicted_bytes, _, _ in self._steps)
+        time_s = _median(time_s for _, _, time_s, _ in self._steps)
+        peak_bytes = _median(peak_bytes for _, _, _, peak_bytes in self._steps)
         num_away = follower.num_followed_steps + follower.num_diverged_steps
         latest = programs.latest
         return FollowSummary(
@@ -73,7 +78,7 @@ class FollowReport:
             divergences=dict(follower.reasons.most_common(_MAX_REASONS)),
             latest_divergence=follower.latest_reason,
             why_no_plan=programs.why_no_plan,
-            predicted_time_s=_median(answer.time_s for answer in answers) or None,
+            predicted_time_s=predicted_time_s or None,
             time_s=time_s,
             predicted_peak_bytes=None if predicted_peak_bytes is None else int(predicted_peak_bytes),
             peak_bytes=None if peak_bytes is None else int(peak_bytes),

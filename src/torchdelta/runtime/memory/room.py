@@ -84,6 +84,7 @@ class Room:
         if persistents is not None:
             persistents.make = self.make
         self.is_followed = False  # a program is carried out: only its misses are made up for here
+        self.num_waits = 0  # times that a followed step waited here
         self.digests = False  # verify="first-step": hash buffers when they are dropped
         self.largest_request_bytes = 0
         self.reserved_bytes = 0  # for an autograd node whose ops are not recorded, while it unpacks its saved tensors
@@ -147,6 +148,7 @@ class Room:
         # Memory outside the known storages cannot be evicted, so the known ones have to make room for it.
         target_bytes = total_bytes - usage.unseen_bytes
         if self.is_followed:
+            self.num_waits += bool(transfers.leaving)
             transfers.finish_leaving(target_bytes)  # the program waits here for a copy that it has started
             if usage.live_bytes <= target_bytes:
                 return

@@ -99,4 +99,5 @@ class StepTraces:
 
     def _on_first_save(self) -> None:
         if self._builder is not None and self._readers == [self._programs] and not self._programs.needs_trace():
-            self.drop()
+            self.drop_later()
+            self._programs.on_trace_dropped()

@@ -18,6 +18,7 @@ from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes
 from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, top_mode, without_mode
 from torchdelta._torch.storages import storage_address
 from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of, storage_of
+from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
@@ -94,10 +95,13 @@ class Backward:
         graph = (
             Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
         )
+        follows_as = 0
         if graph is not None and follows:
-            if not (graph.has_hooks or self.observing.observer.wants_every_op) and follower.may_run_unwatched(
-                graph.signature, start_bytes
-            ):
+            grads = tuple(leaf.grad is None for leaf in graph.leaves)
+            follows_as = hash((graph.signature, grads, self.recorder.needs.num_made))
+            is_watched = graph.has_hooks or self.observing.observer.wants_every_op
+            if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
+                follower.on_unwatched()
                 return self._run_unwatched(original, graph, 0, outputs, *args, **kwargs)
         elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
@@ -109,7 +113,8 @@ class Backward:
             )
             if expected_bytes is not None:
                 return self._run_unwatched(original, graph, expected_bytes, outputs, *args, **kwargs)
-        collected_bytes = self.room.collected_bytes
+        collected_bytes, num_waits = self.room.collected_bytes, self.room.num_waits
+        leaving_bytes = follower.leaving_bytes() if follows else 0
         usage.peak_bytes = start_bytes
         if budget_bytes is None:
             self.room.transfers.finish_leaving()  # forced decisions take effect without memory pressure too
@@ -144,7 +149,11 @@ class Backward:
             # fake tensors of a survey that began in between take no memory.
             is_measured = error is None and not self.ledger.surveys and collected_bytes == self.room.collected_bytes
             if graph is not None and is_measured and follows:
-                follower.measured(graph.signature, usage.peak_bytes - start_bytes)
+                if num_waits == self.room.num_waits:  # an unwatched one would not wait there
+                    follower.measured(
+                        follows_as,
+                        Proof(start_bytes=start_bytes, leaving_bytes=leaving_bytes, peak_bytes=usage.peak_bytes),
+                    )
             elif graph is not None and is_measured:
                 self.headroom.measured(
                     graph,

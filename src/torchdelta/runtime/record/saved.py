@@ -245,7 +245,7 @@ class SavedTensors:
             buffer = buffer.successor
         follower = self.follower
         if follower.is_following:
-            follower.before_unpack(handle.save)
+            follower.before_unpack(handle.save, view.buffer)
         with Quietly():
             tensor = view.on(self.restorer.bring(buffer))
         if tensor.is_meta and self.fake_view is not None:
