@@ -247,13 +247,13 @@ def test_a_handler_that_returns_leaves_the_section_as_it_is() -> None:
 
 def test_a_scope_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers, hooks and modes are as they were, and the next scope starts."""
-    from torchdelta.runtime import session
+    from torchdelta.runtime.observe import step_traces
 
     def refuse(*_: Any) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "scan_storages", refuse)
+        patch.setattr(step_traces, "scan_storages", refuse)
         with pytest.raises(MemoryError):
             MemoryBudget("1GiB").start()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -14,6 +14,7 @@ from torchdelta import MemoryBudget
 from torchdelta.native.counting import counting_status
 from torchdelta.runtime import session as session_module
 from torchdelta.runtime.device import device as device_module
+from torchdelta.runtime.observe import step_traces
 from torchdelta.runtime.record import recorder as recorder_module
 from torchdelta.runtime.record import scan
 from torchdelta.runtime.record.resized import Resizes
@@ -158,7 +159,7 @@ def test_a_scope_that_fails_to_open_leaves_nothing_behind(place: str, monkeypatc
             new_counter = device_module.new_counter
             patched.setattr(device_module, "new_counter", lambda: Running(new_counter()))
         if place == "scan":
-            patched.setattr(session_module, "scan_storages", fail)
+            patched.setattr(step_traces, "scan_storages", fail)
         elif place == "hooks":
             patched.setattr(session_module, "register_optimizer_step_post_hook", fail)
         elif place == "resizes":

@@ -179,6 +179,8 @@ def copied_matrix_bytes(args: tuple[Any, ...]) -> int:
     for matrix in args[-2:]:
         if not isinstance(matrix, torch.Tensor) or matrix.dim() != 2 or matrix.device.type != "cpu":
             return 0
+        if matrix.layout is not torch.strided:
+            return 0
         (num_rows, num_columns), (row, column) = matrix.shape, matrix.stride()
         has_dense_rows = column == 1 and row >= max(1, num_columns)
         has_dense_columns = row == 1 and column >= max(1, num_rows)
