@@ -443,9 +443,7 @@ def test_tracing_that_fails_breaks_nothing(monkeypatch: pytest.MonkeyPatch, capl
     with running() as (budget, session):
         traced.step()
         assert session.ledger.observing.observer.__class__ is Observer
-    assert [record.message for record in caplog.records] == [
-        "the trace of the first step was dropped: ZeroDivisionError: "
-    ]
+    assert [record.message for record in caplog.records] == ["the trace of a step was dropped: ZeroDivisionError: "]
     for expected, found in zip(plain.model.parameters(), traced.model.parameters(), strict=True):
         assert torch.equal(expected, found)
     with pytest.raises(ScopeError):

@@ -56,7 +56,7 @@ def guarded(
 
 
 class StepDraft(Observer):
-    """Records what is known of storages, from the start of a scope to the end of the first step."""
+    """Records what is known of storages, from the start of a step to its end."""
 
     wants_every_op = True
 
@@ -85,7 +85,7 @@ class StepDraft(Observer):
         self._retire()
         if not self._is_over:
             self._is_over = True
-            logging.getLogger("torchdelta").warning("the trace of the first step was dropped: %s", why)
+            logging.getLogger("torchdelta").warning("the trace of a step was dropped: %s", why)
 
     def _retire(self) -> None:
         if self.ledger.observing.observer is self:

@@ -48,7 +48,7 @@ __all__ = ["TraceBuilder"]
 
 
 class TraceBuilder(PseudoOps):
-    """Writes the trace of the first step: its storages, saved tensors and ops."""
+    """Writes the trace of a step: its storages, saved tensors and ops."""
 
     # -- storages that exist
 
