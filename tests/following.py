@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tests.runtime.parts import running_session
-from tests.same_bits.judge import differences, leaks, run, tracked_bytes
+from tests.same_bits.judge import differences, leaks, plain_outcome, run, tracked_bytes
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import TorchdeltaError
 from torchdelta.plan.model import Absence, Plan, PlanHeader
@@ -28,7 +28,7 @@ from torchdelta.simulate.gaps import find_gaps
 from torchdelta.simulate.problem import PlanningProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tests.same_bits.judge import Outcome, Step
     from torchdelta.machine.model import Machine
@@ -173,6 +173,25 @@ def judge_followed(step: Step, plain: Outcome, seed: int = 0) -> list[str]:
         again = _followed(step, plain, seed)[1]
         found += leaks(after, again)
     return found
+
+
+def judge_all_followed(named_steps: Iterable[tuple[str, Step]]) -> tuple[dict[str, list[str]], int]:
+    """Judge steps that are repeated and carry a drawn program out.
+
+    Returns:
+        The first differences by name, and the number of steps that plain finished; the others are not judged.
+    """
+    found: dict[str, list[str]] = {}
+    num_finished = 0
+    for name, step in named_steps:
+        plain = plain_outcome(step)
+        if plain.raised is not None:
+            continue
+        num_finished += 1
+        differences = judge_followed(step, plain, seed=num_finished)
+        if differences:
+            found[name] = differences[:2]
+    return found, num_finished
 
 
 def _followed(step: Step, plain: Outcome, seed: int) -> tuple[list[str], Outcome]:

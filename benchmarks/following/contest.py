@@ -163,8 +163,8 @@ def without_fetches(program: Program) -> Program:
     schedule = program.schedule
     due = {save: dataclasses.replace(each, fetches=[]) for save, each in schedule.due.items()}
     return Program(
-        dataclasses.replace(schedule, due=due),
-        program.key,
+        schedule=dataclasses.replace(schedule, due=due),
+        key=program.key,
         start_bytes=program.start_bytes,
         answer=program.answer,
         step=None,

@@ -116,7 +116,7 @@ def test_a_program_without_prefetch_reads_nothing_ahead():
         evictions={},
         due={3: Due(num_released=2, fetches=[1], replays=[(4, 5)])},
     )
-    program = Program(schedule, (0, 0), start_bytes=0, answer=Answer(), step=None, margin_bytes=0)
+    program = Program(schedule=schedule, key=(0, 0), start_bytes=0, answer=Answer(), step=None, margin_bytes=0)
     without = contest.without_fetches(program).schedule
     assert without.due == {3: Due(num_released=2, fetches=[], replays=[(4, 5)])}
     assert schedule.due[3].fetches == [1]
@@ -229,7 +229,9 @@ def test_a_table_and_a_picture_are_made_of_the_raw_data(data):
 def test_a_picture_needs_no_more_than_plain(data):
     """A run of one contender alone has one too."""
     data["budgets"], data["rounds"] = {}, [{PLAIN: block(1.0)}]
-    ET.fromstring(svg("small", data, ""))  # noqa: S314 - written here
+    picture = ET.fromstring(svg("small", data, ""))  # noqa: S314 - written here
+    assert picture.tag.endswith("svg")
+    assert "small" in "".join(picture.itertext())
 
 
 def test_the_growth_of_a_step_is_what_it_allocates():

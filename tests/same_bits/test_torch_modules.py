@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.following import judge_followed
+from tests.following import judge_all_followed
 from tests.same_bits.judge import DECISIONS, judge, plain_outcome
 from tests.same_bits.op_database import module_calls, module_infos
 from tests.sampling import sample
@@ -47,16 +47,10 @@ def test_every_module_leaves_the_same_bits(chunk: int, *, training: bool) -> Non
 @pytest.mark.parametrize("chunk", sample(range(NUM_CHUNKS), 1))
 def test_every_module_leaves_the_same_bits_when_a_plan_is_followed(chunk: int) -> None:
     """The same in training, in steps in which saved tensors leave and return by a program."""
-    found: dict[str, list[str]] = {}
-    num_finished = 0
-    for info in module_infos()[chunk::NUM_CHUNKS]:
-        for index, step in enumerate(module_calls(info, training=True)):
-            plain = plain_outcome(step)
-            if plain.raised is not None:
-                continue
-            num_finished += 1
-            differences = judge_followed(step, plain, seed=num_finished)
-            if differences:
-                found[f"{info.name}[{index}]"] = differences[:2]
+    found, num_finished = judge_all_followed(
+        (f"{info.name}[{index}]", step)
+        for info in module_infos()[chunk::NUM_CHUNKS]
+        for index, step in enumerate(module_calls(info, training=True))
+    )
     assert found == {}
     assert num_finished >= 20

@@ -14,8 +14,8 @@ for. This serves until the step itself has been traced and planned.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from torchdelta.runtime.follow.step_log import next_exact_hash, next_shape_free_hash
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Key", "Position", "Program", "ProgramCache", "Proof"]
 
-Key = tuple[int, int]
+Key: TypeAlias = tuple[int, int]
 """What a whole step is known by: the number of its saves, and their exact hash."""
 
 _MOST_PROGRAMS: Final = 64
@@ -93,6 +93,7 @@ class Proof:
         return self.peak_bytes + max(0, more_bytes, more_staying_bytes)
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class Program:
     """A schedule, what it was made of, and what is known of the steps that it carried out. Mutable.
 
@@ -115,32 +116,22 @@ class Program:
         used_at: When it last carried a step out to its end, or was made: larger is later.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        key: Key,
-        *,
-        start_bytes: int,
-        answer: Answer,
-        step: tuple[Trace, StepLog] | None,
-        margin_bytes: int,
-    ) -> None:
-        self.schedule = schedule
-        self.key = key
-        self.start_bytes = start_bytes
-        self.answer = answer
-        self.step = step
-        self.margin_bytes = margin_bytes
-        self.proofs: dict[tuple[Key, int], Proof] = {}
-        self.unseen_bytes = 0
-        self.num_plans = 1
-        self.num_misses = 0
-        self.num_followed = 0
-        self.num_retraces = 0
-        self.wants_trace = False
-        self.step_times_s: list[float] = []
-        self.first_s = 0.0
-        self.used_at = 0
+    schedule: Schedule
+    key: Key
+    start_bytes: int
+    answer: Answer
+    step: tuple[Trace, StepLog] | None
+    margin_bytes: int
+    unseen_bytes: int = 0
+    num_plans: int = 1
+    num_retraces: int = 0
+    proofs: dict[tuple[Key, int], Proof] = field(default_factory=dict)
+    num_misses: int = 0
+    num_followed: int = 0
+    wants_trace: bool = False
+    step_times_s: list[float] = field(default_factory=list)
+    first_s: float = 0.0
+    used_at: int = 0
 
     def prove(self, key: Key, graph: int, proof: Proof) -> None:
         """Record what a watched backward, named by its step and graph, has taken."""

@@ -3,12 +3,6 @@
 The planner's inputs are measured: op times and bytes are those of the trace, links run as the tier's transfers did. It
 is asked for less than the budget: what no trace shows (memory outside of known storages) and half a percent are left
 out, and more where a program that was carried out needed room beyond its own.
-
-[Note: when a step is traced]
-Tracing costs time, and only the end of a step tells which one it was. So steps are traced from their start on as long
-as one of the latest had no program of its own. The first save tells whether this may be such a step again, or a new
-one; if not, the trace is dropped there. Each trace takes a token, and new tokens come slowly: a loop in which no two
-steps are alike is not traced for ever.
 """
 
 from __future__ import annotations
@@ -27,11 +21,12 @@ from torchdelta.runtime.follow.measured_machine import measured_machine
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
+from torchdelta.runtime.follow.wanted import WantedSteps
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
-    from torchdelta.runtime.follow.follower import EndedStep, Follower
+    from torchdelta.runtime.follow.follower import Follower
     from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.runtime.follow.planning import Planned
     from torchdelta.runtime.follow.program import Key
@@ -45,12 +40,8 @@ _MARGIN_SHARE: Final = 0.005
 _LARGER_MARGIN_SHARE: Final = 0.01  # added when a program did not hold
 _MAX_PLANS: Final = 4  # of one step
 _MISSES_ALLOWED: Final = 1  # in the first followed steps copies out may be slower than they were measured
-_WANTED_STEPS: Final = 32  # so many steps after one without a program are traced
-_MOST_TOKENS: Final = 96
-_STEPS_PER_TOKEN: Final = 16
 _MOST_GIVEN_TRACES: Final = 3  # for a given plan; a trace can be dropped
 _MOST_WAITING: Final = 4  # requests without an answer
-_MOST_UNPLANNABLE: Final = 256
 _NUM_TIMES: Final = 7  # step times of which a median is taken
 _DRIFT: Final = 0.1  # a step time that is off by more than this share leads to a new trace
 _MAX_RETRACES: Final = 2
@@ -67,15 +58,6 @@ class _Asked:
     num_plans: int
     num_retraces: int
     unseen_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """A step that has no program of its own: its first save, the bytes in use there, and when it was seen last."""
-
-    first: int
-    start_bytes: int
-    seen_at: int
 
 
 class Programs:
@@ -97,15 +79,11 @@ class Programs:
         self.latest: Program | None = None  # the program of the latest followed step
         self.newest: Program | None = None  # the program that was made last
         self.name = given.name if given is not None else config.planner or ""  # of what is followed
-        self.num_plans = 0
         self.num_programs = 0
         self.why_no_plan = ""  # the latest time that there was none
         follower.is_on = self.planning is not None or given is not None
         self._asked: list[_Asked] = []  # without an answer
-        self._unplannable: set[Key] = set()
-        self._num_steps = 0
-        self._wanted: dict[Key, _Wanted] = {}
-        self._tokens = float(_MOST_TOKENS)
+        self._wanted = WantedSteps()
         self._num_given_traces = 0
         self._num_unplanned = 0
         if self.planning is not None and find_spec("numba") is None:
@@ -115,20 +93,19 @@ class Programs:
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the next step is to be traced. See [Note: when a step is traced]."""
+        """Whether the next step is to be traced."""
         if self.given is not None:
             return not len(self.cache) and self._num_given_traces < _MOST_GIVEN_TRACES
         return (
             self.planning is not None
-            and bool(self._wanted)
-            and self._tokens >= 1
+            and self._wanted.wants_trace
             and len(self.planning) < _MOST_WAITING
             and self.follower.room.counters.num_evictions > 0
         )
 
     def on_trace_begin(self) -> None:
         """Count a step that is being traced: its trace may be dropped."""
-        self._tokens -= 1
+        self._wanted.take_token()
         self._num_given_traces += 1
 
     def on_traced(self, trace: Trace, log: StepLog) -> None:
@@ -144,8 +121,7 @@ class Programs:
             return
         why = log.why_not_followed()
         if why:
-            if len(self._unplannable) < _MOST_UNPLANNABLE:
-                self._unplannable.add(key)
+            self._wanted.note_unplannable(key, 0)
             self.why_no_plan = why
             warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
             return
@@ -177,28 +153,29 @@ class Programs:
         if self.given is not None:
             return True
         first = self.follower.position.first
-        return any(wanted.first == first for wanted in self._wanted.values()) or not self.cache.begins(first)
+        return self._wanted.begins(first) or not self.cache.begins(first)
 
     def _is_asked(self, key: Key, start_bytes: int) -> bool:
         return any(asked.key == key and self.cache.covers(asked.start_bytes, start_bytes) for asked in self._asked)
+
+    def _has_program(self, key: Key, start_bytes: int) -> bool:
+        """Return whether a step has a program that need not be made anew, or will have one."""
+        program = self.cache.find(key, start_bytes)
+        return (program is not None and not program.wants_trace) or self._is_asked(key, start_bytes)
 
     # -- steps
 
     def on_step_end(self, peak_bytes: int, time_s: float) -> None:
         """Judge the program that has carried the step out, and take the programs that are ready."""
-        self._num_steps += 1
-        self._tokens = min(_MOST_TOKENS, self._tokens + 1 / _STEPS_PER_TOKEN)
         ended = self.follower.ended
         counters = self.follower.room.counters
         num_unplanned, self._num_unplanned = counters.num_unplanned - self._num_unplanned, counters.num_unplanned
-        if ended is not None and ended.key[0]:
+        if ended is not None:
+            self._wanted.on_step_end(ended, self._has_program)
             program = ended.program
-            is_own = (
-                program is not None and ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
-            )
-            self._note_wanted(ended)
             if program is not None:
                 self.latest = program
+                is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
                 self._judge(program, ended.key, peak_bytes, num_unplanned, is_own=is_own)
                 if is_own and not ended.was_watched:
                     self._judge_time(program, time_s)
@@ -211,19 +188,7 @@ class Programs:
 
     def on_trace_dropped(self) -> None:
         """Take a token back: the trace was dropped at the first save."""
-        self._tokens += 1
-
-    def _note_wanted(self, ended: EndedStep) -> None:
-        """Note whether the latest step has no program, and forget those that have one now or did not come again."""
-        key, start_bytes = ended.key, ended.start_bytes
-        if key not in self._unplannable:
-            self._wanted[key] = _Wanted(first=ended.first, start_bytes=start_bytes, seen_at=self._num_steps)
-        for key, wanted in list(self._wanted.items()):
-            program = self.cache.find(key, wanted.start_bytes)
-            has_own = program is not None and not program.wants_trace
-            is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
-            if has_own or is_old or key in self._unplannable or self._is_asked(key, wanted.start_bytes):
-                del self._wanted[key]
+        self._wanted.return_token()
 
     def _judge(self, program: Program, key: Key, peak_bytes: int, num_unplanned: int, *, is_own: bool) -> None:
         """Watch the backward of a program that did not hold the budget; plan it with less the second time."""
@@ -287,7 +252,6 @@ class Programs:
         except (OSError, TierError, TraceFileError) as error:
             self._end(str(error))
             return
-        self.num_plans += 1
         self._asked.append(asked)
 
     def wait(self, timeout_s: float) -> bool:
@@ -314,21 +278,20 @@ class Programs:
         if planned.plan is None:
             self.why_no_plan = planned.answer.error
             _logger.info("no plan is followed: %s", planned.answer.error)
-            if len(self._unplannable) < _MOST_UNPLANNABLE:
-                self._unplannable.add(asked.key)
+            self._wanted.note_unplannable(asked.key, asked.start_bytes)
             return
         schedule = make_schedule(planned.plan, asked.step[1])
         program = Program(
-            schedule,
-            asked.key,
+            schedule=schedule,
+            key=asked.key,
             start_bytes=asked.start_bytes,
             answer=planned.answer,
             step=asked.step,
             margin_bytes=asked.margin_bytes,
+            unseen_bytes=asked.unseen_bytes,
+            num_plans=asked.num_plans,
+            num_retraces=asked.num_retraces,
         )
-        program.num_plans = asked.num_plans
-        program.num_retraces = asked.num_retraces
-        program.unseen_bytes = asked.unseen_bytes
         self._add_program(program)
         _logger.info(
             "following a plan: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",
@@ -351,13 +314,19 @@ class Programs:
             schedule, peak_bytes = given.schedule(trace, log, self.budget_bytes)
         except PlanError as error:
             self.why_no_plan = f"{given.name}: {error}"
+            self.follower.is_on = False
             warn_once(f"{given.name} is not followed: {error}; buffers leave and return reactively")
             return
         answer = Answer(plain_time_s=math.fsum(op.time_s for op in trace.ops), peak_bytes=peak_bytes)
         program = Program(
-            schedule, position.key, start_bytes=position.start_bytes, answer=answer, step=(trace, log), margin_bytes=0
+            schedule=schedule,
+            key=position.key,
+            start_bytes=position.start_bytes,
+            answer=answer,
+            step=None,  # it is not planned again
+            margin_bytes=0,
+            unseen_bytes=unseen_bytes,
         )
-        program.unseen_bytes = unseen_bytes
         self._add_program(program)
         num_absences = len(given.plan.absences)
         if schedule.num_not_carried_out:

@@ -1,0 +1,85 @@
+"""Which steps are to be traced, because they have no program of their own.
+
+[Note: when a step is traced]
+Tracing costs time, and only the end of a step tells which one it was. So steps are traced from their start on as long
+as one of the latest had no program of its own. The first save tells whether this may be such a step again, or a new
+one; if not, the trace is dropped there. Each trace takes a token, and new tokens come slowly: a loop in which no two
+steps are alike is not traced for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.follow.follower import EndedStep
+    from torchdelta.runtime.follow.program import Key
+
+__all__ = ["WantedSteps"]
+
+_WANTED_STEPS: Final = 32  # so many steps after one without a program are traced
+_MOST_TOKENS: Final = 96
+_STEPS_PER_TOKEN: Final = 16
+_MOST_UNPLANNABLE: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A step that has no program of its own: its first save, the bytes in use there, and when it was seen last."""
+
+    first: int
+    start_bytes: int
+    seen_at: int
+
+
+class WantedSteps:
+    """The steps of one session that are to be traced. Mutable."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._tokens = float(_MOST_TOKENS)
+        self._wanted: dict[Key, _Wanted] = {}
+        self._unplannable: dict[Key, int] = {}  # from which start on a step has no plan
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the next step is to be traced. See [Note: when a step is traced]."""
+        return bool(self._wanted) and self._tokens >= 1
+
+    def begins(self, first: int) -> bool:
+        """Return whether one of the steps begins with this save (`Position.first`)."""
+        return any(wanted.first == first for wanted in self._wanted.values())
+
+    def take_token(self) -> None:
+        """Count a trace."""
+        self._tokens -= 1
+
+    def return_token(self) -> None:
+        """Uncount a trace that was dropped at the first save."""
+        self._tokens += 1
+
+    def on_step_end(self, ended: EndedStep, has_program: Callable[[Key, int], bool]) -> None:
+        """Note whether a step has no program, and forget those that have one now or did not come again.
+
+        Args:
+            ended: The step.
+            has_program: Whether the step of a key and a start has a program that is up to date, or will have one.
+        """
+        self._num_steps += 1
+        self._tokens = min(_MOST_TOKENS, self._tokens + 1 / _STEPS_PER_TOKEN)
+        if not ended.key[0]:
+            return
+        self._wanted[ended.key] = _Wanted(first=ended.first, start_bytes=ended.start_bytes, seen_at=self._num_steps)
+        for key, wanted in list(self._wanted.items()):
+            is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
+            is_unplannable = key in self._unplannable and wanted.start_bytes >= self._unplannable[key]
+            if is_old or is_unplannable or has_program(key, wanted.start_bytes):
+                del self._wanted[key]
+
+    def note_unplannable(self, key: Key, start_bytes: int) -> None:
+        """Want no trace any more of a step that begins with so many bytes in use, or more: it has no plan."""
+        if len(self._unplannable) < _MOST_UNPLANNABLE or key in self._unplannable:
+            self._unplannable[key] = min(start_bytes, self._unplannable.get(key, start_bytes))
