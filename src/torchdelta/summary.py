@@ -41,7 +41,7 @@ class FollowSummary:
 
     Attributes:
         planner: Whose plans, or the name of the plan's file.
-        num_programs: Plans that were carried out.
+        num_programs: Plans that were made.
         num_followed_steps: Steps that a plan was followed in to their end.
         num_diverged_steps: Steps that began as planned and were left to the policy at a difference.
         num_reactive_steps: All other steps.
@@ -50,9 +50,10 @@ class FollowSummary:
         divergences: How many steps diverged, by the most frequent reasons.
         latest_divergence: The latest reason in full; empty if no step diverged.
         why_no_plan: Why there is no plan, or no further one; empty if nothing went wrong.
-        predicted_time_s: Seconds of a step under the latest plan; None if nobody predicted it, as for a file.
+        predicted_time_s: Seconds of a step under its plan, median of the followed steps; None if nobody predicted it,
+            as for a file.
         time_s: Median wall time of the followed steps, from step end to step end, so that it includes loading data.
-        predicted_peak_bytes: Most bytes under the latest plan, with those outside of known tensors.
+        predicted_peak_bytes: Most bytes under its plan, with those outside of known tensors; median likewise.
         peak_bytes: Median peak of the followed steps.
         plain_time_s: Estimated seconds of a plain step: the sum of the traced step's op times, without what the program
             does between its ops.

@@ -393,3 +393,30 @@ def test_actions_while_everything_leaves(name: str) -> None:
     """The same where everything leaves again before each op."""
     plain = train(contextlib.nullcontext(), ACTIONS[name])
     assert train(scope(), ACTIONS[name]) == plain
+
+
+def test_a_gradient_that_was_added_to_while_nothing_was_away_is_copied_anew() -> None:
+    """The copy from which it came back is not used once the engine may have added to it, which no op shows."""
+    first, second = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+    optimizer = torch.optim.SGD([first.weight, second.weight], lr=0.1)
+    x = torch.ones(2, 8)
+
+    def backward(layer: torch.nn.Module) -> None:
+        layer(x).square().sum().backward()
+
+    for _ in range(2):
+        backward(first)
+    expected = first.weight.grad.clone()
+    first.weight.grad = None
+    with scope():
+        backward(first)
+        first.weight.grad.mul_(1.0)
+        empty_everything()
+        assert is_emptied(first.weight.grad)
+        first.weight.grad.sum()  # brings it back
+        for _ in range(3):
+            backward(second)
+        backward(first)
+        empty_everything()
+        assert torch.equal(first.weight.grad, expected)
+    assert optimizer.param_groups

@@ -160,8 +160,8 @@ class Follower:
         transfers = self.transfers
         if transfers.leaving:
             transfers.reap()
-        if save not in self._due or self._saved[save]() is not buffer:  # else the save of an earlier graph
-            return
+        if save not in self._due or save >= len(self._saved) or self._saved[save]() is not buffer:
+            return  # nothing is due, or it is the save of an earlier graph
         due = self._due.pop(save)
         for reference in self._swapped[self._num_released : due.num_released]:
             leaving = reference() if reference is not None else None

@@ -16,6 +16,8 @@ and is read from the tier. Reading an alias in between would crash the process. 
 - what other threads read is not seen. Nothing leaves where torch.distributed is in use.
 
 A storage that was only read since it came back has a valid copy (`StorageRecord.spare`), and leaves without a transfer.
+Writes that no op shows (the engine's accumulation, hooks) end that copy, as far as they are looked for: only while
+something is away or was in the last step. So after a step in which nothing left, all these copies are given up.
 """
 
 from __future__ import annotations
@@ -335,7 +337,12 @@ class Persistents:
     def _on_step(self) -> None:
         """Notice that a step has ended."""
         self._step = self._steps.num_steps
+        was_active = self.is_active
         self.is_active = self.ledger.num_emptied > 0 or self.num_emptied > self._num_before
+        if was_active and not self.is_active:
+            # From here on nothing shows what the engine adds to a gradient.
+            for record in self.ledger.records.values():
+                record.spare = None
         self._num_before = self.num_emptied
         self._order.end_step()
 
