@@ -116,7 +116,7 @@ class Race:
             programs = session.programs
             if not programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
                 raise RuntimeError(programs.why_no_plan or "no plan was asked for")
-            program = programs.newest
+            program = next(reversed(list(programs.cache)), None)  # the one that was made last
             step = program.step if program is not None else None  # dropped when the program has held
             self.train()
             block = timed_steps(self.train, self.num_steps)

@@ -335,7 +335,9 @@ class Session:
             log_first_step(self.room, self.steps, self.config.policy, self.budget_bytes)
         self.traces.end()
         self.placing.on_step_end()
+        self.follower.on_step_end()
         self.following.on_step_end(self.steps)
+        self.programs.on_step_end(self.steps.last_peak_bytes, self.steps.last_time_s)
         if not self.ledger.is_closing:
             self.traces.begin_later()
 
@@ -385,7 +387,8 @@ class Session:
 
     def _on_survey_end(self) -> None:
         self.survey = None
-        self.following.on_step_refused()
+        self.follower.restart()
+        self.programs.on_step_refused()
         self.steps.refuse()
         if self.ledger.num_handles == 0:
             self._on_last_handle()

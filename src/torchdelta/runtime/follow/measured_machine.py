@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["measured_machine"]
 
-# Seconds of compute lost per second of processor time that copies take. Measured with steps of a GPT-2 on 2 cores,
-# beside copies without a pause: with 2 threads steps lost 0.15 to 0.27 s for each GB, and the copying threads took 0.25
-# to 0.35 s of processor time for it; with 1 thread, which leaves a core free, steps lost 0.02 to 0.05 s.
-_LOST_ON_ALL_CORES: Final = 0.8
-_LOST_BESIDE_FREE_CORES: Final = 0.15
+# Seconds of compute lost per second of processor time that copies take. Steps of a GPT-2 on 2 cores beside copies of
+# other memory without a pause lost 0.15 to 0.27 s for each GB, of which the copying threads took 0.25 to 0.35 s of
+# processor time: a factor of 0.8. Steps that swap lose more (fresh memory for what returns, among others): with 0.8 their
+# predicted times were 0.85 to 0.90 of the measured ones, with 1.6 from 0.89 to 1.01. With 1 thread, which leaves a core
+# free, the lost time was a fifth.
+_LOST_ON_ALL_CORES: Final = 1.6
+_LOST_BESIDE_FREE_CORES: Final = 0.3
 
 
 def measured_machine(tier: Tier, device: torch.device, budget_bytes: int) -> Machine:

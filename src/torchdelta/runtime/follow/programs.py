@@ -77,7 +77,6 @@ class Programs:
         self.given = given
         self.planning = Planning(config) if config.planner is not None else None
         self.latest: Program | None = None  # the program of the latest followed step
-        self.newest: Program | None = None  # the program that was made last
         self.name = given.name if given is not None else config.planner or ""  # of what is followed
         self.num_programs = 0
         self.why_no_plan = ""  # the latest time that there was none
@@ -304,7 +303,6 @@ class Programs:
 
     def _add_program(self, program: Program) -> None:
         self.num_programs += 1
-        self.newest = program
         self.cache.add(program)
 
     def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog, unseen_bytes: int) -> None:

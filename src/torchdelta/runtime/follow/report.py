@@ -37,19 +37,12 @@ class FollowReport:
         self._steps: collections.deque[tuple[Answer, int, float, int]] = collections.deque(maxlen=_MAX_STEPS)
 
     def on_step_end(self, steps: StepTracker) -> None:
-        """End the step for the follower and for the programs, and measure it if it was followed."""
-        self.follower.on_step_end()
+        """Measure the step that has ended, if it was followed by a program of its own."""
         ended = self.follower.ended
         if ended is not None and ended.program is not None and ended.is_exact:
             answer = ended.program.answer
             predicted_bytes = answer.peak_bytes + ended.program.unseen_bytes
             self._steps.append((answer, predicted_bytes, steps.last_time_s, steps.last_peak_bytes))
-        self.programs.on_step_end(steps.last_peak_bytes, steps.last_time_s)
-
-    def on_step_refused(self) -> None:
-        """Forget the running step: the budget could not hold it."""
-        self.follower.restart()
-        self.programs.on_step_refused()
 
     def summary(self, num_steps: int) -> FollowSummary | None:
         """Return the summary so far; None where no plan was asked for and none given.
