@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["measured_machine"]
 
-# Seconds of compute lost per second of processor time that copies take. Steps of a GPT-2 on 2 cores beside copies of
-# other memory without a pause lost 0.15 to 0.27 s for each GB, of which the copying threads took 0.25 to 0.35 s of
+# Seconds of compute lost per second of processor time that copies take. Steps of a GPT-2 on 2 cores, beside copies of
+# other memory without a pause, lost 0.15 to 0.27 s for each GB, of which the copying threads took 0.25 to 0.35 s of
 # processor time: a factor of 0.8. Steps that swap lose more (fresh memory for what returns, among others): with 0.8
-# their predicted times were 0.85 to 0.90 of the measured ones, with 1.6 from 0.89 to 1.01. With 1 thread, which leaves a
-# core free, the lost time was a fifth.
+# their predicted times were 0.85 to 0.90 of the measured ones, with 1.6 they were 0.89 to 1.01. With 1 thread, which
+# leaves a core free, the lost time was a fifth.
 _LOST_ON_ALL_CORES: Final = 1.6
 _LOST_BESIDE_FREE_CORES: Final = 0.3
 
