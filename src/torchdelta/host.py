@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HostMemory", "read_host_memory"]
+__all__ = ["HostMemory", "num_processes_here", "read_host_memory", "share_bytes"]
 
 # cgroup v1 writes "no limit" as the largest multiple of a page below 2**63.
 _UNLIMITED_FROM_BYTES = 2**60
@@ -62,6 +62,20 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
         cgroup_limit_bytes=min(limits_bytes, default=None),
         cgroup_left_bytes=min(left_bytes, default=None),
     )
+
+
+def num_processes_here() -> int:
+    """Return how many training processes a launcher started on this machine; 1 without a launcher.
+
+    torchrun (and with it `accelerate launch`) sets LOCAL_WORLD_SIZE.
+    """
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(number)) if number.isdecimal() else 1
+
+
+def share_bytes(size_bytes: int | None) -> int | None:
+    """Return this process's share of bytes that all training processes of this machine share; None is no limit."""
+    return None if size_bytes is None else max(1, size_bytes // num_processes_here())
 
 
 def _read_meminfo(path: Path) -> dict[str, int]:

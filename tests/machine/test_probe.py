@@ -3,6 +3,7 @@
 import datetime as dt
 import json
 import os
+import socket
 
 import msgspec
 import pytest
@@ -18,12 +19,15 @@ from torchdelta.machine.disk import disk_rates
 from torchdelta.machine.model import validate_machine
 from torchdelta.machine.probe import _Cpu, probe
 from torchdelta.machine.roofline import price
+from torchdelta.machine.share import MAX_BYTES, Share
+from torchdelta.simulate.compiled import code_folder
 from torchdelta.trace.file import write_trace
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """A cache of the test's own."""
+    """A cache of the test's own, but for the compiled code of the simulation, which takes ten seconds to make anew."""
+    code_folder()  # found once for the whole process
     monkeypatch.setenv("TORCHDELTA_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -84,6 +88,20 @@ def test_the_command_measures_once(tmp_path):
     failed = runner.invoke(app, ["probe", "--device", "tpu"])
     assert failed.exit_code == 2
     assert failed.stderr == "torchdelta: unknown device 'tpu': did you mean cpu? Known are cpu and cuda\n"
+
+
+def test_what_is_shared(tmp_path):
+    """--share writes a small file with rates and kernels, which the ledger reads; it names neither person nor host."""
+    path = tmp_path / "share.json"
+    words = ["probe", "--device", "cpu", "--disk", str(tmp_path), "--quick", "--share", str(path)]
+    assert CliRunner().invoke(make_app(), words).exit_code == 0
+    share = msgspec.json.decode(path.read_bytes(), type=Share)
+    assert path.stat().st_size <= MAX_BYTES
+    assert len(share.kernels) == 13
+    assert all(kernel.time_s > 0 and kernel.op().name == kernel.name for kernel in share.kernels)
+    assert socket.gethostname() not in path.read_text()
+    refused = CliRunner().invoke(make_app(), [*words[:-1], str(tmp_path / "missing" / "share.json")])
+    assert refused.exit_code == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"version":2}'])

@@ -47,7 +47,7 @@ def price(trace, plan):
 
 
 @pytest.mark.parametrize("model", ["chain", *steps.STEPS])
-@pytest.mark.parametrize("planner", keep(PLANNERS, PLANNERS[::3]))
+@pytest.mark.parametrize("planner", keep(PLANNERS, PLANNERS[::6]))
 def test_it_prices_the_plans_of_every_planner(planner, model):
     """The same peak to the byte and the same time to a billionth, at budgets from roomy to tight."""
     trace = step(model)

@@ -112,7 +112,7 @@ def test_plans_of_random_steps(name, trace, percent):
 
 
 # The models in turn, so that the sample has them all.
-@pytest.mark.parametrize(("name", "model"), sample(itertools.product(PLANNERS, steps.STEPS), 10))
+@pytest.mark.parametrize(("name", "model"), sample(itertools.product(PLANNERS, steps.STEPS), 4))
 def test_plans_of_real_steps(model, name):
     """A transformer, a ResNet and a U-Net, from little to all that can leave."""
     trace = steps.real_step(model)
@@ -123,8 +123,7 @@ def test_plans_of_real_steps(model, name):
     assert roomy is not None, "what fits without a plan needs none"
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("model", steps.STEPS)
+@pytest.mark.parametrize("model", sample(steps.STEPS, 0, 1))
 def test_no_plan_of_a_real_step_beats_the_bound(model):
     """The linear program's time is below every plan of its class, the best effort's too where that is quick."""
     trace = steps.real_step(model)
@@ -143,7 +142,8 @@ def test_no_plan_of_a_real_step_beats_the_bound(model):
     ("model", "effort"),
     keep(
         [("gpt2", "fast"), ("gpt2", "best"), ("resnet", "fast"), ("resnet", "best"), ("unet", "fast")],
-        [("gpt2", "fast"), ("resnet", "fast")],
+        [("gpt2", "fast"), ("resnet", "fast"), ("unet", "fast")],
+        0,
     ),
 )
 def test_a_smaller_budget_never_takes_less_time(model, effort):

@@ -200,6 +200,7 @@ def check(trace, machine, name, limit_bytes):
     return plan
 
 
+@pytest.mark.rest
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     trace=st.booleans().flatmap(lambda lasting: traces(max_ops=20, lasting=lasting, resize=True)),

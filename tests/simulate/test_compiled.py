@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import torchdelta
 from torchdelta.simulate.compiled import SOURCES, digest
 
@@ -37,6 +39,7 @@ def run_program(directory):
     return folder, int(loaded), int(compiled)
 
 
+@pytest.mark.rest
 def test_the_second_process_compiles_nothing(tmp_path):
     """What the first one compiled lies in torchdelta's cache directory."""
     folder, loaded, compiled = run_program(tmp_path)
@@ -45,6 +48,7 @@ def test_the_second_process_compiles_nothing(tmp_path):
     assert run_program(tmp_path) == (folder, 1, 0)
 
 
+@pytest.mark.rest
 def test_without_a_folder_each_process_compiles(tmp_path):
     """A file stands where the folder would be: nothing is kept, and nothing fails."""
     (tmp_path / "compiled").write_text("no folder")

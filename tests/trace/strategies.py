@@ -6,7 +6,7 @@ It never draws and rejects: whatever it gives is valid, and shrinks towards few 
 
 from hypothesis import strategies as st
 
-from torchdelta.trace.model import BEFORE_STEP, Buffer, BufferKind, Header, Op, Phase, SavedTensor, Trace
+from torchdelta.trace.model import BEFORE_STEP, Buffer, BufferKind, Header, Op, Phase, Product, SavedTensor, Trace
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 OWNED_KINDS: tuple[BufferKind, ...] = ("parameter", "gradient", "optimizer_state", "input", "constant")
@@ -18,6 +18,8 @@ names = (
     | texts
 )
 sizes_bytes = st.integers(0, 64) | st.integers(0, 2**45)
+_lengths = st.integers(0, 2**20)
+products = st.builds(Product, groups=_lengths, rows=_lengths, columns=_lengths, inner=_lengths, window=_lengths)
 
 
 def headers() -> st.SearchStrategy[Header]:
@@ -105,6 +107,8 @@ def traces(draw: st.DrawFn, *, max_ops: int = 12, resize: bool = False, lasting:
                 flops=draw(st.integers(0, 2**50)),
                 dtype=draw(st.sampled_from(["", "float32", "bfloat16"])),
                 moved_bytes=draw(st.integers(0, 64)),
+                product=draw(st.none() | products),
+                layout=draw(st.sampled_from(["", "channels_last"])),
             )
         )
     saved_ids = {id_ for _, id_ in saved}
@@ -163,6 +167,7 @@ def example() -> Trace:
                 flops=48,
                 dtype="float32",
                 moved_bytes=104,
+                product=Product(rows=4, columns=3, inner=2),
             ),
             Op(
                 index=1,
@@ -215,6 +220,7 @@ def example() -> Trace:
                 flops=48,
                 dtype="float32",
                 moved_bytes=104,
+                product=Product(rows=3, columns=2, inner=4),
             ),
             Op(
                 index=6,

@@ -191,12 +191,12 @@ DAMAGED = {
         "line 1: not the header of a trace: Object missing required field `torch_version`",
     ),
     "newer version": (
-        lines_of(b'{"record":"header","format":"torchdelta-trace","version":3,"colour":"blue"}'),
-        "line 1: written by a newer torchdelta: format version 3, this one reads 2",
+        lines_of(b'{"record":"header","format":"torchdelta-trace","version":4,"colour":"blue"}'),
+        "line 1: written by a newer torchdelta: format version 4, this one reads 3",
     ),
     "impossible version": (
-        changed(1, b'"version":2', b'"version":0'),
-        "line 1: unknown format version 0, this torchdelta reads 1, 2",
+        changed(1, b'"version":3', b'"version":0'),
+        "line 1: unknown format version 0, this torchdelta reads 1, 2, 3",
     ),
     "negative size": (changed(4, b":48", b":-48"), "line 4: buffer 2: negative size_bytes -48"),
     "negative life": (

@@ -1,5 +1,6 @@
 """The load of a trace against an allocator played by hand, and the figures that are read off it."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ def test_peak_is_the_first_maximum(trace: Trace) -> None:
     assert peak(trace, with_workspace=True).size_bytes == max(with_workspace)
 
 
+@pytest.mark.rest
 @given(traces(resize=True), st.data())
 def test_live_buffers_explain_the_load(trace: Trace, data: st.DataObject) -> None:
     """The buffers that are alive at an op add up to the load there, one for each storage, largest first."""
@@ -57,6 +59,7 @@ def test_live_buffers_explain_the_load(trace: Trace, data: st.DataObject) -> Non
     assert [b.size_bytes for b in live] == sorted((b.size_bytes for b in live), reverse=True)
 
 
+@pytest.mark.rest
 @given(traces())
 def test_lives_have_the_load_of_the_trace(trace: Trace) -> None:
     """The lives of the buffers, and those of the storages, give the load curve again."""
@@ -76,6 +79,7 @@ def test_storage_lives_never_fall_below_the_load(trace: Trace) -> None:
     assert [life.id for life in lives] == sorted({buffer.storage_id for buffer in trace.buffers})
 
 
+@pytest.mark.rest
 @given(traces())
 def test_counts_add_up(trace: Trace) -> None:
     """The summary's parts add up to its totals."""

@@ -27,7 +27,7 @@ BROKEN = {
     ),
     "other version": (
         replace(example(), header=replace(example().header, version=FORMAT_VERSION + 1)),
-        "header: format version is 3; this torchdelta knows version 2",
+        "header: format version is 4; this torchdelta knows version 3",
     ),
     "negative batch": (
         replace(example(), header=replace(example().header, batch_size=-1)),

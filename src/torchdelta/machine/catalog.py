@@ -2,32 +2,53 @@
 
 [Note: how the figures were made]
 Peaks are the vendor's, dense (no structured sparsity), tensor cores with float32 accumulation; they were looked up in
-datasheets, architecture whitepapers or tables made from them, and each machine's `sources` says which. What large ops
-reach is a share of it: 0.7 of the float32 units, 0.5 of tensor cores, 0.75 to 0.8 of the memory's rate. The shares of
-the V100 and the A100 are the ones that the project's planner findings were simulated with; the other machines use the
-same shares, which is our reading and no measurement. Links are what large pinned copies reach on PCI Express x16: 12
-GB/s on generation 3, 25 GB/s on 4, 50 GB/s on 5 (about four fifths of the raw rate), each way, both at once. Memory is
-what `torch.cuda` reports as the total, a little under the name's number. Host memory is one GPU's share of a system in
-which it is usual, NVIDIA's own for data centres; these sizes are from memory and were not looked up, and that swapped
-tensors may take all of it is our simplification. `torchdelta probe` measures instead.
+datasheets, architecture whitepapers or tables made from them, and each machine's `sources` says which. What large
+products and streaming kernels reach is a share of it that was measured by others (mli/transformers-benchmarks: large
+square products, a vector times a scalar; facebookresearch/HolisticTraceAnalysis: elementwise kernels over 64 MB), on
+this GPU or on the nearest one; `sources` says so, too. GeForce cards run above the clock that their printed peaks are
+for, and reach all of it; cards for data centres about three quarters. What other kernels reach of these rates is in
+kernels.py. Links are what large pinned copies reach on PCI Express x16 (links.py). Both directions at once keep 0.9 of
+their rates on an RTX 5090 (tinygrad/open-gpu-kernel-modules issue 29) and 0.55 in a box of eight RTX 4090s
+(NVIDIA/nvbandwidth issue 15); 0.9 elsewhere is our reading. Memory is what `torch.cuda` reports as the total, a little
+under the name's number. Host memory is one GPU's share of a system in which it is usual, NVIDIA's own for data centres;
+these sizes are from memory and were not looked up, and that swapped tensors may take all of it is our simplification.
+`torchdelta probe` measures instead.
 """
 
 import difflib
-from typing import Final
+from typing import Final, NamedTuple
 
 from torchdelta.errors import MachineError
 from torchdelta.machine.cache import CachedMachine, read_cached
+from torchdelta.machine.links import LANE_BYTES_PER_S
 from torchdelta.machine.model import Machine
 from torchdelta.names import unknown_name
 
 __all__ = ["CATALOG", "find", "measured", "names"]
 
 _GIB: Final = 2**30
-_VECTOR_SHARE: Final = 0.7
-_TENSOR_SHARE: Final = 0.5
 _LINK_LATENCY_S: Final = 10e-6
-_LINK_BYTES_PER_S: Final = {3: 12e9, 4: 25e9, 5: 50e9}
-_FINDINGS: Final = "profile of the project's planner findings"
+_WIDTH: Final = 16
+_BOTH_WAYS: Final = (0.9, "as measured on an RTX 5090, our reading")
+
+
+class _Shares(NamedTuple):
+    """What large products (on tensor cores, on vector units) and streaming kernels reach of printed peaks."""
+
+    tensor: float
+    vector: float
+    memory: float
+    source: str
+
+
+_MLI: Final = "mli/transformers-benchmarks"
+_VOLTA: Final = _Shares(0.76, 0.89, 0.85, f"95 and 14 TFLOP/s and 784 GB/s of a V100, {_MLI}; 738 GB/s, HTA")
+_TURING: Final = _Shares(0.5, 0.89, 0.8, "not measured: a card of 70 W, our reading")
+_AMPERE: Final = _Shares(0.74, 0.89, 0.82, f"230 and 116 TFLOP/s and 1616 GB/s of an A100, {_MLI}; 1716 GB/s, HTA")
+_HOPPER: Final = _Shares(0.6, 0.89, 0.82, "not measured: memory as an A100, products our reading")
+_RTX30: Final = _Shares(1.0, 0.9, 0.85, f"81 and 42 TFLOP/s and 856 GB/s of an RTX 3090 Ti, {_MLI}")
+_RTX40: Final = _Shares(1.04, 0.9, 0.93, f"172 and 86 TFLOP/s and 936 GB/s of an RTX 4090, {_MLI}")
+_RTX50: Final = _Shares(1.0, 0.9, 0.89, "not measured: between an RTX 3090 Ti and an RTX 4090, our reading")
 
 
 def _gpu(
@@ -38,17 +59,17 @@ def _gpu(
     float32_tflops: float,
     tensor_tflops: dict[str, float],
     memory_gb_per_s: float,
-    memory_share: float,
+    shares: _Shares,
     pci_express: int,
     host_gib: int,
     host_of: str,
     peaks_from: str,
-    shares_from: str = "shares as those of V100 and A100, our reading",
+    both_ways: tuple[float, str] = _BOTH_WAYS,
 ) -> Machine:
     """Build an accelerator from printed peaks. See [Note: how the figures were made]."""
-    flops = {"float32": float32_tflops * 1e12 * _VECTOR_SHARE}
-    flops |= {dtype: peak * 1e12 * _TENSOR_SHARE for dtype, peak in tensor_tflops.items()}
-    link = _LINK_BYTES_PER_S[pci_express]
+    flops = {"float32": float32_tflops * 1e12 * shares.vector}
+    flops |= {dtype: peak * 1e12 * shares.tensor for dtype, peak in tensor_tflops.items()}
+    out, into = (_WIDTH * lane for lane in LANE_BYTES_PER_S[pci_express])
     printed = ", ".join(f"{dtype} {peak:g}" for dtype, peak in {"float32": float32_tflops, **tensor_tflops}.items())
     link_source = f"PCI Express {pci_express} x16, large pinned copies"
     return Machine(
@@ -56,19 +77,22 @@ def _gpu(
         description=description,
         memory_bytes=round(memory_gib * _GIB),
         flops_per_s=flops,
-        memory_bytes_per_s=memory_gb_per_s * 1e9 * memory_share,
-        host_out_bytes_per_s=link,
-        host_in_bytes_per_s=link,
+        memory_bytes_per_s=memory_gb_per_s * 1e9 * shares.memory,
+        kernels="cuda",
+        host_out_bytes_per_s=out,
+        host_in_bytes_per_s=into,
+        both_ways_factor=both_ways[0],
         link_latency_s=_LINK_LATENCY_S,
         host_memory_bytes=host_gib * _GIB,
         sources={
             "host_memory_bytes": f"{host_gib} GiB: {host_of}",
             "memory_bytes": f"{memory_gib:g} GiB as torch reports it",
             "flops_per_s": (
-                f"peaks in TFLOP/s: {printed} ({peaks_from}); times {_VECTOR_SHARE} (float32) and {_TENSOR_SHARE} "
-                f"(tensor cores): {shares_from}"
+                f"peaks in TFLOP/s: {printed} ({peaks_from}); times {shares.vector} (float32) and {shares.tensor} "
+                f"(tensor cores): {shares.source}"
             ),
-            "memory_bytes_per_s": f"{memory_gb_per_s:g} GB/s ({peaks_from}) times {memory_share}: {shares_from}",
+            "memory_bytes_per_s": f"{memory_gb_per_s:g} GB/s ({peaks_from}) times {shares.memory}: {shares.source}",
+            "both_ways_factor": both_ways[1],
             "host_out_bytes_per_s": link_source,
             "host_in_bytes_per_s": link_source,
             "link_latency_s": "order of a copy's launch and completion (Zhang et al. 2019 measured 10 to 47 us)",
@@ -107,7 +131,7 @@ _MACHINES: Final = (
         float32_tflops=8.1,
         tensor_tflops={"float16": 65},
         memory_gb_per_s=320,
-        memory_share=0.75,
+        shares=_TURING,
         pci_express=3,
         host_gib=48,
         host_of="192 GB of a cloud machine with 4 GPUs",
@@ -121,12 +145,11 @@ _MACHINES: Final = (
             float32_tflops=15.7,
             tensor_tflops={"float16": 125},
             memory_gb_per_s=900,
-            memory_share=0.75,
+            shares=_VOLTA,
             pci_express=3,
             host_gib=64,
             host_of="512 GB of a DGX-1 for 8 GPUs",
             peaks_from="NVIDIA V100 datasheet",
-            shares_from=_FINDINGS,
         )
         for size_gb, memory_gib in ((16, 15.78), (32, 31.75))
     ),
@@ -137,12 +160,11 @@ _MACHINES: Final = (
         float32_tflops=19.5,
         tensor_tflops={"tf32": 156, "bfloat16": 312, "float16": 312},
         memory_gb_per_s=1555,
-        memory_share=0.8,
+        shares=_AMPERE,
         pci_express=4,
         host_gib=128,
         host_of="1 TB of a DGX A100 320GB for 8 GPUs",
         peaks_from="NVIDIA A100 datasheet",
-        shares_from=_FINDINGS,
     ),
     _gpu(
         "a100-80g",
@@ -150,14 +172,12 @@ _MACHINES: Final = (
         memory_gib=79.15,
         float32_tflops=19.5,
         tensor_tflops={"tf32": 156, "bfloat16": 312, "float16": 312},
-        # 2,039 on the datasheet; the findings were simulated with 2.0 TB/s.
-        memory_gb_per_s=2000,
-        memory_share=0.8,
+        memory_gb_per_s=2039,
+        shares=_AMPERE,
         pci_express=4,
         host_gib=256,
         host_of="2 TB of a DGX A100 640GB for 8 GPUs",
-        peaks_from="NVIDIA A100 datasheet, memory rounded from 2039",
-        shares_from=_FINDINGS,
+        peaks_from="NVIDIA A100 datasheet",
     ),
     _gpu(
         "h100-80g",
@@ -166,7 +186,7 @@ _MACHINES: Final = (
         float32_tflops=66.9,
         tensor_tflops={"tf32": 494.7, "bfloat16": 989.4, "float16": 989.4},
         memory_gb_per_s=3350,
-        memory_share=0.8,
+        shares=_HOPPER,
         pci_express=5,
         host_gib=256,
         host_of="2 TB of a DGX H100 for 8 GPUs",
@@ -179,7 +199,7 @@ _MACHINES: Final = (
         float32_tflops=66.9,
         tensor_tflops={"tf32": 494.7, "bfloat16": 989.4, "float16": 989.4},
         memory_gb_per_s=4800,
-        memory_share=0.8,
+        shares=_HOPPER,
         pci_express=5,
         host_gib=256,
         host_of="2 TB of a DGX H200 for 8 GPUs",
@@ -192,7 +212,7 @@ _MACHINES: Final = (
         float32_tflops=35.6,
         tensor_tflops={"tf32": 35.6, "bfloat16": 71, "float16": 71},
         memory_gb_per_s=936,
-        memory_share=0.8,
+        shares=_RTX30,
         pci_express=4,
         host_gib=64,
         host_of="a desktop's, a common size",
@@ -205,11 +225,12 @@ _MACHINES: Final = (
         float32_tflops=82.6,
         tensor_tflops={"tf32": 82.6, "bfloat16": 165.2, "float16": 165.2},
         memory_gb_per_s=1008,
-        memory_share=0.8,
+        shares=_RTX40,
         pci_express=4,
         host_gib=64,
         host_of="a desktop's, a common size",
         peaks_from="NVIDIA Ada whitepaper, dense, float32 accumulation",
+        both_ways=(0.55, "14.4 of 26.3 GB/s in a box of eight RTX 4090s, NVIDIA/nvbandwidth issue 15"),
     ),
     _gpu(
         "rtx5090",
@@ -218,11 +239,12 @@ _MACHINES: Final = (
         float32_tflops=104.8,
         tensor_tflops={"tf32": 104.8, "bfloat16": 209.5, "float16": 209.5},
         memory_gb_per_s=1792,
-        memory_share=0.8,
+        shares=_RTX50,
         pci_express=5,
         host_gib=64,
         host_of="a desktop's, a common size",
         peaks_from="NVIDIA RTX Blackwell whitepaper, dense, float32 accumulation",
+        both_ways=(0.9, "50.9 of 56.3 GB/s, tinygrad/open-gpu-kernel-modules issue 29"),
     ),
     _CPU,
 )

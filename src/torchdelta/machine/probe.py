@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["LEAST_RATES", "NUM_ROUNDS", "probe"]
+__all__ = ["LEAST_RATES", "NUM_ROUNDS", "probe", "timer_of"]
 
 NUM_ROUNDS: Final = 5
 LEAST_RATES: Final = {"flops_per_s": 1e9, "memory_bytes_per_s": 2e8, "host_out_bytes_per_s": 1e7}
@@ -71,6 +71,11 @@ def probe(device: str | None = None, *, directory: Path | None = None, quick: bo
     return machine
 
 
+def timer_of(device: str, *, quick: bool = False) -> Callable[[Callable[[], object]], float]:
+    """Return what measures the seconds of one run of something on "cpu" or "cuda", the best of `NUM_ROUNDS` rounds."""
+    return (_Cuda(quick=quick) if device == "cuda" else _Cpu(quick=quick)).seconds_of
+
+
 def _check_plausible(machine: Machine) -> None:
     found = {
         "flops_per_s": machine.flops_per_s["float32"],
@@ -94,6 +99,7 @@ class _Cpu:
     matrix_width = 2048
     copy_bytes = 256 * _MIB
     float32_names = ("float32",)
+    kernels: Literal["", "cuda"] = ""
 
     def __init__(self, *, quick: bool) -> None:
         self._round_s = 0.01 if quick else 0.1
@@ -121,6 +127,7 @@ class _Cpu:
             flops_per_s=self._matrix_rates(),
             memory_bytes_per_s=self._memory_rate(),
             op_latency_s=self._op_latency_s(),
+            kernels=self.kernels,
             sources=sources | tier_sources | {"memory_bytes": "as the system reports it"},
             **tiers,
         )
@@ -191,6 +198,7 @@ class _Cuda(_Cpu):
 
     device = "cuda"
     matrix_width = 8192
+    kernels = "cuda"
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -1,5 +1,8 @@
 """The time of each op on a machine: the longer of its arithmetic and its memory traffic (roofline, Williams 2009).
 
+On a machine with `kernels="cuda"` each kind of kernel reaches another share of the two rates, and each op has a fixed
+time: see [Note: the kernel model] in kernels.py. On any other it is the plain roofline:
+
 [Note: what is priced]
 `time_s = max(flops / rate of its dtype, moved bytes / rate of the memory)`, at least `op_latency_s`. Only products of
 matrices, convolutions and attention have FLOPs: everything else is bound by memory. Rates are the machine's, which are
@@ -10,6 +13,7 @@ and writes, each in full. Ops that only allocate take no time. Not modelled: cac
 
 from msgspec.structs import replace
 
+from torchdelta.machine.kernels import kernel_time_s
 from torchdelta.machine.model import Machine, matrix_flops_per_s
 from torchdelta.trace.model import Op, Trace
 
@@ -33,6 +37,8 @@ def op_time_s(op: Op, moved_bytes: int, machine: Machine, *, tf32: bool = True) 
     """Return the seconds that an op takes, given what it moves. See [Note: what is priced]."""
     if not moved_bytes and not op.flops:
         return 0.0
+    if machine.kernels == "cuda":
+        return max(kernel_time_s(op, moved_bytes, machine, tf32=tf32), machine.op_latency_s)
     time_s = moved_bytes / machine.memory_bytes_per_s
     if op.flops:
         time_s = max(time_s, op.flops / matrix_flops_per_s(machine, op.dtype or "float32", tf32=tf32))

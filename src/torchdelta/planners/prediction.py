@@ -18,6 +18,7 @@ import msgspec
 from torchdelta.bounds.lp_bound import Bound, bound
 from torchdelta.errors import PlanError
 from torchdelta.machine.catalog import find
+from torchdelta.machine.interval import Interval, interval_of
 from torchdelta.machine.model import Machine
 from torchdelta.machine.roofline import price
 from torchdelta.names import unknown_name
@@ -74,6 +75,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def plain_time_s(self) -> float:
         """Seconds of the step when nothing leaves."""
         return self.simulation.plain_time_s
+
+    @property
+    def interval(self) -> Interval | None:
+        """How far the times may be off (`machine.interval`); None where op times are recorded or nothing is known."""
+        return None if self.uses_recorded_times else interval_of(self.trace, self.machine)
 
     @property
     def overhead(self) -> float:

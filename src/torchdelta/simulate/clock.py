@@ -43,7 +43,7 @@ from torchdelta.simulate.arrays import (
     Static,
     Work,
 )
-from torchdelta.simulate.compiled import compiled
+from torchdelta.simulate.compiled import compiled_part
 from torchdelta.simulate.copies import end_of_copy
 
 __all__ = ["LAST_TURN", "clock", "is_settled", "issue_moments"]
@@ -54,16 +54,17 @@ LAST_TURN = 4
 _ROUNDING = 1e-9
 """Times of two rounds that differ by such a share of the step are the same."""
 
-_end = compiled(end_of_copy)
+_end = compiled_part(end_of_copy)
 
 
-@compiled
+@compiled_part
 def issue_moments(static: Static, work: Work, budget: Any, prefetch: bool) -> None:
     """Fill `swap_issue`: the first moment at which each swap-in may take its memory. See [Note: a stack of peaks]."""
     num_swaps = work.ints[NUM_SWAPS]
     swap_gap, swap_return, swap_issue = work.swap_gap, work.swap_return, work.swap_issue
     if not prefetch:
-        swap_issue[:num_swaps] = swap_return[:num_swaps]
+        for number in range(num_swaps):
+            swap_issue[number] = swap_return[number]
         return
     need, size = work.need, static.size
     gap_buffer, gap_last, gap_next = static.gap_buffer, static.gap_last, static.gap_next
@@ -105,7 +106,7 @@ def issue_moments(static: Static, work: Work, budget: Any, prefetch: bool) -> No
         earliest = swap_issue[number]
 
 
-@compiled
+@compiled_part
 def clock(
     static: Static,
     work: Work,
@@ -314,7 +315,7 @@ def clock(
     work.ints[EXCESS] = max(0, peak - budget)
 
 
-@compiled
+@compiled_part
 def is_settled(static: Static, work: Work, codes: Codes, turn: int) -> bool:
     """Return whether `clock` left what it found; else have it begin with what it left, in the last turn with nothing.
 

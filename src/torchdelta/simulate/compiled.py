@@ -20,7 +20,7 @@ from numba import config, njit
 
 from torchdelta.machine.cache import cache_directory
 
-__all__ = ["SOURCES", "code_folder", "compiled", "digest", "is_kept"]
+__all__ = ["SOURCES", "code_folder", "compiled", "compiled_part", "digest", "is_kept"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -37,7 +37,20 @@ _VERSIONS_KEPT = 4
 
 def compiled(function: _Function) -> _Function:
     """Return a function that numba compiles at its first call, or that an earlier process has compiled."""
-    dispatcher = njit(function)
+    return _compiled(function, no_cpython_wrapper=False)
+
+
+def compiled_part(function: _Function) -> _Function:
+    """Do the same for a function that compiled functions alone call.
+
+    What takes its arguments out of Python's objects is left out: fifty arrays take the compiler half a second.
+    """
+    return _compiled(function, no_cpython_wrapper=True)
+
+
+def _compiled(function: _Function, *, no_cpython_wrapper: bool) -> _Function:
+    options: dict[str, Any] = {"no_cpython_wrapper": no_cpython_wrapper, "no_cfunc_wrapper": True}
+    dispatcher = njit(**options)(function)
     folder = None if _SETTINGS.DISABLE_JIT else code_folder()
     if folder is not None:
         # numba reads the setting when it is told to keep code, and has no argument for it.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from torchdelta.simulate.apart import SharedCode
 from torchdelta.simulate.arrays import (
     CUT,
     DISK_PEAK,
@@ -25,10 +26,10 @@ from torchdelta.simulate.arrays import (
     Work,
 )
 from torchdelta.simulate.clock import LAST_TURN, clock, is_settled, issue_moments
-from torchdelta.simulate.compiled import compiled
+from torchdelta.simulate.compiled import compiled, compiled_part
 from torchdelta.simulate.memory_need import fill_need
 
-__all__ = ["NO_CUT", "evaluate", "measure"]
+__all__ = ["NO_CUT", "evaluate", "locate", "measure"]
 
 NO_CUT: Any = np.int64(2**62)
 """No sum of bytes is more. See [Note: typed constants]."""
@@ -90,10 +91,19 @@ def evaluate(
         work.floats[TIME] = np.inf
 
 
-@compiled
+_shared = SharedCode(evaluate)
+_evaluate = _shared.call
+
+
+def locate(static: Static, work: Work, codes: Codes, limits: Ints) -> None:
+    """Make `measure` callable: compile the simulation for arrays like these, or load it, once per process."""
+    _shared.locate((static, work, codes, limits, True, False, NO_CUT, np.inf))
+
+
+@compiled_part
 def measure(static: Static, work: Work, codes: Codes, limits: Ints, most_excess: Any, most_s: Any) -> tuple[int, float]:
     """Return excess and time; both at their worst where the codes are impossible or the evaluation was cut."""
-    evaluate(static, work, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)
+    _evaluate(static, work, codes, limits, _PREFETCH, _SYNCHRONOUS, most_excess, most_s)
     if work.ints[INVALID] or work.ints[CUT]:
         return NO_CUT, np.inf
     return work.ints[EXCESS_SUM], work.floats[TIME]

@@ -68,6 +68,7 @@ class PlanningProblem:
         self.options = options
         self.static = _arrays(trace, machine, gaps)
         self.work = arrays.new_work(len(trace.ops), len(trace.buffers), len(gaps))
+        kernel.locate(self.static, self.work, self.keep_all(), np.zeros(3, np.int64))
         self.plain_time_s = float(np.cumsum(self.static.time_s)[-1])  # summed in the order of the clock
         self.plain_peak_bytes = int(self.static.plain.max())
         self.host_budget_bytes = _limit(options.host_budget_bytes, machine.host_memory_bytes)

@@ -30,10 +30,11 @@ from typing import Literal
 import msgspec
 
 FORMAT_NAME = "torchdelta-trace"
-FORMAT_VERSION = 2
-"""What is written. Version 1 had no `flops`, `dtype` and `moved_bytes`, and is read as if they were unknown."""
+FORMAT_VERSION = 3
+"""What is written. Version 1 had no `flops`, `dtype` and `moved_bytes`, version 2 no `product` and `layout`; both are
+read as if these were unknown."""
 
-READABLE_VERSIONS = (1, 2)
+READABLE_VERSIONS = (1, 2, 3)
 
 BEFORE_STEP = -1
 """The `birth_op` of a buffer that is alive before the first op."""
@@ -101,6 +102,28 @@ class Buffer(
     saved: bool = False
 
 
+class Product(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """The sizes of what an op multiplies: equal products of a (rows x inner) by an (inner x columns) matrix.
+
+    A convolution is the product of its unfolded input and its weight, and its backward has the sizes of its forward;
+    attention is its first product, of queries and keys.
+
+    Attributes:
+        groups: How many independent products: a batch of matrices, the groups of a convolution, batch times heads.
+        rows: Rows of each result: tokens, output positions of the whole batch (of a transposed convolution: input
+            positions), queries.
+        columns: Columns of each result: output channels of a group, keys.
+        inner: Length of the sums: input channels of a group, width of a head. A convolution sums over `window` as well.
+        window: Positions in a convolution's kernel, such as 9; 0 for what is no convolution.
+    """
+
+    groups: int = 1
+    rows: int
+    columns: int
+    inner: int
+    window: int = 0
+
+
 class Op(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag="op", forbid_unknown_fields=True, gc=False):
     """One op that ran. Ops that only make a view neither read nor write content and need not be recorded.
 
@@ -125,6 +148,9 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag="op"
         dtype: What it multiplies, such as `"float32"`; `""` if unknown or without `flops`.
         moved_bytes: Bytes that it reads and writes: of the views that it is given, not of their whole buffers. 0 if
             unknown; then the buffers' sizes stand for them.
+        product: The sizes of what it multiplies; None if unknown or without `flops`.
+        layout: `"channels_last"` where a tensor of 4 or 5 dimensions among its arguments has its channels innermost in
+            memory; `""` otherwise and if unknown.
     """
 
     index: int
@@ -141,6 +167,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag="op"
     flops: int = 0
     dtype: str = ""
     moved_bytes: int = 0
+    product: Product | None = None
+    layout: str = ""
 
 
 class SavedTensor(

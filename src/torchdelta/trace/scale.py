@@ -11,7 +11,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from torchdelta.errors import TraceError
-from torchdelta.trace.model import Buffer, Op, SavedTensor, Trace
+from torchdelta.trace.model import Buffer, Op, Product, SavedTensor, Trace
 
 __all__ = ["CONVOLUTION_WORKSPACE_BYTES", "scale"]
 
@@ -19,7 +19,7 @@ CONVOLUTION_WORKSPACE_BYTES: Final = 128 * 2**20
 """The most that a convolution is taken to allocate inside itself on a device that is no CPU, at any batch: ours, an
 estimate. Libraries choose among their kernels those that fit a limit."""
 
-_SAME_OP: Final = ("name", "phase", "module", "reads", "writes", "random", "recomputable", "node", "dtype")
+_SAME_OP: Final = ("name", "phase", "module", "reads", "writes", "random", "recomputable", "node", "dtype", "layout")
 _SAME_BUFFER: Final = ("storage_id", "kind", "birth_op", "death_op", "saved")
 
 
@@ -81,6 +81,18 @@ class _Line:
             workspace_bytes=self._workspace_bytes(first, second),
             flops=self.int_at(first.flops, second.flops),
             moved_bytes=self.int_at(first.moved_bytes, second.moved_bytes),
+            product=self._product(first.product, second.product),
+        )
+
+    def _product(self, first: Product | None, second: Product | None) -> Product | None:
+        if first is None or second is None:
+            return None
+        return Product(
+            groups=self.int_at(first.groups, second.groups),
+            rows=self.int_at(first.rows, second.rows),
+            columns=self.int_at(first.columns, second.columns),
+            inner=self.int_at(first.inner, second.inner),
+            window=first.window,
         )
 
     def _workspace_bytes(self, first: Op, second: Op) -> int:

@@ -39,6 +39,7 @@ def test_the_table_of_the_findings(model, batch_size, params, peak, saved, gflop
 small_gpt2 = models.gpt2(size=1024, vocab_size=50257, n_embd=96, n_layer=3, n_head=3, attn_implementation="sdpa")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("model", keep([models.alexnet, small_gpt2], [small_gpt2]))
 def test_any_batch_from_two(model):
     """A step priced from batches 2 and 4 is the step traced at 6, number by number."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torchdelta.planners.default.moves import Flags
 from torchdelta.simulate.arrays import Codes, Static, Work
-from torchdelta.simulate.compiled import compiled
+from torchdelta.simulate.compiled import compiled, compiled_part
 from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["anneal"]
@@ -30,7 +30,7 @@ _MOST_CHANGES = 4
 """The most gaps that one step changes."""
 
 
-@compiled
+@compiled_part
 def _chance(state: NDArray[np.uint64]) -> float:
     """Return the next random number from 0 up to 1 (Marsaglia's xorshift, 64 bits: millions are drawn)."""
     bits = state[0]

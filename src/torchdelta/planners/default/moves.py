@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.simulate.arrays import AGAIN, RECOMPUTE, Codes, Static, Work
-from torchdelta.simulate.compiled import compiled
+from torchdelta.simulate.compiled import compiled, compiled_part
 from torchdelta.simulate.kernel import NO_CUT, measure
 
 __all__ = ["UNPRICED", "Flags", "Prices", "exchange", "improve", "is_better", "price_each", "release", "shake"]
@@ -36,13 +36,13 @@ _NO_NEIGHBOURS: Any = np.int64(0)
 _ONCE: Any = np.int64(1)
 
 
-@compiled
+@compiled_part
 def is_better(found: tuple[int, float], now: tuple[int, float]) -> bool:
     """Return whether a decision's excess and time are better than another's, by more than rounding."""
     return found[0] < now[0] or (found[0] == now[0] and found[1] < now[1] * (1 - 1e-9))
 
 
-@compiled
+@compiled_part
 def _price(
     static: Static,
     work: Work,
@@ -74,7 +74,7 @@ def price_each(
     return prices
 
 
-@compiled
+@compiled_part
 def _rate(
     static: Static, link_price: float, gap: int, now: tuple[int, float], prices: Prices, ratio: NDArray[np.float64]
 ) -> None:
@@ -161,13 +161,16 @@ def release(
         prices[:, best] = np.inf
         ratio[best, :] = -1.0
         for other in range(max(0, best - neighbours), min(codes.shape[0], best + neighbours + 1)):
-            if codes[other] == 0 and ratio[other, 1:].max() > 0.0:
+            gains = False
+            for code in range(1, 5):
+                gains = gains or ratio[other, code] > 0.0
+            if codes[other] == 0 and gains:
                 _price(static, work, codes, limits, allowed, other, prices)
                 _rate(static, link_price, other, now, prices, ratio)
     return now
 
 
-@compiled
+@compiled_part
 def _alone(
     static: Static,
     work: Work,

@@ -1,6 +1,6 @@
 """Traces without a machine: one training step on fake tensors, and its price at any other batch size."""
 
 from torchdelta.trace.scale import scale
-from torchdelta.trace.symbolic.step import OPTIMIZERS, OptimizerName, trace_step
+from torchdelta.trace.symbolic.step import OPTIMIZERS, OptimizerName, TracedStep, trace_step, traced_step
 
-__all__ = ["OPTIMIZERS", "OptimizerName", "scale", "trace_step"]
+__all__ = ["OPTIMIZERS", "OptimizerName", "TracedStep", "scale", "trace_step", "traced_step"]

@@ -24,6 +24,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from torchdelta._torch.ops import schema_of
+from torchdelta.trace.model import Product
 from torchdelta.trace.scale import CONVOLUTION_WORKSPACE_BYTES
 
 if TYPE_CHECKING:
@@ -64,6 +65,47 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any
     if name == "addmv":
         return 2 * args[1].numel(), _dtype_name(args)
     return 0, ""
+
+
+def product_of(base_name: str, args: Sequence[Any], flops: int) -> Product | None:
+    """Return the sizes of what an op multiplies, None for what multiplies nothing or in another way."""
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    if not flops or not tensors:
+        return None
+    if base_name == "convolution":
+        return _convolution_sizes(args[1], flops, args[8], is_transposed=args[6])
+    if base_name == "convolution_backward":
+        num_gradients = max(int(args[10][0]) + int(args[10][1]), 1)
+        return _convolution_sizes(args[2], flops // num_gradients, args[9], is_transposed=args[7])
+    if "attention" in base_name:
+        query, key = args[1:3] if "backward" in base_name else args[:2]
+        *outer, num_queries, width = query.shape
+        return Product(groups=math.prod(outer), rows=num_queries, columns=key.shape[-2], inner=width)
+    if base_name in _PRODUCTS and len(tensors) >= 2:
+        left, right = tensors[-2:]
+        outer = math.prod(left.shape[:-2])
+        columns = right.shape[-1] if right.dim() > 1 else 1
+        return Product(groups=outer, rows=left.shape[-2], columns=columns, inner=left.shape[-1])
+    return None
+
+
+def _convolution_sizes(weight: torch.Tensor, flops: int, groups: int, *, is_transposed: bool) -> Product:
+    """Return the sizes of a convolution of so many FLOPs: these and the weight give the number of positions."""
+    first, second, *taps = weight.shape
+    inner, columns = (first // groups, second) if is_transposed else (second, first // groups)
+    window = math.prod(taps)
+    rows = flops // max(2 * groups * inner * columns * window, 1)
+    return Product(groups=groups, rows=rows, columns=columns, inner=inner, window=window)
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Return "channels_last" if the first tensor of 4 or 5 dimensions has its channels innermost in memory."""
+    for tensor in tensors:
+        if tensor.dim() in {4, 5}:
+            inside = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+            is_last = tensor.is_contiguous(memory_format=inside) and not tensor.is_contiguous()
+            return "channels_last" if is_last else ""
+    return ""
 
 
 def moved_bytes(

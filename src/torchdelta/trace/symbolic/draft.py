@@ -22,6 +22,7 @@ class Storage:
     current: Version[Storage] = dataclasses.field(init=False)
     kind: BufferKind | None = None  # once it is known
     num_living: int = 0
+    first_bytes: int = 0
 
     def write(self, op: int) -> Version[Storage]:
         """Overwrite the content by an op."""
@@ -54,6 +55,7 @@ class Draft:
         storage = Storage(self._num_storages, self, None if birth_op == BEFORE_STEP else phase)
         self._num_storages += 1
         storage.current = self.new_version(storage, size_bytes, birth_op)
+        storage.first_bytes = size_bytes
         return storage
 
     def new_version(self, storage: Storage, size_bytes: int, birth_op: int) -> Version[Storage]:

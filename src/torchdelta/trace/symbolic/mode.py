@@ -24,14 +24,14 @@ import torch
 
 from torchdelta._torch.engine import ACCUMULATE, current_node, graph_task_id
 from torchdelta._torch.modes import NoFunction, TorchDispatchMode
-from torchdelta._torch.storages import storage_address, storage_num_holders
+from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
 from torchdelta._torch.tensors import tensor_num_holders
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.aten.order import is_fixed_here
 from torchdelta.modules import ModulePaths
 from torchdelta.trace.draft import Saved
 from torchdelta.trace.model import BEFORE_STEP, Op
-from torchdelta.trace.symbolic.costs import flops_of, moved_bytes, workspace_bytes
+from torchdelta.trace.symbolic.costs import flops_of, layout_of, moved_bytes, product_of, workspace_bytes
 from torchdelta.trace.symbolic.draft import Draft, Storage
 from torchdelta.trace.symbolic.holders import plain_gradient_holders
 
@@ -56,6 +56,8 @@ class StepMode(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.draft = Draft()
+        self.shapes: list[tuple[tuple[int, ...], ...]] = []
+        """The shapes of each op's tensors, in the order of its arguments."""
         self.stage: Phase | None = None
         """The phase, where the caller knows it; None: it is found out."""
         self.is_in_optimizer = False
@@ -63,6 +65,7 @@ class StepMode(TorchDispatchMode):
         self._was_device = False  # the op before asked for a device: see [Note: accumulation in place]
         self._paths = ModulePaths()
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}  # by address
+        self._noted: list[Storage] = []  # what was known to live when the step began
         self._gradient_holders = plain_gradient_holders()
 
     # -- storages
@@ -74,6 +77,32 @@ class StepMode(TorchDispatchMode):
             if version is not None:
                 version.storage.kind = kind
 
+    def note_kept(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Put down storages that live when the step begins, whether it uses them or not."""
+        for fake in storages:
+            address = address_of(fake)
+            if address not in self._alive:
+                self._watch(fake, address, self.draft.new_storage(fake.nbytes(), BEFORE_STEP, self._phase()))
+        self._noted = list({storage.id: storage for _, storage in self._alive.values()}.values())
+
+    def living(self) -> list[torch.UntypedStorage]:
+        """Return the fake storages that live now."""
+        return [fake for reference, _ in list(self._alive.values()) if (fake := reference()) is not None]
+
+    def growth_bytes(self) -> int:
+        """Return how many bytes more live now than before the step.
+
+        What was there before the step and was first seen in it (a table that the caller made) is left out of both.
+        """
+        living = {storage.id: storage for _, storage in self._alive.values()}
+        before = {storage.id for storage in self._noted}
+        now_bytes = sum(
+            storage.current.size_bytes
+            for id_, storage in living.items()
+            if id_ in before or storage.birth_phase is not None
+        )
+        return now_bytes - sum(storage.first_bytes for storage in self._noted)
+
     def _version(self, tensor: torch.Tensor, birth_op: int) -> Version[Storage] | None:
         """Return the content that a tensor has now; one that was never seen is born. None: it has no storage."""
         try:
@@ -84,10 +113,10 @@ class StepMode(TorchDispatchMode):
         if found is not None:
             return found[1].current
         storage = self.draft.new_storage(tensor.untyped_storage().nbytes(), birth_op, self._phase())
-        self._watch(tensor, address, storage)
+        self._watch(tensor.untyped_storage(), address, storage)
         return storage.current
 
-    def _watch(self, tensor: torch.Tensor, address: int, storage: Storage) -> None:
+    def _watch(self, fake: torch.UntypedStorage, address: int, storage: Storage) -> None:
         """Follow the life of a fake storage; two may stand for one, one after the other."""
 
         def died(_: object) -> None:
@@ -97,7 +126,7 @@ class StepMode(TorchDispatchMode):
                 storage.current.death_op = len(self.draft.ops)
 
         storage.num_living += 1
-        self._alive[address] = (weakref.ref(tensor.untyped_storage(), died), storage)
+        self._alive[address] = (weakref.ref(fake, died), storage)
 
     def close(self) -> None:
         """Stop following storages: what lives now outlives the step."""
@@ -144,7 +173,7 @@ class StepMode(TorchDispatchMode):
         _collect((output,), outputs)
         writes: dict[int, None] = {}
         if total is not None:
-            self._watch(outputs[0], storage_address(outputs[0]), total)
+            self._watch(outputs[0].untyped_storage(), storage_address(outputs[0]), total)
             targets = {id(total): total}
         for storage in targets.values():
             writes[storage.write(index).id] = None
@@ -155,6 +184,7 @@ class StepMode(TorchDispatchMode):
                 version = self._version(tensor, index)
                 if version is not None and version.birth_op == index:
                     writes[version.id] = None
+        self.shapes.append(tuple(tuple(tensor.shape) for tensor in tensors))
         flops, dtype = flops_of(func, args, kwargs, output)
         phase = self._phase()
         self.draft.ops.append(
@@ -172,6 +202,8 @@ class StepMode(TorchDispatchMode):
                 flops=flops,
                 dtype=dtype,
                 moved_bytes=moved_bytes(facts.base_name, tensors, outputs, written, unread),
+                product=product_of(facts.base_name, args, flops),
+                layout=layout_of(tensors),
             )
         )
         return output

@@ -13,6 +13,7 @@ import random
 import sys
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,6 +25,7 @@ from torchdelta.names import unknown_name
 from torchdelta.trace.draft import created_by
 from torchdelta.trace.model import Header, Trace
 from torchdelta.trace.symbolic.devices import acting_as
+from torchdelta.trace.symbolic.live import LiveStorages
 from torchdelta.trace.symbolic.mode import StepMode
 from torchdelta.trace.symbolic.values import VALUES_WANTED, KnownValues, usual_methods, values_shown
 from torchdelta.trace.validate import validate
@@ -35,6 +37,20 @@ OptimizerName = Literal["none", "sgd", "sgd-momentum", "adamw"]
 OPTIMIZERS: Final[tuple[OptimizerName, ...]] = ("none", "sgd", "sgd-momentum", "adamw")
 DEVICES: Final = ("cpu", "cuda")
 _NO_DATA: Final = "its data is not allocated yet"  # where C++ reads a tensor's memory: a list of tensors as an index
+
+
+class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step, and what it leaves behind.
+
+    Attributes:
+        trace: The step.
+        shapes: For each op, the shapes of the tensors among its arguments.
+        growth_bytes: Bytes that each further step leaves in memory beside what it found there: 0 in a sound loop.
+    """
+
+    trace: Trace
+    growth_bytes: int
+    shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
 def trace_step(
@@ -67,6 +83,34 @@ def trace_step(
             example because it asks for the value of a tensor that is not known ([Note: values in a step without
             values] in values.py). One line.
     """
+    return traced_step(
+        function, batch_size=batch_size, device=device, optimizer=optimizer, comment=comment, with_growth=False
+    ).trace
+
+
+def traced_step(
+    function: Callable[..., Any],
+    *,
+    batch_size: int | None = None,
+    device: str = "cuda",
+    optimizer: OptimizerName = "adamw",
+    comment: str = "",
+    with_growth: bool = True,
+) -> TracedStep:
+    """Trace one training step as `trace_step` does, and measure what is left of it when it ends.
+
+    Args:
+        function: See `trace_step`, as for all but the last one.
+        batch_size: See there.
+        device: See there.
+        optimizer: See there.
+        comment: See there.
+        with_growth: Whether to look for growth: a step that has some is run a third time, because what appears once
+            (a table that is made late) is none. Without it the growth is 0.
+
+    Raises:
+        TraceError: As `trace_step`.
+    """
     if device not in DEVICES:
         raise TraceError(unknown_name("device", device, DEVICES))
     if optimizer not in OPTIMIZERS:
@@ -94,16 +138,22 @@ def trace_step(
             step = _default_step(model, optimizer, device, mode)
         with _told(f"the step of {name} cannot be traced"), _quiet_collector(), values_shown():
             optimizers: dict[int, torch.optim.Optimizer] = {}
+            growth_bytes = 0
             with _optimizers_noted(optimizers, mode):
-                step(model, inputs)
+                with LiveStorages() as first:
+                    step(model, inputs)
                 mode.note(model.parameters(), "parameter")
                 mode.note(model.buffers(), "constant")
                 mode.note(_tensors(inputs), "input")
                 mode.note((p.grad for p in model.parameters() if p.grad is not None), "gradient")
                 mode.note((t for one in optimizers.values() for t in _states(one)), "optimizer_state")
+                gc.collect()  # what only circles hold is not kept
+                mode.note_kept(first.storages())
                 with mode, mode.saved_hooks(), _gradients_noted(model, mode):
                     step(model, inputs)
                 mode.note((p.grad for p in model.parameters() if p.grad is not None), "gradient")
+                if with_growth:
+                    growth_bytes = _growth_bytes(mode, lambda: step(model, inputs))
         mode.close()
     header = Header(
         torch_version=str(torch.__version__),
@@ -118,7 +168,21 @@ def trace_step(
         raise TraceError(f"the step of {name} ran no backward: it is called as step(model, inputs) and trains once")
     trace = mode.draft.trace(header)
     validate(trace)
-    return trace
+    return TracedStep(trace=trace, growth_bytes=growth_bytes, shapes=tuple(mode.shapes))
+
+
+def _growth_bytes(mode: StepMode, step: Callable[[], Any]) -> int:
+    """Return what a traced step leaves, if the next one leaves something as well."""
+    gc.collect()
+    growth_bytes = mode.growth_bytes()
+    if growth_bytes <= 0:
+        return 0
+    live = LiveStorages(mode.living())
+    before_bytes = live.size_bytes()
+    with live:
+        step()
+    gc.collect()
+    return max(min(growth_bytes, live.size_bytes() - before_bytes), 0)
 
 
 def _default_step(

@@ -3,11 +3,12 @@
 [Note: values in a step without values]
 Fake tensors have no values, but models ask for some: rates that `linspace(...).tolist()` gives while they are built, a
 random number against which a layer is dropped, whether a mask has a zero in it. All that hangs on constants, on
-generators and on small inputs. So beside each fake op of which every input's value is known, and whose outputs have at
-most `MAX_ELEMENTS`, the real op runs, and its result is kept with the fake one. What depends on an unknown value is
-unknown; so is what is written in place from one, with all views of it (a `_Cell` is shared among them), and whatever
-requires gradients: parameters, and all that is computed from them. The random numbers are those of seed 0, the same at
-every batch size, so that the same layers are dropped.
+generators and on inputs. So beside each fake op of which every input's value is known, and whose outputs have at most
+`MAX_ELEMENTS`, the real op runs, and its result is kept with the fake one. Of integers and bools, `MAX_INTEGERS`:
+tokens, masks and the places of experts are what models ask about, and at the batch sizes that people train they are
+large. What depends on an unknown value is unknown; so is what is written in place from one, with all views of it (a
+`_Cell` is shared among them), and whatever requires gradients: parameters, and all that is computed from them. The
+random numbers are those of seed 0, the same at every batch size, so that the same layers are dropped.
 
 [Note: what is taken for granted]
 Some questions about unknown values have one answer in a step that is worth tracing. Nothing is infinite or not a
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 MAX_ELEMENTS: Final = 1 << 16
+MAX_INTEGERS: Final = 1 << 23
 VALUES_WANTED: Final = frozenset({"DataDependentOutputException", "DynamicOutputShapeException"})
 """Names of the exceptions by which fake tensors say that they would need a value."""
 
@@ -177,16 +179,20 @@ def _known(value: Any) -> Any:
         if cell is None or not cell.is_known or value.requires_grad:
             raise _Unknown
         return real
-    if isinstance(value, torch.Tensor) and value.numel() > MAX_ELEMENTS:
+    if isinstance(value, torch.Tensor) and value.numel() > _limit(value):
         raise _Unknown
     if isinstance(value, list | tuple):
         return type(value)([_known(item) for item in value])
     return value
 
 
+def _limit(tensor: torch.Tensor) -> int:
+    return MAX_ELEMENTS if tensor.is_floating_point() or tensor.is_complex() else MAX_INTEGERS
+
+
 def _is_small(output: Any) -> bool:
     if isinstance(output, torch.Tensor):
-        return output.numel() <= MAX_ELEMENTS
+        return output.numel() <= _limit(output)
     return not isinstance(output, list | tuple) or all(_is_small(item) for item in output)
 
 
@@ -235,7 +241,7 @@ def _take_for_granted(func: Any, args: Any, output: Any) -> None:
     """Attach what an op's output must be, whatever its input: see [Note: what is taken for granted]."""
     if func is aten.topk.default:
         indices = output[1]
-        if 0 < indices.numel() <= MAX_ELEMENTS:
+        if 0 < indices.numel() <= MAX_INTEGERS:
             with without_fake_mode():
                 in_turn = torch.arange(indices.numel()).remainder(args[0].shape[args[2] if len(args) > 2 else -1])
                 _attach(indices, in_turn.view(indices.shape), None)
