@@ -180,6 +180,29 @@ def test_summary_while_running() -> None:
     assert budget.summary().num_recomputed_ops == after.num_recomputed_ops
 
 
+def test_totals_and_steps_since_are_parts_of_the_summary() -> None:
+    """What a callback reads in every step: totals, and the steps that it has not seen yet."""
+    with MemoryBudget(UNLIMITED, Config(decisions="recompute")) as budget:
+        assert budget.totals().num_steps == 0
+        assert budget.steps_since(0) == ()
+        for _ in range(4):
+            step()
+        totals = budget.totals()
+    summary = budget.summary()
+    assert totals.num_steps == 3  # the last one ends with the scope
+    assert totals.op_time_s > 0
+    assert 0 < totals.recompute_s <= summary.recompute_s
+    assert budget.steps_since(0) == summary.steps
+    assert budget.steps_since(3) == summary.steps[3:]
+    assert budget.steps_since(4) == ()
+
+
+def test_totals_before_any_start_are_refused() -> None:
+    """There is nothing to add up."""
+    with pytest.raises(ScopeError, match="never started"):
+        MemoryBudget(UNLIMITED).totals()
+
+
 def test_summary_says_which_budget() -> None:
     """The bytes, or None where no budget is consulted."""
     with MemoryBudget("1GiB") as budget:

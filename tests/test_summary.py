@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html as html_module
 import json
 import subprocess
 import sys
 
 import pytest
 
-from torchdelta.summary import FollowSummary, StepSummary, Summary
+from torchdelta.summary import FollowSummary, PlainPeak, StepSummary, Summary, least_slowdown, most_slowdown
 
 STEP = StepSummary(
     index=0,
@@ -34,6 +35,15 @@ SUMMARY = Summary(
     steps=(STEP,),
 )
 
+PEAK = PlainPeak(
+    size_bytes=5 * 2**29,
+    op="aten._softmax.default",
+    module="h.3.attn",
+    phase="backward",
+    node="SoftmaxBackward0",
+    groups={"saved tensors": 2**31, "parameters": 2**29},
+    largest_modules={"h.3.attn": 2**30},
+)
 FOLLOW = FollowSummary(
     planner="delta-2024",
     num_programs=1,
@@ -56,16 +66,15 @@ FOLLOW = FollowSummary(
 
 def test_text_says_how_a_plan_was_followed() -> None:
     """Predicted beside measured, and why steps were not followed, in at most three lines."""
-    without = str(SUMMARY).splitlines()
-    lines = str(dataclasses.replace(SUMMARY, follow=FOLLOW)).splitlines()
-    assert lines[3:5] == [
+    facts = dataclasses.replace(SUMMARY, follow=FOLLOW).facts()
+    assert [text for label, text in facts if label == "plan"] == [
         "following delta-2024: 1 plan; 7 steps followed, 0 diverged, 2 reactive; room made beyond the plan 4 times",
         (
             "a followed step: 13.2 ms (predicted 12.0 ms), peak 2.00 MiB (predicted 1.00 MiB); "
             "x1.20 of the plain step's ops"
         ),
     ]
-    assert [*lines[:3], *lines[5:]] == without
+    assert [fact for fact in facts if fact[0] != "plan"] == SUMMARY.facts()
     from_file = dataclasses.replace(FOLLOW, predicted_time_s=None, latest_divergence="save 3")
     assert str(from_file).splitlines()[1:] == [
         "a followed step: 13.2 ms, peak 2.00 MiB (predicted 1.00 MiB); x1.20 of the plain step's ops",
@@ -88,7 +97,7 @@ def test_text_names_every_total() -> None:
     for part in (
         "3.00 MiB",
         "1.00 GiB",
-        "1 steps",
+        "1 step\n",
         "kept 1.00 MiB",
         "swapped out 2.00 MiB",
         "recomputed 1.00 KiB in 7 ops",
@@ -107,7 +116,7 @@ def test_text_says_when_nothing_was_needed() -> None:
 def test_first_line_says_when_the_budget_was_passed() -> None:
     """By how much, and nothing below it claims that the steps fit."""
     passed = dataclasses.replace(SUMMARY, budget_bytes=2**21, swapped_out_bytes=0, num_recomputed_ops=0)
-    assert str(passed).splitlines()[0] == "peak 3.00 MiB PASSED the budget of 2.00 MiB by 1.00 MiB; 1 steps"
+    assert str(passed).splitlines()[0] == "peak 3.00 MiB PASSED the budget of 2.00 MiB by 1.00 MiB; 1 step"
     assert "the steps fit" not in str(passed)
     assert "PASSED" not in str(dataclasses.replace(passed, budget_bytes=passed.peak_bytes))
     assert "PASSED" not in str(dataclasses.replace(passed, budget_bytes=None))
@@ -126,15 +135,97 @@ def test_text_says_when_no_budget_was_consulted() -> None:
     assert "decisions are forced" in str(dataclasses.replace(SUMMARY, budget_bytes=None))
 
 
+def test_text_says_why_tensors_left_and_what_would_help() -> None:
+    """The op and module at the peak, what is alive there, and the budget in which nothing leaves."""
+    lines = str(dataclasses.replace(SUMMARY, plain_peak=PEAK)).splitlines()
+    where = "backward, SoftmaxBackward0, aten._softmax.default of h.3.attn"
+    assert [line.strip() for line in lines[3:7]] == [
+        f"why         without a budget the first step peaks at 2.50 GiB: {where}",
+        "on the device then: saved tensors 2.00 GiB, parameters 512.00 MiB",
+        "saved the most: h.3.attn (1.00 GiB)",
+        "would help  with a budget of 2.50 GiB such a step evicts nothing, or nearly",
+    ]
+    larger = dataclasses.replace(SUMMARY, plain_peak=PEAK, budget_bytes=2**32)
+    assert "would help" not in str(larger)
+    accumulating = dataclasses.replace(SUMMARY, plain_peak=PEAK, num_steps=4, num_optimizer_steps=2)
+    assert "would help" not in str(accumulating)
+    assert "the first micro-batch peaks at" in str(accumulating)
+
+
+def test_text_says_what_it_cost() -> None:
+    """Between two bounds; from waits and replays alone if no op was timed; small ones are not exaggerated."""
+    about = dataclasses.replace(SUMMARY, slowdown_at_least=4 / 3)
+    assert "at least x1.33 of the plain time (estimated): stalled 0.250 s, recomputing 0.125 s" in str(about)
+    assert "x1.33 to x1.50 of the plain time (estimated" in str(dataclasses.replace(about, slowdown_at_most=1.5))
+    assert "under 1 %" in str(dataclasses.replace(SUMMARY, slowdown_at_least=1.001))
+
+
+def test_slowdown_is_the_time_against_the_time_without_waits_and_replays() -> None:
+    """The first step, which warms up, counts only if it is the only one."""
+    assert least_slowdown(()) is None
+    assert least_slowdown((STEP,)) == pytest.approx(1.5 / 1.125)
+    calm = dataclasses.replace(STEP, stall_s=0.0, recompute_s=0.0)
+    assert least_slowdown((STEP, calm, calm)) == 1.0
+    assert least_slowdown((dataclasses.replace(calm, evict_s=0.5),)) == pytest.approx(1.5)
+
+
+def test_slowdown_is_at_most_the_time_against_that_of_the_ops() -> None:
+    """What the program does between its ops counts there; the first step only if it is the only one."""
+    timed = dataclasses.replace(STEP, op_time_s=1.0)
+    assert most_slowdown(()) is most_slowdown((STEP,)) is None
+    assert most_slowdown((timed,)) == pytest.approx(1.5)
+    assert most_slowdown((STEP, timed, dataclasses.replace(timed, op_time_s=2.0))) == pytest.approx(1.0)
+
+
+def test_micro_batches_are_told_from_steps() -> None:
+    """Under accumulation the first line counts both, and the table says which step a micro-batch belongs to."""
+    steps = tuple(
+        dataclasses.replace(STEP, index=index, optimizer_step=index // 2, had_optimizer=index % 2 == 1)
+        for index in range(4)
+    )
+    summary = dataclasses.replace(SUMMARY, steps=steps, num_steps=4, num_optimizer_steps=2)
+    lines = str(summary).splitlines()
+    assert lines[0].endswith("2 steps in 4 micro-batches")
+    assert lines[-5].split()[:2] == ["micro", "step"]
+    assert [line.split()[:2] for line in lines[-4:]] == [["0", "0"], ["1", "0"], ["2", "1"], ["3", "1"]]
+    assert "micro" not in str(dataclasses.replace(summary, num_optimizer_steps=4))
+    assert "micro" not in str(dataclasses.replace(summary, num_optimizer_steps=0))
+
+
+def test_long_runs_count_all_their_steps() -> None:
+    """The latest 10,000 have a summary of their own; the first line counts the others, too."""
+    assert "; 12345 steps" in str(dataclasses.replace(SUMMARY, num_steps=12345))
+
+
+def test_start_of_the_script_is_said_apart() -> None:
+    """A second or more before the first step is no part of it."""
+    assert "2.5 s passed before the first step" in str(dataclasses.replace(SUMMARY, startup_s=2.5))
+    assert "before the first step" not in str(SUMMARY)
+
+
+def test_notebook_shows_the_same_in_html() -> None:
+    """Every fact and number of the text, with what could be markup escaped."""
+    odd = dataclasses.replace(PEAK, module="<b>&")
+    summary = dataclasses.replace(SUMMARY, plain_peak=odd, follow=FOLLOW)
+    html = summary._repr_html_()
+    assert "<b>&" not in html.replace("<b>torchdelta", "")
+    assert "&lt;b&gt;&amp;" in html
+    for text in (summary.headline(), *(text for _, text in summary.facts())):
+        assert html_module.escape(text) in html
+    for cell in summary.step_table()[1][0]:
+        assert f">{cell}</td>" in html
+
+
 @pytest.mark.parametrize(
     ("num_steps", "shown"), [(1, [0]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 4]), (900, [0, 1, 2, 899])]
 )
 def test_table_of_steps_stays_short(num_steps: int, shown: list[int]) -> None:
     """The first three and the last; columns stand under their heads."""
     steps = tuple(dataclasses.replace(STEP, index=index) for index in range(num_steps))
-    lines = str(dataclasses.replace(SUMMARY, steps=steps)).splitlines()[3:]
+    lines = str(dataclasses.replace(SUMMARY, steps=steps)).splitlines()[-len(shown) - 1 :]
+    assert lines[0].split()[0] == "step"
     assert [int(line.split()[0]) for line in lines[1:]] == shown
-    assert len({len(line) for line in lines}) <= 1
+    assert len({len(line) for line in lines}) == 1
 
 
 def test_as_dict_is_plain_data() -> None:
@@ -143,6 +234,8 @@ def test_as_dict_is_plain_data() -> None:
     assert data["num_recomputed_ops"] == 7
     assert data["steps"][0]["peak_bytes"] == STEP.peak_bytes
     assert Summary(**{**data, "steps": tuple(StepSummary(**step) for step in data["steps"])}) == SUMMARY
+    data = json.loads(json.dumps(dataclasses.replace(SUMMARY, plain_peak=PEAK).as_dict()))
+    assert PlainPeak(**data["plain_peak"]) == PEAK
 
 
 def test_summary_does_not_change() -> None:

@@ -13,7 +13,7 @@ that need none start at once.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from torchdelta.budget import MemoryBudget
@@ -56,6 +56,16 @@ def __getattr__(name: str) -> object:
     value = getattr(import_module(home), name)
     globals()[name] = value  # found without this function from now on
     return value
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Give a notebook `%memory_budget`: IPython calls this for `%load_ext torchdelta`."""
+    import_module("torchdelta.integrations.notebook").load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Undo `%load_ext torchdelta`, for `%unload_ext torchdelta`."""
+    import_module("torchdelta.integrations.notebook").unload(shell)
 
 
 def __dir__() -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torchdelta.config import Config
 from torchdelta.errors import ConfigError, ScopeError
+from torchdelta.host import share_bytes
 from torchdelta.runtime import interrupts
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device.memory import device_memory_bytes, free_for_tensors, session_device
@@ -17,14 +18,17 @@ from torchdelta.runtime.follow.given_plan import given_plan
 from torchdelta.runtime.observe.trace_output import check_trace_path
 from torchdelta.runtime.record.scan import count_tensors
 from torchdelta.runtime.session import Session
+from torchdelta.settings import resolve_settings
+from torchdelta.summary import Totals
 from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
     from types import TracebackType
 
     from torchdelta.plan.model import Plan
-    from torchdelta.summary import Summary
+    from torchdelta.summary import StepSummary, Summary
     from torchdelta.trace.model import Trace
 
 __all__ = ["MemoryBudget"]
@@ -78,8 +82,8 @@ class MemoryBudget:
         plan: str | os.PathLike[str] | Plan | None = None,
         trace_out: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.config = config if config is not None else Config()
-        if plan is not None and self.config.planner is not None:
+        self.config: Config = config if config is not None else Config()
+        if plan is not None and self.config.planner not in (None, "auto"):
             raise ConfigError("plan and Config(planner=...) exclude each other: leave one of them out")
         if plan is not None and self.config.decisions is not None:
             raise ConfigError("plan and Config(decisions=...) exclude each other: leave one of them out")
@@ -90,12 +94,47 @@ class MemoryBudget:
         self._is_auto = isinstance(budget, str) and budget.strip().lower() == "auto"
         is_share = isinstance(budget, str) and budget.rstrip().endswith("%")
         total_bytes = device_memory_bytes() if is_share else None
+        self.budget_bytes: int
         if self._is_auto:
             self.budget_bytes, _ = self._find_free()
         else:
             self.budget_bytes = parse_size(budget, total_bytes=total_bytes, name="budget")
         self._session: Session | None = None
         self._past: list[Session] = []
+
+    @classmethod
+    def from_settings(
+        cls,
+        budget: int | str | None = None,
+        *,
+        file: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        plan: str | os.PathLike[str] | Plan | None = None,
+        trace_out: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make a budget as `torchdelta run` does: from arguments, environment variables, a file, and defaults.
+
+        An argument wins over its environment variable (`TORCHDELTA_MEMORY_BUDGET`, `TORCHDELTA_POLICY`, ...), that over
+        the file, that over the default. docs/reference/config.md lists the keys. `MemoryBudget(...)` itself reads none
+        of this.
+
+        Args:
+            budget: As of `MemoryBudget`; None: as the environment or the file says.
+            file: A TOML file, or a mapping with its keys. None: the file that TORCHDELTA_CONFIG names, else
+                `torchdelta.toml` or `[tool.torchdelta]` of `pyproject.toml` in the working directory, if there is one.
+            plan: As of `MemoryBudget`.
+            trace_out: As of `MemoryBudget`.
+            options: Attributes of `Config`.
+
+        Raises:
+            ConfigError: There is no budget anywhere, a key is unknown, or a value is not allowed; the message names the
+                file or the variable.
+            SizeError: The budget cannot be parsed.
+        """
+        if budget is not None:
+            options["memory_budget"] = budget
+        settings = resolve_settings(options, file=file)
+        return cls(settings.required_budget(), settings.config, plan=plan, trace_out=trace_out)
 
     def __repr__(self) -> str:
         """Return the constructor call."""
@@ -134,7 +173,7 @@ class MemoryBudget:
         device = session_device()
         return free_for_tensors(
             count_tensors(device) if device.type == "cpu" else 0,
-            swap_bytes=self.config.host_budget_bytes if is_in_memory else 0,
+            swap_bytes=share_bytes(self.config.host_budget_bytes) if is_in_memory else 0,
         )
 
     @interrupts.shielded
@@ -187,6 +226,36 @@ class MemoryBudget:
             msg = "this MemoryBudget was never started: there is no summary"
             raise ScopeError(msg)
         return session.summary()
+
+    def totals(self) -> Totals:
+        """Return what was done since the last start, at the cost of reading a few numbers.
+
+        The difference between two calls is what was done between them.
+        """
+        session = self._session or (self._past[-1] if self._past else None)
+        if session is None:
+            msg = "this MemoryBudget was never started: there are no totals"
+            raise ScopeError(msg)
+        counters = session.counters
+        return Totals(
+            num_steps=session.steps.num_steps,
+            swapped_out_bytes=counters.swapped_out_bytes,
+            stall_s=counters.stall_s,
+            recompute_s=counters.recompute_s,
+            op_time_s=counters.op_time_s,
+            num_followed_steps=session.follower.num_followed_steps,
+        )
+
+    def steps_since(self, index: int) -> tuple[StepSummary, ...]:
+        """Return the complete steps from this index on since the last start, for a log that is written in every step.
+
+        It takes time for the returned steps alone, where `summary()` goes through all of the latest 10,000 steps.
+
+        Args:
+            index: Position of the first wanted step, from 0.
+        """
+        session = self._session or (self._past[-1] if self._past else None)
+        return session.steps.summaries_since(index) if session is not None else ()
 
     def trace(self) -> Trace:
         """Return the trace of the first complete step since the last start: its ops and buffers as without a budget.

@@ -4,12 +4,13 @@ A value that is not allowed raises an error that names the allowed ones at the c
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, Self
 
 from torchdelta.errors import ConfigError, SizeError
-from torchdelta.names import nearest
+from torchdelta.names import nearest, unknown_name
+from torchdelta.settings_file import read_settings_file, without_none
 from torchdelta.units import parse_size
 
 __all__ = ["DECISIONS", "POLICIES", "TIERS", "VERIFY", "Config", "SavedBuffer"]
@@ -37,6 +38,7 @@ DECISIONS: Final = ("recompute", "swap", "keep")
 TIERS: Final = ("disk", "memory")
 VERIFY: Final = ("first-step",)
 DECISION_CLASSES: Final = ("saved", "all")
+MEMORY_BUDGET: Final = "memory_budget"  # the one key of a settings file that is no option of Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +70,19 @@ class Config:
         policy: Which buffers are evicted when the budget is reached, and how. "torchdelta" weighs recomputing against
             swapping; "delta-2022" follows the paper literally; "dtr", "largest-first" and "lru" are known rules to
             compare with; "recompute-only" and "swap-only" do one of the two.
-        planner: Follow a plan from this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
+        planner: Follow plans of this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
             lists them), in place of the policy: once buffers have left, steps are traced, a helper process plans them
             while the training goes on, and the following steps carry the plans out, one for each kind of step. Steps
             without a plan, and what a plan misses, are left to the policy. Of plans of the classes "extended" (as of
             "dtr" and "delta-2022") and "all" (as of "autoswap-doa") only what saved tensors do between forward and
-            backward is carried out. None never plans. Experimental; needs the extra "plan".
+            backward is carried out. "auto" follows plans of "torchdelta", but asks for one only once the budget has
+            cost as much time as a plan does (10 s), and gives it up if followed steps take longer than reacting did;
+            on CPU only, and not where several processes train on one machine. None never plans. A plan needs the extra
+            "plan"; without it "auto" is None.
         decision_class: Which tensors may leave the device. "saved": those that autograd saves for backward. "all": also
             parameters, gradients and optimizer states, if that is not enough. A step then fits into less than these
-            take together. Experimental; other threads must not read them, and `planner`, `decisions` and `arena` are
-            not possible with it.
+            take together. Experimental; other threads must not read them, no step is planned, and a named `planner`,
+            `decisions` and `arena` are not possible with it.
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.
@@ -86,8 +91,9 @@ class Config:
         swap_dir: Directory of the swap file. None means TORCHDELTA_SWAP_DIR, else the system's directory for
             temporary files. It should be on a real disk: a tmpfs is memory.
         host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit on CPU,
-            and half of the free memory on CUDA, where it is pinned.
-        disk_budget: Most bytes of disk; None is no limit but the free space.
+            and half of the free memory on CUDA, where it is pinned. Under torchrun (where LOCAL_WORLD_SIZE is set) it
+            is for all training processes of a machine together: each gets an equal share.
+        disk_budget: Most bytes of disk; None is no limit but the free space. Shared likewise.
         checksum: Compare all data read from the disk with a CRC-32 of what was written. A buffer that differs is
             recomputed if possible, else an error is raised; there is never a wrong gradient.
         verify: "first-step" hashes buffers that are dropped in the first step and compares them when recomputed.
@@ -104,7 +110,7 @@ class Config:
     """
 
     policy: str = "torchdelta"
-    planner: str | None = None
+    planner: str | None = "auto"
     decision_class: Literal["saved", "all"] = "saved"
     decisions: str | Callable[[SavedBuffer], str] | None = None
     tier: Literal["disk", "memory"] = "disk"
@@ -120,15 +126,15 @@ class Config:
         """Check every field."""
         _check_choice("policy", self.policy, POLICIES)
         if self.planner is not None:
-            _check_choice("planner", self.planner, PLANNERS, or_else="None")
-            if self.decisions is not None:
+            _check_choice("planner", self.planner, ("auto", *PLANNERS), or_else="None")
+            if self.decisions is not None and self.planner != "auto":
                 raise ConfigError("planner and decisions exclude each other: leave one of them out")
         if self.decisions is not None and not callable(self.decisions):
             _check_choice("decisions", self.decisions, DECISIONS, or_else="None, or a callable taking a SavedBuffer")
         _check_choice("decision_class", self.decision_class, DECISION_CLASSES)
         if self.decision_class == "all":
             for option in ("planner", "decisions", "arena"):
-                if getattr(self, option):
+                if getattr(self, option) and getattr(self, option) != "auto":
                     raise ConfigError(f"decision_class='all' and {option} exclude each other: leave one of them out")
         _check_choice("tier", self.tier, TIERS)
         if self.verify is not None:
@@ -139,6 +145,47 @@ class Config:
         _check_flag("checksum", self.checksum)
         _check_flag("count_allocations", self.count_allocations)
         _check_flag("arena", self.arena)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any], *, source: str = "") -> Self:
+        """Make a Config from a mapping whose keys are its attributes, as one read from a file has them.
+
+        The text "none" means None. The key `memory_budget` may be there too; it belongs to
+        `MemoryBudget.from_settings`, and is not looked at here.
+
+        Args:
+            options: Values by key; what is left out has its default.
+            source: Where they come from, such as a file's name: error messages begin with it.
+
+        Raises:
+            ConfigError: A key is unknown (the message has the nearest one), or a value is not allowed.
+
+        Example:
+            >>> Config.from_dict({"tier": "memory", "host_budget": "4GiB"}).host_budget_bytes
+            4294967296
+        """
+        keys = tuple(field.name for field in fields(cls))
+        prefix = f"{source}: " if source else ""
+        for key in options:
+            if key not in keys and key != MEMORY_BUDGET:
+                raise ConfigError(f"{prefix}{unknown_name('key', str(key), (MEMORY_BUDGET, *keys))}")
+        given = {key: value for key, value in without_none(options).items() if key != MEMORY_BUDGET}
+        try:
+            return cls(**given)
+        except ConfigError as error:
+            raise ConfigError(f"{prefix}{error}") from None
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+        """Make a Config from a TOML file: `torchdelta.toml`, or a `pyproject.toml` with a table `[tool.torchdelta]`.
+
+        It has the keys that `from_dict` takes. A relative `swap_dir` begins at the file's directory.
+
+        Raises:
+            ConfigError: The file cannot be read, a key is unknown, or a value is not allowed; the message names the
+                file.
+        """
+        return cls.from_dict(read_settings_file(path), source=str(os.fspath(path)))
 
     @property
     def host_budget_bytes(self) -> int | None:

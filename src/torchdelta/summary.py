@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from torchdelta.html_table import html_table
 from torchdelta.units import format_bytes
 
-__all__ = ["FollowSummary", "StepSummary", "Summary"]
+__all__ = ["FollowSummary", "PlainPeak", "StepSummary", "Summary", "Totals", "least_slowdown", "most_slowdown"]
+
+_SMALL_SHARE: Final = 0.01  # a slowdown by less is said as "under 1 %"
+_NOTABLE_SHARE: Final = 0.01  # of a peak: smaller groups are left out of the text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSummary:
-    """One training step: bytes that left the device and came back, and the time that it cost.
+    """One forward and backward, with the optimizer's step if one followed: what left the device, and what it cost.
+
+    Under gradient accumulation each micro-batch is one of these: `optimizer_step` has the same value in all that belong
+    together, and `had_optimizer` is true in the last of them.
 
     Attributes:
         index: Position of the step in its scope, from 0.
-        time_s: Wall time from the end of the previous step (or the start of the scope) to the end of this one.
+        time_s: Wall time from the end of the previous step to the end of this one, so that loading data is in it. Of
+            the first one it is from its first saved tensor on: what the script does before is `Summary.startup_s`.
         peak_bytes: Most bytes of storages known to the runtime at once.
         kept_bytes: Saved bytes that were never evicted.
         swapped_out_bytes: Bytes written to the tier.
         recomputed_bytes: Bytes brought back by replay.
         stall_s: Time that the training thread waited for the tier.
         recompute_s: Time spent on replays.
+        optimizer_step: How many optimizer steps came before.
+        had_optimizer: Whether an optimizer's step ended it.
+        evict_s: Time spent on choosing what leaves and on starting its copies, as far as no plan said it.
+        op_time_s: Time of the program's own ops, without those of a backward that followed a plan unwatched.
     """
 
     index: int
@@ -33,6 +45,79 @@ class StepSummary:
     recomputed_bytes: int
     stall_s: float
     recompute_s: float
+    optimizer_step: int = 0
+    had_optimizer: bool = True
+    evict_s: float = 0.0
+    op_time_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainPeak:
+    """The highest moment of the first step as it would be without a budget: why tensors had to leave.
+
+    It is computed from the trace of that step. Optimizer states that the step made count from its beginning, since the
+    later steps have them from there on.
+
+    Attributes:
+        size_bytes: Bytes on the device at that moment, with what the running op allocates inside itself. Within this
+            budget such a step evicts nothing, or nearly: memory outside of tensors is not in it.
+        op: The op that runs then, such as "aten._softmax.default".
+        module: The path of the module that the op belongs to; in backward, that of the forward op whose saved tensor it
+            reads. Empty if it is not known.
+        phase: "forward", "backward" or "optimizer".
+        node: In backward the autograd node that calls the op, such as "SoftmaxBackward0"; else empty.
+        groups: Bytes by group (parameters, gradients, ...), largest first; their sum is `size_bytes`.
+        largest_modules: Bytes by the module whose forward made them, largest first: of the tensors that live then and
+            are saved for backward. At most three. "h.*.mlp" is that module of several layers together.
+    """
+
+    size_bytes: int
+    op: str
+    module: str
+    phase: str
+    node: str
+    groups: dict[str, int]
+    largest_modules: dict[str, int]
+
+    def lines(self, what: str) -> list[str]:
+        """Return it in two or three lines.
+
+        Args:
+            what: Whose peak it is, such as "the first step".
+        """
+        where = f" of {self.module}" if self.module else ""
+        phase = f"{self.phase}, {self.node}" if self.node else self.phase
+        notable = {name: size for name, size in self.groups.items() if size >= _NOTABLE_SHARE * self.size_bytes}
+        lines = [
+            f"without a budget {what} peaks at {format_bytes(self.size_bytes)}: {phase}, {self.op}{where}",
+            f"on the device then: {_listed(notable)}",
+        ]
+        if self.largest_modules:
+            modules = (f"{name} ({format_bytes(size)})" for name, size in self.largest_modules.items())
+            lines.append(f"saved the most: {', '.join(modules)}")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What a budget has done since it was last started, for a program that reads it in every step.
+
+    Attributes:
+        num_steps: Complete steps.
+        swapped_out_bytes: Bytes written to the tier.
+        stall_s: Time that the training thread waited for the tier.
+        recompute_s: Time spent on replays.
+        op_time_s: Time of the program's own ops, from which the time of a plain run is estimated. Those of a backward
+            that follows a plan without being watched are not in it.
+        num_followed_steps: Steps that a plan was followed in to their end.
+    """
+
+    num_steps: int
+    swapped_out_bytes: int
+    stall_s: float
+    recompute_s: float
+    op_time_s: float
+    num_followed_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +192,39 @@ class FollowSummary:
 class Summary:
     """Totals since the budget was last started, and its steps.
 
-    `budget_bytes` is None if decisions are forced, which ignores the budget. `num_refused_steps` counts the steps that
-    ended in a BudgetError; they are not among `steps`. `follow` is None where no plan was asked for and none was given.
+    [Note: slowdown]
+    Nobody runs the plain step, so its time is not known. Two figures enclose it. `slowdown_at_least` compares the time
+    of the steps (the first one left out, if there are more: it warms up) with the same time less what they waited for
+    swapped data, spent on replays, and on choosing and sending what leaves. All of it is measured in every mode. What
+    recording the ops costs, and what copies take from the cores of a CPU, is not in it, so that the truth is higher.
+    `slowdown_at_most` compares their time with the sum of the times of the program's own ops; of steps that followed a
+    plan, with the op times of the traced step. What the program does between ops (Python, loading data, evaluation)
+    counts as slowdown there, so that the truth is lower. On a GPU replays and choosing are host time that may be
+    hidden, so that both are estimates there.
+
+    Attributes:
+        budget_bytes: None if decisions are forced, which ignores the budget.
+        peak_bytes: Most bytes on the device.
+        kept_bytes: Saved bytes that were never evicted, of all steps together; the following ones likewise.
+        swapped_out_bytes: Bytes written to the tier.
+        swapped_in_bytes: Bytes read from it.
+        recomputed_bytes: Bytes brought back by replay.
+        num_recomputed_ops: Ops that were run again.
+        stall_s: Time that the training thread (on a GPU the compute stream) waited for swapped data.
+        recompute_s: Time spent on replays.
+        num_refused_steps: Steps that ended in a BudgetError; they are not among `steps`.
+        steps: The latest 10,000 steps.
+        follow: How plans were followed; None where no plan was asked for and none was given.
+        evict_s: Time spent on choosing what leaves and on starting its copies, without waits. Where a plan is followed,
+            as far as it did not say so.
+        num_steps: All steps, also those that `steps` has no more. Under gradient accumulation each micro-batch is one.
+        num_optimizer_steps: How many of them an optimizer's step ended. 0 in a loop without `torch.optim`.
+        num_unrecorded_steps: How many of them were not recorded, because they were known to fit.
+        startup_s: Time from the start to the first saved tensor of the first step: imports, data, the model.
+        slowdown_at_least: See [Note: slowdown]. None without a complete step.
+        slowdown_at_most: See [Note: slowdown]. None without a complete step whose ops were timed.
+        plain_peak: What the first step would need without a budget, and where; None before it is complete, or if its
+            trace was dropped.
     """
 
     budget_bytes: int | None
@@ -123,48 +239,157 @@ class Summary:
     num_refused_steps: int = 0
     steps: tuple[StepSummary, ...] = field(default=())
     follow: FollowSummary | None = None
+    evict_s: float = 0.0
+    num_steps: int = 0
+    num_optimizer_steps: int = 0
+    num_unrecorded_steps: int = 0
+    startup_s: float = 0.0
+    slowdown_at_least: float | None = None
+    slowdown_at_most: float | None = None
+    plain_peak: PlainPeak | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        """Return the totals, then a table of the first three steps and the last one."""
+    @property
+    def evicted(self) -> bool:
+        """Whether anything left the device and came back."""
+        return self.swapped_out_bytes > 0 or self.num_recomputed_ops > 0
+
+    @property
+    def over_bytes(self) -> int:
+        """Bytes by which the peak passed the budget, 0 if it did not."""
+        return 0 if self.budget_bytes is None else max(0, self.peak_bytes - self.budget_bytes)
+
+    def headline(self) -> str:
+        """Return the peak against the budget and the number of steps, in one line."""
         budget = "none (decisions are forced)" if self.budget_bytes is None else format_bytes(self.budget_bytes)
-        over_bytes = 0 if self.budget_bytes is None else max(0, self.peak_bytes - self.budget_bytes)
-        of_budget = (
-            f"PASSED the budget of {budget} by {format_bytes(over_bytes)}" if over_bytes else f"of budget {budget}"
-        )
+        over = self.over_bytes
+        of_budget = f"PASSED the budget of {budget} by {format_bytes(over)}" if over else f"of budget {budget}"
         refused = f", {self.num_refused_steps} refused" if self.num_refused_steps else ""
-        lines = [
-            f"peak {format_bytes(self.peak_bytes)} {of_budget}; {len(self.steps)} steps{refused}",
-            (
-                f"kept {format_bytes(self.kept_bytes)}, swapped out {format_bytes(self.swapped_out_bytes)}, "
-                f"recomputed {format_bytes(self.recomputed_bytes)} in {self.num_recomputed_ops} ops"
-            ),
-            f"stalled {self.stall_s:.3f} s, recomputing {self.recompute_s:.3f} s",
-        ]
-        if self.follow is not None:
-            lines.extend(str(self.follow).splitlines())
+        return f"peak {format_bytes(self.peak_bytes)} {of_budget}; {self._counted()}{refused}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what there is to say below the headline, as (label, text): one line each, for any kind of output."""
         if not self.steps and not self.num_refused_steps:
-            lines.append("no training step was seen on this thread")
-        elif (
-            not self.num_refused_steps
-            and self.swapped_out_bytes == 0
-            and self.num_recomputed_ops == 0
-            and not over_bytes
-        ):
-            lines.append("the steps fit: nothing was evicted, recording is the only cost")
-        if self.steps:
-            lines.append(
-                f"{'step':>6} {'time s':>9} {'peak':>12} {'kept':>12} {'swapped':>12} {'recomputed':>12} {'stall s':>9}"
+            return [("steps", "no training step was seen on this thread")]
+        facts: list[tuple[str, str]] = []
+        if not self.num_refused_steps and not self.evicted and not self.over_bytes:
+            facts.append(("cost", "the steps fit: nothing was evicted, recording is the only cost"))
+        else:
+            facts += [("moved", self._moved()), ("cost", self._cost())]
+            if self.plain_peak is not None and self.budget_bytes is not None:
+                accumulates = self._accumulates()
+                what = "the first micro-batch" if accumulates else "the first step"
+                facts += [("why", line) for line in self.plain_peak.lines(what)]
+                # The first micro-batch has no gradients of others, and no optimizer states yet: later ones need more.
+                if self.plain_peak.size_bytes > self.budget_bytes and not accumulates:
+                    size = format_bytes(self.plain_peak.size_bytes)
+                    facts.append(("would help", f"with a budget of {size} such a step evicts nothing, or nearly"))
+        if self.num_unrecorded_steps:
+            was = "step was" if self.num_unrecorded_steps == 1 else "steps were"
+            facts.append(("unrecorded", f"{self.num_unrecorded_steps} {was} not recorded: known to fit"))
+        if self.follow is not None:
+            facts += [("plan", line) for line in str(self.follow).splitlines()]
+        if self.startup_s >= 1:
+            facts.append(("before", f"{self.startup_s:.1f} s passed before the first step: imports, data, the model"))
+        return facts
+
+    def step_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return the heads of the columns, and the cells of the first three steps and the last one."""
+        shown = self.steps if len(self.steps) <= 4 else (*self.steps[:3], self.steps[-1])
+        heads = ("step", "time s", "peak", "kept", "swapped", "recomputed", "stall s")
+        rows = [
+            (
+                str(step.index),
+                f"{step.time_s:.3f}",
+                format_bytes(step.peak_bytes),
+                format_bytes(step.kept_bytes),
+                format_bytes(step.swapped_out_bytes),
+                format_bytes(step.recomputed_bytes),
+                f"{step.stall_s:.3f}",
             )
-            shown = self.steps if len(self.steps) <= 4 else (*self.steps[:3], self.steps[-1])
+            for step in shown
+        ]
+        if not self._accumulates():
+            return heads, rows
+        heads = ("micro", "step", *heads[1:])
+        return heads, [
+            (cells[0], str(step.optimizer_step), *cells[1:]) for step, cells in zip(shown, rows, strict=True)
+        ]
+
+    def __str__(self) -> str:
+        """Return the headline, the facts, and the table of steps."""
+        facts = self.facts()
+        width = max(len(label) for label, _ in facts) if facts else 0
+        before = ""
+        lines = [self.headline()]
+        for label, text in facts:
+            lines.append(f"  {'' if label == before else label:<{width}}  {text}")
+            before = label
+        heads, rows = self.step_table()
+        if rows:
+            widths = [9 if head.endswith(" s") else 7 if head in {"micro", "step"} else 12 for head in heads]
             lines.extend(
-                f"{step.index:>6} {step.time_s:>9.3f} {format_bytes(step.peak_bytes):>12} "
-                f"{format_bytes(step.kept_bytes):>12} "
-                f"{format_bytes(step.swapped_out_bytes):>12} {format_bytes(step.recomputed_bytes):>12} "
-                f"{step.stall_s:>9.3f}"
-                for step in shown
+                "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+                for cells in (heads, *rows)
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return it for a notebook."""
+        return html_table(self.headline(), self.facts(), *self.step_table())
+
+    def _accumulates(self) -> bool:
+        return 0 < self.num_optimizer_steps < self.num_steps
+
+    def _counted(self) -> str:
+        num_steps = self.num_steps or len(self.steps)
+        if self._accumulates():
+            return f"{_number(self.num_optimizer_steps, 'step')} in {num_steps} micro-batches"
+        return _number(num_steps, "step")
+
+    def _moved(self) -> str:
+        return (
+            f"kept {format_bytes(self.kept_bytes)}, swapped out {format_bytes(self.swapped_out_bytes)}, "
+            f"recomputed {format_bytes(self.recomputed_bytes)} in {self.num_recomputed_ops} ops, in all steps together"
+        )
+
+    def _cost(self) -> str:
+        spent = (
+            f"stalled {self.stall_s:.3f} s, recomputing {self.recompute_s:.3f} s, making room {self.evict_s:.3f} s, "
+            "in all steps together"
+        )
+        least, most = self.slowdown_at_least, self.slowdown_at_most
+        if least is None:
+            return spent
+        if most is not None and most > least:
+            bounds = f"x{least:.2f} to x{most:.2f} of the plain time"
+            return f"{bounds} (estimated; in the larger figure all time between ops counts as cost): {spent}"
+        if least - 1 < _SMALL_SHARE:
+            return f"under 1 % for waiting and recomputing ({spent}); recording the ops comes on top"
+        return f"at least x{least:.2f} of the plain time (estimated): {spent}; recording the ops comes on top"
+
+
+def least_slowdown(steps: tuple[StepSummary, ...]) -> float | None:
+    """Return the time of some steps against the same time without waits and replays. See [Note: slowdown]."""
+    later = steps[1:] or steps
+    time_s = sum(step.time_s for step in later)
+    free_s = time_s - sum(step.stall_s + step.recompute_s + step.evict_s for step in later)
+    return time_s / free_s if free_s > 0 else None
+
+
+def most_slowdown(steps: tuple[StepSummary, ...]) -> float | None:
+    """Return the time of some steps against that of the program's own ops in them. See [Note: slowdown]."""
+    later = steps[1:] or steps
+    op_time_s = sum(step.op_time_s for step in later)
+    return sum(step.time_s for step in later) / op_time_s if op_time_s > 0 else None
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(size_bytes)}" for name, size_bytes in sizes.items())

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.verdict import KINDS, assert_good, judge, replayed
+from tests.distributed.verdict import KINDS, PRESSED, assert_good, judge, replayed
 from tests.runtime.parts import running_session
 from tests.same_bits.judge import UNLIMITED, Scope, Step
+from tests.sampling import keep
 from torchdelta import MemoryBudget
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def built(step: Step) -> Step:
     return step
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", keep(KINDS, ["recompute", PRESSED]))
 def test_tensor_parallel(pair: Pair, kind: str) -> None:
     """What the split layers save is kept, what lies between them leaves, and no bit changes."""
     assert_good(pair.run(judge, "tensor parallel", built, (tensor_parallel,), kind, 0.9), kind)

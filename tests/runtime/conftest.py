@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.collector import give_back, leave_out
 from tests.runtime.parts import engine_doors, num_saved_hooks
 from torchdelta._torch.modes import num_modes
 from torchdelta.runtime.current import current_session
@@ -24,10 +24,9 @@ settings.load_profile("untimed")
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collector() -> Iterator[None]:
     """Leave what is there before a file's tests (imports, mostly) out of the collections and scans in them."""
-    gc.collect()
-    gc.freeze()
+    leave_out()
     yield
-    gc.unfreeze()
+    give_back()
 
 
 @pytest.fixture(autouse=True)

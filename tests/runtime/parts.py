@@ -8,7 +8,9 @@ Tests of behaviour ask here, so that this is the one file to change when the par
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 import torch
 from torch.library import _scoped_library as scoped_library
@@ -16,10 +18,14 @@ from torch.nn.modules.module import _global_forward_pre_hooks as module_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
 
 from torchdelta.runtime.current import current_session
+from torchdelta.runtime.record.pause import Pause
 from torchdelta.runtime.session import Session
 from torchdelta.runtime.tiers.disk import DiskMedium
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from torchdelta.native.counting import LimitedCounter
     from torchdelta.runtime.tiers.disk import DiskTier
 
 __all__ = [
@@ -30,9 +36,11 @@ __all__ = [
     "module_hooks",
     "num_saved_hooks",
     "optimizer_hooks",
+    "pausing_until",
     "running_session",
     "scoped_library",
     "set_engine_doors",
+    "set_pause_limit",
 ]
 
 
@@ -52,6 +60,40 @@ def descriptor_of(tier: DiskTier) -> int:
 def engine_doors() -> tuple[Any, Any]:
     """Return what is called where Python enters the autograd engine: in `torch.autograd.graph` and `torch.autograd`."""
     return torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward
+
+
+@contextlib.contextmanager
+def pausing_until(limit_bytes: int | None) -> Generator[Callable[[Session], None]]:
+    """Yield what stops recording at once in a session that is opened inside.
+
+    It resumes when so many bytes more are allocated (None: never), whatever is saved. Then all that can leave leaves.
+    """
+    resume = Pause.on_limit
+    thresholds: list[int] = []
+
+    def on_limit(pause: Pause) -> None:
+        usage = pause._usage
+        if not thresholds or usage.counter is None or usage.counter.live_bytes() < thresholds[0] or not pause.is_on:
+            return
+        resume(pause)
+        if not pause.is_on:
+            pause._room.evict_all()
+
+    def pause_now(session: Session) -> None:
+        pause, counter = session.pause, session.ledger.usage.counter
+        pause._peak_bytes = pause._forward_peak_bytes = pause._forward_bytes = 1 << 50
+        pause._begin()
+        if limit_bytes is not None and counter is not None:
+            thresholds.append(counter.live_bytes() + limit_bytes)
+            cast("LimitedCounter", counter).set_limit(thresholds[0], 1 << 62, pause.on_limit)
+
+    with mock.patch.object(Pause, "on_limit", on_limit):
+        yield pause_now
+
+
+def set_pause_limit(limit_bytes: int) -> None:
+    """Resume recording in the session of this thread once more bytes than these are live."""
+    running_session().pause._set_limit(limit_bytes)
 
 
 def set_engine_doors(in_graph: Any, in_module: Any) -> None:

@@ -17,7 +17,6 @@ from torch import nn
 
 from tests.native.without import WITHOUT_NATIVE, run_without
 from tests.runtime.programs import UNLIMITED, running
-from tests.sampling import sample
 from torchdelta import Config, MemoryBudget
 from torchdelta.arena import placing
 from torchdelta.arena.placing import Placing, arena_for
@@ -402,7 +401,8 @@ def test_on_another_device_it_says_so_and_does_nothing(caplog: pytest.LogCapture
     ]
 
 
-@pytest.mark.parametrize(("environment", "expected"), sample(WITHOUT_NATIVE, 1))
+@pytest.mark.rest
+@pytest.mark.parametrize(("environment", "expected"), WITHOUT_NATIVE)
 def test_without_a_compiler_it_warns_once_and_trains(
     environment: dict[str, str], expected: str, tmp_path: os.PathLike[str]
 ) -> None:

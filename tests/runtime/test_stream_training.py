@@ -96,6 +96,7 @@ def run(name: str, budget: int | str, device: str = "cpu", **options: Any) -> tu
     return observed, summary.peak_bytes - base_bytes
 
 
+@pytest.mark.rest
 @given(
     name=st.sampled_from(sorted(MODELS)),
     tier=st.sampled_from(["memory", "memory", "disk"]),

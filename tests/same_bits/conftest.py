@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.collector import give_back
 from tests.same_bits.judge import comparable_conditions, on_device
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def _thaw() -> Iterator[None]:
     """Give back to the collector, at the end of a file, what its tests left out."""
     yield
-    gc.unfreeze()
+    give_back()
 
 
 @pytest.fixture(autouse=True)

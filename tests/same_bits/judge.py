@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.collector import leave_out
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.storages import address_of
 from torchdelta._torch.tensors import is_zerotensor
@@ -123,8 +124,7 @@ def comparable_conditions() -> Iterator[None]:
     if DEVICE == "cuda":
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    gc.collect()
-    gc.freeze()
+    leave_out()
     yield
     torch.set_num_threads(num_threads)
 

@@ -160,13 +160,18 @@ def _unsafe_zero_copy(tensor: torch.Tensor) -> Any:
     return array.tobytes()
 
 
+def _read_storage(storage: torch.UntypedStorage) -> bytes:
+    """Read every byte of a small storage, both ends of a large one: each byte is a read of its own, and slow."""
+    return bytes(storage.tolist() if storage.nbytes() <= 128 else [storage[0], storage[-1]])
+
+
 def _write_storage(tensor: torch.Tensor) -> Any:
     storage = tensor.untyped_storage()
     if MemoryBudget.current() is not None:
         empty_everything()
         assert not is_emptied(tensor)
     storage[0] = 3
-    return [storage.nbytes(), bytes(storage.tolist())]
+    return [storage.nbytes(), _read_storage(storage)]
 
 
 def _hold_slice(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -344,8 +349,8 @@ ACTIONS: dict[str, Action] = {
     "float": each(lambda t: float(t.detach().sum())),
     "iteration": each(lambda t: [x.clone() for x in t.detach().reshape(-1)[:3]]),
     "data_ptr": each(lambda t: t.data_ptr() != 0),
-    "storage": each(lambda t: bytes(t.untyped_storage().tolist())),
-    "typed storage": each(lambda t: bytes(t._typed_storage()._untyped_storage.tolist())),
+    "storage": each(lambda t: _read_storage(t.untyped_storage())),
+    "typed storage": each(lambda t: _read_storage(t._typed_storage()._untyped_storage)),
     "held storage": each(_write_storage),
     "slice of a storage": _hold_slice,
     "dlpack": each(_dlpack),
@@ -379,16 +384,15 @@ ACTIONS: dict[str, Action] = {
 }
 
 
-@pytest.mark.parametrize("name", sample(list(ACTIONS), 18))
+@pytest.mark.parametrize("name", sample(list(ACTIONS), 8))
 def test_actions_after_everything_has_left(name: str) -> None:
     """An action that meets emptied tensors gives what it gives in plain torch, and so does the training around it."""
     plain = train(contextlib.nullcontext(), ACTIONS[name])
     assert train(scope(), ACTIONS[name]) == plain
 
 
-@pytest.mark.rest
 @pytest.mark.usefixtures("harsh")
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("name", sample(ACTIONS, 0, 18))
 def test_actions_while_everything_leaves(name: str) -> None:
     """The same where everything leaves again before each op."""
     plain = train(contextlib.nullcontext(), ACTIONS[name])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.same_bits.judge import Scope, Step, comparable_conditions, differences, plain_outcome, run, state_of
+from tests.sampling import sample
 from torchdelta import Config, MemoryBudget
 from torchdelta.config import POLICIES
 
@@ -109,7 +110,7 @@ def plain() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sample(POLICIES, 4))
 @pytest.mark.parametrize("name", STEPS)
 def test_same_bits_under_pressure(name: str, policy: str, plain: dict[str, Any]) -> None:
     """The step evicts, stays inside its budget, and leaves the plain run's bits."""

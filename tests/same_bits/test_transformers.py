@@ -29,7 +29,7 @@ ONE_OF_EACH_KIND = list({architecture.kind: architecture for architecture in rev
 
 
 @pytest.mark.parametrize(
-    "architecture", keep(ARCHITECTURES, ONE_OF_EACH_KIND), ids=lambda architecture: architecture.class_name
+    "architecture", keep(ARCHITECTURES, ONE_OF_EACH_KIND, 14), ids=lambda architecture: architecture.class_name
 )
 def test_one_step_leaves_the_same_bits(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, gradients, buffers and generators after one forward and backward equal the plain run's."""

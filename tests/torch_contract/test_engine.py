@@ -133,6 +133,7 @@ def test_guard_of_functional_transforms() -> None:
     assert len(entered) == count
 
 
+@pytest.mark.rest
 def test_call_of_compiled_regions() -> None:
     """AOTAutograd calls what it compiled through the function that is replaced, at the latest in backward."""
     code = """
@@ -255,6 +256,7 @@ def test_patch_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sys.meta_path == finders
 
 
+@pytest.mark.rest
 def test_is_in_compiled_region() -> None:
     """An op that compiled code calls is told from one that is called by hand, also after compilation."""
     code = """

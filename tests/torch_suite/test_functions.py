@@ -256,6 +256,7 @@ def database_functions() -> list[Any]:
     return autograd_function_db
 
 
+@pytest.mark.rest
 def test_torch_s_own_functions() -> None:
     """Each example of torch's database of functions, twice differentiated where it can be."""
     found: dict[str, Any] = {}

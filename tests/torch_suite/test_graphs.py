@@ -45,6 +45,7 @@ def test_ten_thousand_ops_in_a_row(names: tuple[str, ...]) -> None:
     assert_same(step, *names)
 
 
+@pytest.mark.rest
 def test_a_deep_chain_that_is_in_place() -> None:
     """A thousand ops in place on one storage, saved by a few of them, replay in their order."""
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.same_bits.judge import Scope, state_of
+from tests.sampling import sample
 from tests.torch_suite.budgets import assert_same
 
 
@@ -36,7 +37,9 @@ def through_state(model: nn.Module) -> nn.Module:
     return other
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_state], ids=["deepcopy", "pickle", "state"])
+@pytest.mark.parametrize(
+    "copied", sample([copy.deepcopy, through_pickle, through_state], 1), ids=["deepcopy", "pickle", "state"]
+)
 def test_models_copied_between_steps(copied: Any) -> None:
     """Training goes on with a copy that was made in the scope, while a graph of the original is alive."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.same_bits.judge import Scope, Step, state_of
+from tests.sampling import sample
 from tests.torch_suite.budgets import assert_same, verdicts
 
 
@@ -88,9 +89,8 @@ def test_every_optimizer_with_its_default_options() -> None:
     assert judged(torch.float32, sparse=False, everything=False) == {}
 
 
-@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore")  # combinations of options that torch warns of
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", sample([torch.float32, torch.float64], 0, 1))
 def test_every_optimizer_with_every_option(dtype: torch.dtype) -> None:
     """All inputs of the database: learning rates as tensors, weight decay, maximisation and others."""
     assert judged(dtype, sparse=False) == {}

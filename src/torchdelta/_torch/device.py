@@ -37,6 +37,20 @@ _CUDA_SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tupl
     if hasattr(torch._C, f"_get_{name}")
 )
 is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+
+
+def has_half_convolutions(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes convolutions in a half precision on this processor; without it they are unfolded.
+
+    True where torch has no such question any more.
+    """
+    name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    try:
+        return bool(is_mkldnn_enabled() and getattr(torch.ops.mkldnn, name)())
+    except AttributeError:
+        return True
+
+
 reads_cuda_settings = torch.version.cuda is not None or torch.version.hip is not None
 
 

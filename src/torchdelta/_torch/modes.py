@@ -117,6 +117,20 @@ def remove_mode(mode: object) -> None:
             push_mode(other)
 
 
+def position_of_mode(mode: object) -> int:
+    """Return where a dispatch mode stands on this thread's stack, from the bottom; -1 if it is not there."""
+    stack = mode_stack()
+    return stack.index(mode) if mode in stack else -1
+
+
+def insert_mode(mode: object, position: int) -> None:
+    """Put a dispatch mode on this thread's stack, below those that stand at `position` and above."""
+    above = [pop_mode() for _ in range(num_modes() - position)]
+    push_mode(mode)
+    for other in reversed(above):
+        push_mode(other)
+
+
 @contextlib.contextmanager
 def without_mode(mode: object) -> Generator[bool]:
     """Take one dispatch mode off this thread's stack for a while; modes of others above it stay where they are.

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 is_in_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_transforming() -> bool:
+    """Return whether a transform of `torch.func` runs on this thread: its ops wrap whatever they return."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 tensor_num_holders: Callable[[torch.Tensor], int] = torch.Tensor._use_count
 # The address of what a Python tensor stands for; `torch.utils.swap_tensors` exchanges those of two tensors.
 identity_of: Callable[[torch.Tensor], int] = attrgetter("_cdata")

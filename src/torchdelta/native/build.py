@@ -116,7 +116,7 @@ def _compile(source: Path, target: Path) -> None:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(str(source), "-o", str(target)),
         *(f"-L{path}" for path in library_paths(device_type="cpu")),
-        "-lc10",
+        *("-Wl,--as-needed", "-lc10", "-ltorch_cpu", "-ltorch_python"),
     ]
     failure: NativeError | None = None
     for standard in _STANDARDS:

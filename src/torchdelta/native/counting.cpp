@@ -25,15 +25,45 @@ struct Counter {
   std::atomic<int64_t> live{0};     // allocated by the thread and not yet freed, plus what `add` has added
   int64_t peak{0};                  // of live, since `take_peak_bytes`
   int64_t marked{0}, mark_peak{0};  // live at the last mark, and its peak since then
+  int64_t limit{INT64_MAX};         // of live; passing it calls `on_limit` once, on the main thread
+  int64_t most{INT64_MAX};          // of live; an allocation that would pass it is refused
+  PyObject* on_limit{nullptr};
   std::atomic<int64_t> num_references{1};  // the Python object, and every allocation in the table
   void raise(int64_t now) {  // only on the counter's own thread
     if (now > peak) peak = now;
     if (now > mark_peak) mark_peak = now;
+    if (now > limit) pass_limit();
   }
+  void pass_limit();
   void release() {
     if (num_references.fetch_sub(1) == 1) delete this;
   }
 };
+
+// Runs on the main thread between two instructions of Python, with the interpreter's lock.
+int call_on_limit(void* pointer) {
+  auto* counter = static_cast<Counter*>(pointer);
+  PyObject* function = counter->on_limit;
+  int status = 0;
+  if (function != nullptr) {
+    Py_INCREF(function);
+    PyObject* answer = PyObject_CallNoArgs(function);
+    Py_DECREF(function);
+    if (answer == nullptr) status = -1;
+    Py_XDECREF(answer);
+  }
+  counter->release();
+  return status;
+}
+
+void Counter::pass_limit() {
+  num_references.fetch_add(1);
+  if (Py_AddPendingCall(&call_on_limit, this) == 0) {
+    limit = INT64_MAX;
+  } else {
+    num_references.fetch_sub(1);  // too many calls are pending: the next allocation tries again
+  }
+}
 
 struct Entry {
   int64_t size_bytes;
@@ -82,6 +112,11 @@ void count_and_delete(void* pointer) {
 
 struct CountingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size_bytes) override {
+    if (current != nullptr && current->live.load() + static_cast<int64_t>(size_bytes) > current->most) {
+      current->pass_limit();
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "DefaultCPUAllocator: can't allocate memory within this budget: ",
+                       size_bytes, " bytes out of memory. Recording resumes: try the step again.");
+    }
     void* pointer = previous.load(std::memory_order_acquire)->raw_allocate(size_bytes);
     Counter* counter = current;
     if (counter != nullptr && pointer != nullptr) {
@@ -167,6 +202,7 @@ PyObject* counter_new(PyTypeObject* type, PyObject*, PyObject*) {
 void counter_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   if (current == counter_of(self)) current = nullptr;
+  Py_CLEAR(counter_of(self)->on_limit);
   counter_of(self)->release();
   type->tp_free(self);
   Py_DECREF(type);
@@ -179,6 +215,8 @@ PyObject* counter_start(PyObject* self, PyObject*) {
 }
 
 PyObject* counter_stop(PyObject* self, PyObject*) {
+  counter_of(self)->limit = counter_of(self)->most = INT64_MAX;
+  Py_CLEAR(counter_of(self)->on_limit);
   if (current == counter_of(self)) {
     current = nullptr;
     Py_DECREF(self);
@@ -213,6 +251,23 @@ PyObject* counter_take_peak(PyObject* self, PyObject*) {
   return PyLong_FromLongLong(peak);
 }
 
+PyObject* counter_set_limit(PyObject* self, PyObject* arguments) {
+  long long limit_bytes, most_bytes;
+  PyObject* function;
+  if (!PyArg_ParseTuple(arguments, "LLO", &limit_bytes, &most_bytes, &function)) return nullptr;
+  Counter* counter = counter_of(self);
+  counter->limit = limit_bytes;
+  counter->most = most_bytes;
+  Py_XSETREF(counter->on_limit, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
+PyObject* counter_clear_limit(PyObject* self, PyObject*) {
+  counter_of(self)->limit = counter_of(self)->most = INT64_MAX;
+  Py_CLEAR(counter_of(self)->on_limit);
+  Py_RETURN_NONE;
+}
+
 PyObject* counter_owns(PyObject* self, PyObject* argument) {
   void* pointer = PyLong_AsVoidPtr(argument);
   if (pointer == nullptr && PyErr_Occurred()) return nullptr;
@@ -230,6 +285,10 @@ PyMethodDef counter_methods[] = {
     {"mark", counter_mark, METH_NOARGS, "Start to measure growth. Return the live bytes."},
     {"growth_bytes", counter_growth, METH_NOARGS, "Return the largest growth since the mark."},
     {"take_peak_bytes", counter_take_peak, METH_NOARGS, "Return the peak since the last call."},
+    {"set_limit", counter_set_limit, METH_VARARGS,
+     "Call a function (limit, most, function) once when the live bytes pass a limit: on the main thread, soon after. "
+     "Refuse allocations that would pass the most."},
+    {"clear_limit", counter_clear_limit, METH_NOARGS, "Call none, and refuse none."},
     {"owns", counter_owns, METH_O, "Return whether this counter counts the allocation at this address."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -16,13 +16,17 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
 from torchdelta.native.build import built_path, load
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = [
     "Counter",
+    "LimitedCounter",
     "NativeStatus",
     "counting_status",
     "installed_module",
@@ -66,6 +70,27 @@ new.untyped_storage().resize_(8000)
 assert counter.live_bytes() == 8000
 counter.add(100)
 counter.add(-100)
+passed = []
+counter.set_limit(8100, 1 << 40, lambda: passed.append(1))
+small = torch.ones(10)
+assert not passed
+large = torch.ones(100)
+torch.ones(100)
+assert passed == [1], passed
+try:
+    counter.set_limit(1 << 40, 9000, lambda: passed.append(3))
+    torch.ones(1000)
+except torch.OutOfMemoryError as error:
+    assert "within this budget" in str(error), error
+else:
+    raise AssertionError("an allocation beyond the most was not refused")
+assert passed == [1, 3], passed
+passed.pop()
+counter.set_limit(1, 1 << 40, lambda: passed.append(2))
+counter.clear_limit()
+torch.ones(100)
+assert passed == [1], passed
+del small, large
 assert counter.take_peak_bytes() >= 4000 + 2 * 4 * 64 * 64
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(5))
 before = counter.live_bytes()
@@ -113,6 +138,19 @@ class Counter(Protocol):
     def owns(self, address: int, /) -> bool:
         """Return whether this counter counts the allocation at this address."""
         ...
+
+
+class LimitedCounter(Counter, Protocol):
+    """The native counter, which calls back when a limit is passed."""
+
+    def set_limit(self, limit_bytes: int, most_bytes: int, on_limit: Callable[[], object], /) -> None:
+        """Call a function once when the live bytes pass a limit: on the main thread, between two instructions.
+
+        An allocation that would pass `most_bytes` raises torch's error for too little memory, and calls the function.
+        """
+
+    def clear_limit(self) -> None:
+        """Call none, and refuse none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

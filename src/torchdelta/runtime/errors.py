@@ -18,8 +18,12 @@ _WORTH_REPORTING: Final = 0.98  # of the least budget: a smaller saving is not r
 class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
     """A run does not fit into the budget, whatever is evicted.
 
-    It is a `torch.OutOfMemoryError` with one argument that contains " out of memory.", which is how batch-size finders
-    recognise an out-of-memory error, so that they shrink the batch and go on.
+    The first line of its text says what happened and which budget is enough; further lines say what takes the memory.
+
+    It is a `torch.OutOfMemoryError`, and so a `RuntimeError`, with one argument. That argument contains the words by
+    which batch-size finders recognise an out-of-memory error, so that they shrink the batch and go on:
+    " out of memory." (accelerate), "CUDA" beside it on a CUDA device, and torch's own "DefaultCPUAllocator: can't
+    allocate memory" on CPU (Lightning).
 
     Attributes:
         budget_bytes: The budget that was too small.
@@ -47,43 +51,58 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
         dropped_bytes: int = 0,
         least_freeing_gradients_bytes: int | None = None,
         lacked_capacity: bool = False,
+        device_type: str = "cpu",
     ) -> None:
         self.budget_bytes = budget_bytes
         self.least_budget_bytes = least_budget_bytes
-        self.least_freeing_gradients_bytes = least_freeing_gradients_bytes or least_budget_bytes
+        self.least_freeing_gradients_bytes: int = least_freeing_gradients_bytes or least_budget_bytes
         self.op = op
         self.module = module
-        self.groups = groups or {}
+        self.groups: dict[str, int] = groups or {}
         self.largest = largest
         self.is_lower_bound = is_lower_bound
-        bound = "at least " if is_lower_bound else ""
-        first_line = (
-            f"the memory budget of {format_bytes(budget_bytes)} is out of memory. "
-            f"The least budget for this run is {bound}{format_bytes(least_budget_bytes)} "
-            f"({least_budget_bytes} bytes), set by {op}{f' in {module}' if module else ''}"
-            ". Give it that, or a smaller batch."
-        )
-        lines = [first_line]
+        kind = "CUDA memory budget" if device_type == "cuda" else "memory budget"
+        needs, gives = ("needs at least", "that or more") if is_lower_bound else ("needs", "that")
+        lines = [
+            (
+                f"the {kind} of {_exactly(budget_bytes, least_budget_bytes)} is out of memory. This run {needs} "
+                f"{_with_bytes(least_budget_bytes)}: set the budget to {gives}, or use a smaller batch"
+            ),
+            f"  the most memory is needed at {op}{f' in module {module}' if module else ''}",
+        ]
         if self.groups:
-            lines.append(f"needed there: {_listed(self.groups.items())}")
+            lines.append(f"  in use there: {_listed(self.groups.items())}")
         if largest:
-            lines.append(f"largest there: {_listed(largest)}")
+            lines.append(f"  largest tensors there: {_listed(largest)}")
         if swapped_out_bytes or dropped_bytes:
             lines.append(
-                f"every buffer that can be evicted was evicted: {format_bytes(swapped_out_bytes)} swapped out, "
+                f"  all that can leave had left: {format_bytes(swapped_out_bytes)} swapped out, "
                 f"{format_bytes(dropped_bytes)} dropped to be recomputed"
             )
         if lacked_capacity:
             lines.append(
-                "the tier was full, so some buffers could not be swapped out: a smaller memory budget may be enough "
-                "with a larger host_budget or disk_budget"
+                "  the space for swapped data was full: with a larger host_budget or disk_budget, a smaller memory "
+                "budget may be enough"
             )
         if self.least_freeing_gradients_bytes < _WORTH_REPORTING * least_budget_bytes:
+            bound = "at least " if is_lower_bound else ""
             lines.append(
-                f"{bound}{format_bytes(self.least_freeing_gradients_bytes)} ({self.least_freeing_gradients_bytes} "
-                "bytes) is enough if all gradients are set to None before each forward"
+                f"  if all gradients are set to None before each forward, it needs {bound}"
+                f"{_with_bytes(self.least_freeing_gradients_bytes)}"
             )
+        if device_type == "cpu":
+            lines.append("  in torch's words: DefaultCPUAllocator: can't allocate memory within this budget")
         super().__init__("\n".join(lines))
+
+
+def _with_bytes(size_bytes: int) -> str:
+    return f"{format_bytes(size_bytes)} ({size_bytes} bytes)"
+
+
+def _exactly(size_bytes: int, other_bytes: int) -> str:
+    """Return a size that can be told from another one."""
+    is_alike = format_bytes(size_bytes) == format_bytes(other_bytes)
+    return _with_bytes(size_bytes) if is_alike else format_bytes(size_bytes)
 
 
 def _listed(sizes: Iterable[tuple[str, int]]) -> str:

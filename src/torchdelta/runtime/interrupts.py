@@ -14,7 +14,7 @@ arrives a second time before the first one was handled, the handler runs at once
 a copy hangs, and the process must react even if internal state becomes inconsistent.
 
 Python runs signal handlers on the main thread only: other threads are never interrupted, and only sections of the main
-thread delay signals. A handler that is installed while a scope is active is not wrapped.
+thread delay signals. A handler that is installed while a scope is active is not wrapped, except by `renew`.
 """
 
 from __future__ import annotations
@@ -134,6 +134,11 @@ def shielded(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
+def is_in_section() -> bool:
+    """Return whether this is the main thread, inside of a section or a destructor."""
+    return _get_ident() == _sections.main_id and (_sections.depth > 0 or _is_in_destructor(sys._getframe(1)))
+
+
 def call_outside(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Call what is not part of the runtime (the engine, with the user's hooks) as if outside of all sections."""
     if _get_ident() != _sections.main_id:
@@ -153,8 +158,18 @@ def start() -> None:
     if _get_ident() != _sections.main_id:
         return
     _sections.num_scopes += 1
-    if _sections.num_scopes > 1:
-        return
+    if _sections.num_scopes == 1:
+        _wrap()
+
+
+def renew() -> None:
+    """Wrap the handlers that are installed now, if a scope is active: the kernel of a notebook exchanges them."""
+    if _get_ident() == _sections.main_id and _sections.num_scopes:
+        _unwrap()
+        _wrap()
+
+
+def _wrap() -> None:
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, _Deferring):

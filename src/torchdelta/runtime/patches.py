@@ -16,7 +16,7 @@ from torchdelta._torch.doors import (
     patch_swap_tensors,
 )
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import mode_stack, pop_mode, push_mode, top_mode, without_mode
+from torchdelta._torch.modes import mode_stack, pop_mode, push_mode, top_mode, without_mode, without_saved_hooks
 from torchdelta._torch.tensors import identity_of
 from torchdelta.notices import warn_once
 from torchdelta.runtime.current import current_session
@@ -85,6 +85,8 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         session = current_session()
         if session is None and graph_task_id() == -1:
             _warn_of_other_training()
+        if session is not None and session.pause.is_on:
+            return session.pause.run_backward(session.backward.run, original, outputs, *args, **kwargs)
         if session is None or session.recorder not in mode_stack():
             return original(outputs, *args, **kwargs)
         if session.device.is_off():
@@ -92,6 +94,7 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(outputs, *args, **kwargs)
         if session.recorder.only_counts:
             return session.transforms.run_backward(original, outputs, *args, **kwargs)
+        session.pause.on_backward_start()
         return session.backward.run(original, outputs, *args, **kwargs)
 
     return run_backward
@@ -124,6 +127,11 @@ def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
             with original(message):
                 yield
             return
+        session.pause.forbid()
+        if session.pause.is_on:  # it ends with the forward that is under way
+            with without_saved_hooks(), original(message):
+                yield
+            return
         with session.transforms.counting_only(), original(message):
             yield
 
@@ -137,6 +145,7 @@ def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Ca
         session = current_session()
         if session is None:
             return original(*args, **kwargs)
+        session.pause.forbid()
         return session.compiled.call(original, inputs_of(args, kwargs), args, kwargs)
 
     return call_compiled
@@ -149,7 +158,7 @@ def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step_of_backward(*args: Any, **kwargs: Any) -> Any:
         session = current_session()
-        if session is None or graph_task_id() == -1 or session.recorder in mode_stack():
+        if session is None or graph_task_id() == -1 or session.pause.is_on or session.recorder in mode_stack():
             return original(*args, **kwargs)
         push_mode(session.recorder)
         try:

@@ -1,26 +1,37 @@
-"""Reports what a session did: its summary and its log lines."""
+"""Reports what a session did: its summary and its log lines.
+
+At INFO a run has four: "start", "first step", "plan" when one is first followed (in follow/programs.py), and "result".
+What is rare and changes what to expect (native code that is built, a subclass that stays) has a line, too.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from torchdelta.summary import Summary
+from torchdelta.host import num_processes_here, share_bytes
+from torchdelta.summary import Summary, least_slowdown, most_slowdown
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
+    import torch
+
+    from torchdelta.config import Config
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.state.steps import StepTracker
-    from torchdelta.summary import FollowSummary
+    from torchdelta.summary import FollowSummary, PlainPeak
 
-__all__ = ["log_first_step", "log_result", "summarize"]
+__all__ = ["log_first_step", "log_result", "log_shares", "log_start", "summarize"]
 
 _logger = logging.getLogger("torchdelta")
 
 
-def summarize(room: Room, steps: StepTracker, follow: FollowSummary | None = None) -> Summary:
+def summarize(
+    room: Room, steps: StepTracker, follow: FollowSummary | None = None, plain_peak: PlainPeak | None = None
+) -> Summary:
     """Return the summary so far."""
     counters = room.counters
+    latest = steps.summaries
     evicted_bytes = counters.swapped_out_bytes + counters.dropped_bytes
     return Summary(
         budget_bytes=room.budget_bytes,
@@ -32,41 +43,73 @@ def summarize(room: Room, steps: StepTracker, follow: FollowSummary | None = Non
         num_recomputed_ops=counters.num_recomputed_ops,
         stall_s=counters.stall_s,
         recompute_s=counters.recompute_s,
+        evict_s=counters.evict_s,
         num_refused_steps=steps.num_refused,
-        steps=steps.summaries,
+        steps=latest,
         follow=follow,
+        num_steps=steps.num_steps,
+        num_optimizer_steps=steps.num_optimizer_steps,
+        num_unrecorded_steps=steps.num_unrecorded,
+        startup_s=steps.startup_s,
+        slowdown_at_least=least_slowdown(latest),
+        slowdown_at_most=follow.slowdown if follow is not None and follow.num_followed_steps else most_slowdown(latest),
+        plain_peak=plain_peak,
+    )
+
+
+def log_start(config: Config, budget_bytes: int, device: torch.device) -> None:
+    """Log what begins: the first of the lines that a run has at INFO."""
+    if config.decisions is not None:
+        _logger.info("start: no budget, the decisions are forced, on %s", device)
+        return
+    is_named = config.planner not in (None, "auto")
+    how = f"plans of {config.planner}" if is_named else f"policy {config.policy}"
+    _logger.info("start: budget %s on %s, %s, tier %s", format_bytes(budget_bytes), device, how, config.tier)
+
+
+def log_first_step(room: Room, steps: StepTracker, budget_bytes: int) -> None:
+    """Log what the first step took, and whether any buffer was evicted."""
+    counters = room.counters
+    peak = format_bytes(steps.peak_bytes)
+    if counters.num_evictions == 0 and steps.peak_bytes <= budget_bytes:
+        _logger.info("first step: it fits, nothing was evicted, recording is the only cost; peak %s", peak)
+    else:
+        _logger.info(
+            "first step: peak %s, %s swapped out, %s dropped to be recomputed",
+            peak,
+            format_bytes(counters.swapped_out_bytes),
+            format_bytes(counters.dropped_bytes),
+        )
+    late_bytes = room.ledger.late_bytes
+    _logger.debug(
+        "first step: %d ops, %d saved tensors; %s were not found at the start and count from their first use",
+        counters.num_ops,
+        counters.num_saved,
+        format_bytes(late_bytes),
     )
 
 
 def log_result(summary: Summary) -> None:
     """Log a summary's first line when a scope ends; as a warning if the peak exceeded the budget."""
-    is_over = summary.budget_bytes is not None and summary.peak_bytes > summary.budget_bytes
-    _logger.log(logging.WARNING if is_over else logging.INFO, "result: %s", str(summary).splitlines()[0])
-    if not summary.steps and not summary.num_refused_steps:
-        _logger.info("no training step was seen on this thread")
+    if not summary.num_steps and not summary.num_refused_steps:
+        _logger.info("result: no training step was seen on this thread")
+        return
+    slowdown = summary.slowdown_at_least
+    cost = f"; at least x{slowdown:.2f} of the plain time" if summary.evicted and slowdown is not None else ""
+    _logger.log(logging.WARNING if summary.over_bytes else logging.INFO, "result: %s%s", summary.headline(), cost)
 
 
-def log_first_step(room: Room, steps: StepTracker, policy: str, budget_bytes: int) -> None:
-    """Log what the first step took, and whether any buffer was evicted."""
-    counters = room.counters
-    _logger.info(
-        "recorded a step: %d ops, %d saved tensors, peak %s of %s",
-        counters.num_ops,
-        counters.num_saved,
-        format_bytes(steps.peak_bytes),
-        format_bytes(budget_bytes),
-    )
-    if room.ledger.late_bytes:
+def log_shares(config: Config) -> None:
+    """Log what this process gets of the host and the disk budget, if it shares them with others of this machine."""
+    sizes_bytes = {"host_budget": config.host_budget_bytes, "disk_budget": config.disk_budget_bytes}
+    shares = [
+        f"{format_bytes(share)} of the {name} of {format_bytes(size_bytes)}"
+        for name, size_bytes in sizes_bytes.items()
+        if size_bytes is not None and (share := share_bytes(size_bytes)) is not None
+    ]
+    if num_processes_here() > 1 and shares:
         _logger.info(
-            "%s of parameters were not found when the scope opened and counted from their first use",
-            format_bytes(room.ledger.late_bytes),
-        )
-    if counters.num_evictions == 0 and steps.peak_bytes <= budget_bytes:
-        _logger.info("the step fits: nothing was evicted, recording is the only cost")
-    else:
-        _logger.info(
-            "policy %s: %s swapped out, %s dropped to be recomputed",
-            policy,
-            format_bytes(counters.swapped_out_bytes),
-            format_bytes(counters.dropped_bytes),
+            "this process gets %s, which the %d training processes of this machine share (LOCAL_WORLD_SIZE)",
+            " and ".join(shares),
+            num_processes_here(),
         )

@@ -17,6 +17,7 @@ from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
+from torchdelta.host import share_bytes
 from torchdelta.modules import ModulePaths
 from torchdelta.notices import warn_once
 from torchdelta.runtime import interrupts, patches
@@ -42,16 +43,17 @@ from torchdelta.runtime.record.bringing import recorder_for
 from torchdelta.runtime.record.compiled import CompiledRegions
 from torchdelta.runtime.record.other_streams import OtherStreams
 from torchdelta.runtime.record.owners import Owners
+from torchdelta.runtime.record.pause import Pause, may_pause
 from torchdelta.runtime.record.readers import Readers
 from torchdelta.runtime.record.resized import Resizes
 from torchdelta.runtime.record.saved import SavedTensors
 from torchdelta.runtime.record.subclasses import Subclasses
 from torchdelta.runtime.record.transforms import Transforms
-from torchdelta.runtime.report import log_first_step, log_result, summarize
+from torchdelta.runtime.report import log_first_step, log_result, log_shares, log_start, summarize
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.steps import StepTracker
-from torchdelta.runtime.survey.first_step import foresee_first_step, is_trial
+from torchdelta.runtime.survey.first_step import first_step_bytes, is_trial
 from torchdelta.runtime.survey.program_state import drop_fake_gradients
 from torchdelta.runtime.survey.survey import Survey
 from torchdelta.runtime.tiers import open_tier
@@ -97,9 +99,7 @@ class Session:
         )
         self.room.digests = config.verify == "first-step"
         self.restorer = Restorer(self.ledger, self.room, prefetches=not forces)
-
-        subclasses = Subclasses(self.ledger)
-        self.subclasses = subclasses
+        self.subclasses = subclasses = Subclasses(self.ledger)
         self.follower = Follower(self.restorer)
         self.programs = Programs(config, self.follower, budget_bytes, plan)
         self.following = FollowReport(self.programs, self.follower)
@@ -112,6 +112,7 @@ class Session:
         self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
         self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
+        self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
         self.placing = open_arena(
@@ -127,12 +128,13 @@ class Session:
         self._process_id = os.getpid()
 
     def _open_tier(self) -> Any:
+        log_shares(self.config)
         return open_tier(
             self.config.tier,
             device=self.ledger.device,
             swap_dir=self.config.swap_dir,
-            host_budget_bytes=self.config.host_budget_bytes,
-            disk_budget_bytes=self.config.disk_budget_bytes,
+            host_budget_bytes=share_bytes(self.config.host_budget_bytes),
+            disk_budget_bytes=share_bytes(self.config.disk_budget_bytes),
             checksum=self.config.checksum,
         )
 
@@ -180,12 +182,13 @@ class Session:
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.pause.open_hooks())
         self._hooks.__enter__()
         self.resizes.start()
         self.readers.start()
         self.recorder.__enter__()
         self.placing.start()
+        log_start(self.config, self.budget_bytes, self.ledger.device)
 
     def _count(self) -> None:
         """Count at the allocator where that is possible, else log once that workspace is estimated."""
@@ -213,6 +216,7 @@ class Session:
     def _uninstall(self) -> None:
         self.ledger.is_closing = True
         self.placing.stop()
+        self.pause.close()
         self.programs.close()
         usage = self.ledger.usage
         if usage.counter is not None:
@@ -231,7 +235,7 @@ class Session:
         self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
         if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
             self.room.persistents.close()
-        log_result(self.summary())
+        log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps)))
         if self.ledger.num_handles == 0:
             self._finish()
         else:
@@ -242,6 +246,7 @@ class Session:
     def leave_child(self) -> None:
         """Remove from a forked child what acts on its one thread."""
         set_current_session(None)
+        self.pause.close()
         while self.recorder in mode_stack():
             remove_mode(self.recorder)
         self._remove_hooks()
@@ -265,7 +270,8 @@ class Session:
 
     def summary(self) -> Summary:
         """Return the summary so far."""
-        return summarize(self.room, self.steps, self.following.summary(self.steps.num_steps))
+        follow = self.following.summary(self.steps.num_steps)
+        return summarize(self.room, self.steps, follow, self.traces.plain_peak())
 
     # -- events
 
@@ -312,27 +318,28 @@ class Session:
             foresees = self.room.budget_bytes is not None and self.room.persistents is None
             if foresees and optimizer not in self._foreseen and not optimizer.state:
                 self._foreseen.add(optimizer)
+                self.pause.end()
                 makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
                 with without_mode(self.recorder):
-                    foreseen = foresee_first_step(
-                        optimizer, lambda p: p.requires_grad and (makes_gradients or p.grad is not None)
-                    )
-                if foreseen.state_bytes and not foreseen.is_estimate:  # an estimate must not refuse a step that fits
-                    self.room.make(
-                        foreseen.state_bytes + foreseen.temporary_bytes, f"the first step of {type(optimizer).__name__}"
-                    )
+                    size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
+                if size_bytes:
+                    self.room.make(size_bytes, f"the first step of {type(optimizer).__name__}")
 
     @shielded
     def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             self.steps.on_optimizer_end()
+            self.pause.on_optimizer_end()
             if self.ledger.num_handles:
                 self.ledger.cut_unread()
 
     def _on_step_end(self) -> None:
         self.room.digests = False
         if self.steps.num_steps == 1:
-            log_first_step(self.room, self.steps, self.config.policy, self.budget_bytes)
+            log_first_step(self.room, self.steps, self.budget_bytes)
+        self.pause.on_step_end()
+        if self.pause.is_on:
+            return
         self.traces.end()
         self.placing.on_step_end()
         self.follower.on_step_end()
@@ -343,6 +350,7 @@ class Session:
 
     def _on_step_abandoned(self) -> None:
         """Begin anew: what was saved so far had no backward, as in an evaluation or after an exception."""
+        self.steps.on_abandoned()
         if self.follower.position.num_saves:
             if self.follower.abandon():
                 self.traces.forget_saves()
@@ -373,9 +381,7 @@ class Session:
                 # After an evaluation, or after the scope, the rest of the step is unknown.
                 raise self.survey.error(is_lower_bound=not self.steps.is_in_optimizer)
             _logger.info(
-                "the budget of %d bytes cannot hold at %s: running the rest of the step on fake tensors to find the "
-                "least budget",
-                self.budget_bytes,
+                "out of budget at %s: running the rest of the step on fake tensors, to find the least budget that fits",
                 why,
             )
         self.survey.need(size_bytes, why)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.runtime.programs import UNLIMITED, running
+from tests.sampling import sample
 from torchdelta.native.counting import new_counter
 from torchdelta.planners import classes_of, names
 
@@ -35,7 +36,7 @@ def _train(budget: int | str, planner: str | None = None) -> tuple[list[torch.Te
     return [parameter.detach().clone() for parameter in model.parameters()], peaks, found
 
 
-@pytest.mark.parametrize("planner", [name for name in names() if classes_of(name)[0] != "saved"])
+@pytest.mark.parametrize("planner", sample([name for name in names() if classes_of(name)[0] != "saved"], 3))
 def test_plans_of_the_larger_classes_are_followed(planner: str) -> None:
     """Online rules as they were played, and AutoSwap's swaps: the plain bits inside the budget."""
     if isinstance(new_counter(), Exception):

@@ -13,6 +13,7 @@ from torch import nn
 from tests.runtime.programs import UNLIMITED, running
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import new_counter
+from torchdelta.runtime.follow.wanted import MOST_FRUITLESS_TRACES
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
@@ -107,6 +108,7 @@ def test_micro_batches_of_an_accumulation_are_followed():
     assert session.follower.num_followed_steps >= 9
 
 
+@pytest.mark.rest
 def test_a_layer_dropped_at_random_changes_the_program():
     """Steps begin alike and part where a block is skipped: the program of that sequence takes over from there on."""
     skipped = [random.Random(3).choice([-1, 2, 5]) for _ in range(24)]
@@ -122,6 +124,59 @@ def test_a_layer_dropped_at_random_changes_the_program():
     assert session.follower.num_followed_steps >= len(skipped) - 12
 
 
+def _num_traces_later(session: Session, step: Callable[[], object], num_steps: int) -> int:
+    """Return how many of the next steps are traced to their end."""
+    num_traced = 0
+    for _ in range(num_steps):
+        step()
+        num_traced += session.ledger.observing.observer.wants_every_op
+    return num_traced
+
+
+def test_the_first_step_of_a_network_with_batch_norm_is_the_same_step_as_the_others():
+    """Running statistics come from outside in the first step, from the step before in the others. All have one plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.ReLU()) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(1024, 1024)
+
+    def step() -> None:
+        _update(optimizer, model(x).square().mean())
+
+    step()
+    with running(UNLIMITED) as (budget, _):
+        step()
+        step()
+    with running(int(0.8 * budget.summary().peak_bytes), planner="torchdelta", tier="memory") as (_, session):
+        step()
+        step()
+        assert session.programs.wait(WAIT_S)
+        assert _num_traces_later(session, step, 4) == 0
+        assert session.follower.num_followed_steps == 4
+
+
+def test_a_step_that_does_not_come_again_is_not_waited_for_long():
+    """Steps that begin like one that was seen once are traced a few times, not for ever."""
+    order = [-1, *[2] * 16]
+    calls = iter([-1, -1, *order])
+    model = _Network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        _update(optimizer, model(torch.randn(512, WIDTH), skipped=next(calls)).square().mean())
+
+    with running(UNLIMITED) as (budget, _):
+        step()
+        step()
+    with running(int(0.65 * budget.summary().peak_bytes), planner="torchdelta", tier="memory") as (_, session):
+        for _ in range(3):
+            step()
+            session.programs.wait(WAIT_S)
+        assert _num_traces_later(session, step, len(order) - 3) <= MOST_FRUITLESS_TRACES
+        assert session.follower.num_followed_steps >= len(order) - 3
+
+
+@pytest.mark.rest
 def test_a_forward_that_is_only_evaluated_is_no_step():
     """A pass with gradients enabled and no backward begins a program, and the training step after it begins anew."""
 
@@ -153,6 +208,7 @@ def _fail(_gradient: torch.Tensor) -> None:
     raise ZeroDivisionError("in backward")
 
 
+@pytest.mark.rest
 def test_a_backward_that_raises_is_not_planned():
     """Its trace ends in the middle, though all its saves are those of a whole step: the next one is traced."""
 
@@ -174,6 +230,7 @@ def test_a_backward_that_raises_is_not_planned():
     assert session.follower.reasons == {"its backward raised ZeroDivisionError": 1}
 
 
+@pytest.mark.rest
 def test_gradients_that_are_kept_or_freed_are_two_kinds_of_backward():
     """A backward that was proven with gradients in place is watched where it makes them."""
 
@@ -187,6 +244,7 @@ def test_gradients_that_are_kept_or_freed_are_two_kinds_of_backward():
     assert session.follower.num_followed_steps >= 9
 
 
+@pytest.mark.rest
 def test_two_losses_of_one_graph_run_reactively():
     """No plan of the class saved fits, since what the first backward brings back stays for the second."""
 
@@ -202,6 +260,7 @@ def test_two_losses_of_one_graph_run_reactively():
     assert session.follower.num_followed_steps == 0
 
 
+@pytest.mark.rest
 def test_a_model_that_grows_and_an_early_exit_fall_back():
     """Fewer blocks leave the program early, more blocks go beyond it: the same bits within the budget."""
     depths = [5, 5, 5, 5, DEPTH, DEPTH, DEPTH, 3, DEPTH, 5, 3]
@@ -214,7 +273,7 @@ def test_a_model_that_grows_and_an_early_exit_fall_back():
     assert session.follower.num_followed_steps >= 3
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 def test_five_hundred_steps_of_twenty_lengths():
     """No wrong bit, no step above the budget, nothing grows, and nearly all steps are followed after the first 60."""
     lengths = [256 + 24 * index for index in range(20)]

@@ -124,7 +124,7 @@ def test_nothing_moves_in_a_huge_budget(loop: Callable[[nn.Module], list[torch.T
     assert same_bits(plain, ours)
 
 
-@pytest.mark.parametrize(("loop", "policy"), sample(itertools.product(LOOPS, POLICIES), 8))
+@pytest.mark.parametrize(("loop", "policy"), sample(itertools.product(LOOPS, POLICIES), 4))
 def test_writes_in_between_cost_no_bit_in_a_tight_budget(
     loop: Callable[[nn.Module], list[torch.Tensor]], policy: str
 ) -> None:
@@ -163,7 +163,7 @@ def test_writes_in_between_cost_no_bit_in_a_tight_budget(
     assert evicted_bytes > 0
 
 
-@pytest.mark.parametrize("loop", sample(LOOPS, 2))
+@pytest.mark.parametrize("loop", sample(LOOPS, 1))
 def test_writes_in_between_cost_no_bit_when_everything_is_recomputed(
     loop: Callable[[nn.Module], list[torch.Tensor]],
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.programs import mlp, running, same_bits, train
+from tests.sampling import sample
 from torchdelta.aten.facts import facts_of
 from torchdelta.config import POLICIES
 from torchdelta.runtime.policies import REGISTRY
@@ -113,7 +114,7 @@ def test_registry_is_the_configs() -> None:
     assert all(REGISTRY[name]().name == name for name in POLICIES)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sample(POLICIES, 3))
 @given(candidates=BUFFERS, can_swap=st.booleans())
 def test_every_candidate_is_ranked_once(policy: str, candidates: list[Buffer], can_swap: bool) -> None:
     """What is left out of a ranking could never leave."""
@@ -121,7 +122,7 @@ def test_every_candidate_is_ranked_once(policy: str, candidates: list[Buffer], c
     assert sorted(buffer.id for buffer, _ in ranking) == sorted(buffer.id for buffer in candidates)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sample(POLICIES, 3))
 @given(candidates=BUFFERS, seed=st.randoms())
 def test_ranking_does_not_depend_on_the_order_of_asking(policy: str, candidates: list[Buffer], seed: Any) -> None:
     """The same buffers are ranked the same way, however they are handed over, and again."""

@@ -203,6 +203,7 @@ print("done")
 """
 
 
+@pytest.mark.rest
 def test_gradients_of_threads_that_train_are_left_alone() -> None:
     """A scope that opens while others train does not crash the process."""
     command = [sys.executable, "-c", TRAINING_BESIDE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.runtime.programs import UNLIMITED, mlp, running
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.state import steps
 from torchdelta.runtime.state.buffer import Buffer, OpEntry
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.instances import instances_of
@@ -380,3 +382,43 @@ def test_summaries_of_long_runs_are_bounded() -> None:
     assert tracker.num_steps == MAX_SUMMARIES + 5
     assert len(tracker.summaries) == MAX_SUMMARIES
     assert tracker.summaries[-1].index == MAX_SUMMARIES + 4
+
+
+def test_micro_batches_say_which_step_they_belong_to() -> None:
+    """Under accumulation the last of each step's micro-batches had the optimizer; without an optimizer none has."""
+    with MemoryBudget(UNLIMITED) as budget:
+        gradient_accumulation()
+    summary = budget.summary()
+    found = [(step.optimizer_step, step.had_optimizer) for step in summary.steps]
+    assert summary.num_steps == len(found)
+    assert summary.num_optimizer_steps == sum(had for _, had in found) < len(found)
+    assert [number for number, _ in found] == sorted(number for number, _ in found)
+    assert [number for number, had in found if had] == list(range(summary.num_optimizer_steps))
+    with MemoryBudget(UNLIMITED) as budget:
+        manual_sgd()
+    assert (budget.summary().num_steps, budget.summary().num_optimizer_steps) == (4, 0)
+
+
+def test_start_of_the_script_is_not_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step begins at its first saved tensor; an evaluation before it is still the start."""
+    now_s = [0.0]
+    monkeypatch.setattr(steps, "time", types.SimpleNamespace(perf_counter=lambda: now_s[0]))
+    tracker = StepTracker(Ledger("cpu"), Counters())
+
+    def after(duration_s: float, event: Callable[[], None]) -> None:
+        now_s[0] += duration_s
+        event()
+
+    after(5, tracker.on_save)  # an evaluation with gradients, whose graph is thrown away
+    after(2, tracker.on_abandoned)
+    after(3, tracker.on_save)
+    for _ in range(2):
+        after(1, tracker.on_save)
+        after(1, lambda: tracker.on_backward_end(keeps_graph=False))
+        after(1, tracker.on_optimizer_end)
+    after(1, tracker.on_abandoned)  # later, an evaluation is part of the step around it
+    after(1, tracker.on_save)
+    after(1, lambda: tracker.on_backward_end(keeps_graph=False))
+    after(1, tracker.on_optimizer_end)
+    assert tracker.startup_s == 10
+    assert [step.time_s for step in tracker.summaries] == [3, 3, 4]

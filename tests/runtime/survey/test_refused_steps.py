@@ -34,7 +34,7 @@ def check(budget: MemoryBudget, *, num_steps: int, num_refused: int) -> None:
     summary = budget.summary()
     assert [step.index for step in summary.steps] == list(range(num_steps))
     assert summary.num_refused_steps == num_refused
-    assert f"; {num_steps} steps, {num_refused} refused" in str(summary).splitlines()[0]
+    assert f"; {num_steps} step{'s' * (num_steps != 1)}, {num_refused} refused" in str(summary).splitlines()[0]
     assert summary.budget_bytes is not None
     assert all(step.peak_bytes <= summary.budget_bytes for step in summary.steps)
 

@@ -25,7 +25,7 @@ BATCHES = [np.full((64, 64), number, np.float32) for number in range(8)]
 def _least_budget_bytes(budget_bytes: int) -> int:
     torch.manual_seed(0)
     model, x = mlp(64, 4), torch.randn(256, 64)
-    exact = pytest.raises(BudgetError, match=r"The least budget for this run is [0-9]")
+    exact = pytest.raises(BudgetError, match=r"This run needs [0-9]")
     with warnings.catch_warnings(action="error"), running(budget_bytes, policy="recompute-only"), exact as kept:
         train(model, x)
     return kept.value.least_budget_bytes

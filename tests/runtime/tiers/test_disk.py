@@ -289,6 +289,7 @@ transfers = [tier.write(tier.reserve(9_000_000), storage) for storage in storage
 """
 
 
+@pytest.mark.rest
 def test_a_process_that_never_closes_ends_well(tmp_path: Path) -> None:
     """Copies in flight at the interpreter's exit: no crash, no message, no file."""
     run = subprocess.run(
@@ -453,6 +454,7 @@ def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
     assert (run.stdout, run.stderr) == ("0 True True\n0 True True\n", "")
 
 
+@pytest.mark.rest
 def test_loader_workers_live_beside_a_tier(tmp_path: Path) -> None:
     """A DataLoader forks its workers while copies are in flight: batches and bytes are right."""
     script = """

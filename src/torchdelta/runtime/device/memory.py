@@ -16,7 +16,7 @@ import torch
 
 from torchdelta._torch.device import allocator_statistics, reset_allocator_peak
 from torchdelta.errors import SizeError
-from torchdelta.host import read_host_memory
+from torchdelta.host import num_processes_here, read_host_memory
 from torchdelta.machine.model import reserve_of
 from torchdelta.units import format_bytes
 
@@ -78,9 +78,7 @@ def free_for_tensors(tensor_bytes: int, *, swap_bytes: int | None = 0) -> tuple[
         margin_bytes = reserve_of(total_bytes)
         own, margin = "held by this process's allocator", "reserve for context and fragmentation"
     else:
-        num_processes = os.environ.get("LOCAL_WORLD_SIZE", "")
-        share = max(1, int(num_processes)) if num_processes.isdecimal() else 1
-        free_bytes = read_host_memory().free_bytes // share
+        free_bytes = read_host_memory().free_bytes // num_processes_here()
         own_bytes = tensor_bytes
         margin_bytes = max(_LEAST_MARGIN_BYTES, free_bytes // _MARGIN_SHARE)
         margin_bytes += max(0, free_bytes - margin_bytes) // 2 if swap_bytes is None else swap_bytes

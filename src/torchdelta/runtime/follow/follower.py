@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import TierError
 from torchdelta.runtime.follow.program import Position, ProgramCache
+from torchdelta.runtime.follow.step_log import signature_of
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.retry import is_out_of_memory
 from torchdelta.runtime.policies.base import Action
@@ -143,7 +144,7 @@ class Follower:
         if save == 0:
             position.restart(self.room.usage.total_bytes)
             self._saved.clear()
-        position.add((view.shape, view.dtype, buffer.origin), buffer.size_bytes)
+        position.add(signature_of(buffer, view), buffer.size_bytes)
         self._saved.append(weakref.ref(buffer))
         running = self._running
         if save == 0 or (running is not None and not running.agrees(position, exactly=self._is_exact)):

@@ -184,6 +184,11 @@ class ProgramCache:
             oldest.step = None  # a report may still refer to it
             del self._programs[oldest.key, oldest.start_bytes]
 
+    def remove(self, program: Program) -> None:
+        """Forget a program."""
+        program.step = None  # a report may still refer to it
+        self._programs.pop((program.key, program.start_bytes), None)
+
     def use(self, program: Program) -> None:
         """Note that a program has carried a step out."""
         program.used_at = next(self._clock)

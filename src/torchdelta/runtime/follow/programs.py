@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import PlanError, TierError, TraceFileError
 from torchdelta.notices import warn_once
 from torchdelta.plan.request import Answer
+from torchdelta.runtime.follow.automatic import PLANNER, Automatic, may_plan
 from torchdelta.runtime.follow.measured_machine import measured_machine
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.program import Program
@@ -26,7 +27,7 @@ from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
-    from torchdelta.runtime.follow.follower import Follower
+    from torchdelta.runtime.follow.follower import EndedStep, Follower
     from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.runtime.follow.planning import Planned
     from torchdelta.runtime.follow.program import Key
@@ -75,18 +76,31 @@ class Programs:
         self.budget_bytes = budget_bytes
         self.cache = follower.programs
         self.given = given
+        self.automatic: Automatic | None = None  # where the planner is "auto"
+        if given is None and may_plan(config, follower.ledger.device.type):
+            self.automatic = Automatic(follower.room)
+            config = replace(config, planner=PLANNER)
+        elif config.planner == "auto":
+            config = replace(config, planner=None)
         self.planning = Planning(config) if config.planner is not None else None
         self.latest: Program | None = None  # the program of the latest followed step
-        self.name = given.name if given is not None else config.planner or ""  # of what is followed
+        self._name = given.name if given is not None else config.planner or ""
         self.num_programs = 0
         self.why_no_plan = ""  # the latest time that there was none
-        follower.is_on = self.planning is not None or given is not None
+        follower.is_on = (self.planning is not None and self.automatic is None) or given is not None
         self._asked: list[_Asked] = []  # without an answer
         self._wanted = WantedSteps()
         self._num_given_traces = 0
         self._num_unplanned = 0
-        if self.planning is not None and find_spec("numba") is None:
+        self._is_fruitless = False  # whether the running step was traced although it has a program
+        self._is_traced = False
+        if self.planning is not None and self.automatic is None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
+
+    @property
+    def name(self) -> str:
+        """The name of the planner or of the plan's file; empty if nothing is planned, or not yet."""
+        return self._name if self.automatic is None or self.automatic.has_begun else ""
 
     # -- traces
 
@@ -98,6 +112,7 @@ class Programs:
         return (
             self.planning is not None
             and self._wanted.wants_trace
+            and (self.automatic is None or self.automatic.has_begun)
             and len(self.planning) < _MOST_WAITING
             and self.follower.room.counters.num_evictions > 0
         )
@@ -106,6 +121,7 @@ class Programs:
         """Count a step that is being traced: its trace may be dropped."""
         self._wanted.take_token()
         self._num_given_traces += 1
+        self._is_traced = True
 
     def on_traced(self, trace: Trace, log: StepLog) -> None:
         """Ask for a program of a step that was traced to its end, if it has none. Call this before `on_step_end`."""
@@ -114,9 +130,8 @@ class Programs:
         if key[0] != len(log.signatures):
             return  # a part of it was not traced, or is no part of the step
         known = self.cache.find(key, start_bytes)
-        if not key[0] or (known is not None and not known.wants_trace):
-            return
-        if self._is_asked(key, start_bytes):
+        self._is_fruitless = self._has_program(key, start_bytes)
+        if not key[0] or self._is_fruitless:
             return
         why = log.why_not_followed()
         if why:
@@ -170,14 +185,22 @@ class Programs:
         counters = self.follower.room.counters
         num_unplanned, self._num_unplanned = counters.num_unplanned - self._num_unplanned, counters.num_unplanned
         if ended is not None:
-            self._wanted.on_step_end(ended, self._has_program)
+            self._wanted.on_step_end(ended, self._has_program, is_fruitless=self._is_fruitless)
+            self._is_fruitless = False
             program = ended.program
+            if program is None and not self._is_traced and self.automatic is not None and ended.key[0]:
+                self.automatic.on_reacting_step(ended.key, time_s)
             if program is not None:
                 self.latest = program
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
                 self._judge(program, ended.key, peak_bytes, num_unplanned, is_own=is_own)
                 if is_own and not ended.was_watched:
                     self._judge_time(program, time_s)
+                if is_own and program.num_followed > 1:
+                    self._compare_time(program, ended, time_s)
+        self._is_traced = False
+        if self.automatic is not None and self.planning is not None:
+            self._go_on(self.automatic)
         if self.planning is not None:  # also where nothing was asked: a helper that is idle for long is ended
             self._take(self.planning)
 
@@ -215,8 +238,22 @@ class Programs:
             program.first_s = median_s
         elif abs(median_s / program.first_s - 1) > _DRIFT and program.num_retraces < _MAX_RETRACES:
             earlier_ms = program.first_s * 1e3
-            _logger.info("steps take %.1f ms where they took %.1f: tracing one again", median_s * 1e3, earlier_ms)
+            _logger.debug("steps take %.1f ms where they took %.1f: tracing one again", median_s * 1e3, earlier_ms)
             program.wants_trace = True
+
+    def _go_on(self, automatic: Automatic) -> None:
+        """Time steps, and then have them planned, once that pays. See [Note: when a plan pays]."""
+        self.follower.is_on = automatic.is_timing
+        if automatic.is_timing and not automatic.begin_if_it_pays() and automatic.why_not:
+            self.why_no_plan = automatic.why_not
+            self.close()
+
+    def _compare_time(self, program: Program, ended: EndedStep, time_s: float) -> None:
+        """Give a program up whose steps take longer than steps that reacted, if the planner is "auto"."""
+        if self.automatic is not None and self.automatic.is_slower(ended.key, time_s):
+            self.cache.remove(program)
+            self._wanted.note_unplannable(ended.key, 0)
+            self.why_no_plan = "steps that followed their plan took longer than steps that reacted"
 
     # -- plans
 
@@ -276,7 +313,7 @@ class Programs:
     def _add(self, planned: Planned, asked: _Asked) -> None:
         if planned.plan is None:
             self.why_no_plan = planned.answer.error
-            _logger.info("no plan is followed: %s", planned.answer.error)
+            _logger.info("plan: none is followed: %s", planned.answer.error)
             self._wanted.note_unplannable(asked.key, asked.start_bytes)
             return
         schedule = make_schedule(planned.plan, asked.step[1])
@@ -292,8 +329,10 @@ class Programs:
             num_retraces=asked.num_retraces,
         )
         self._add_program(program)
-        _logger.info(
-            "following a plan: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",
+        _logger.log(
+            logging.INFO if self.num_programs == 1 else logging.DEBUG,  # one line a run, not one for each kind of step
+            "plan: following %s: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",
+            self.name,
             len(planned.plan.absences),
             schedule.num_not_carried_out,
             planned.answer.time_s * 1e3,
@@ -333,7 +372,7 @@ class Programs:
                 "only what saved tensors do between forward and backward is: what they would have freed leaves "
                 "reactively"
             )
-        _logger.info("following %s: %d absences, peak %s", given.name, num_absences, format_bytes(peak_bytes))
+        _logger.info("plan: following %s: %d absences, peak %s", given.name, num_absences, format_bytes(peak_bytes))
 
     def _end(self, why: str) -> None:
         self.why_no_plan = why

@@ -12,10 +12,21 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Signature", "StepLog", "next_exact_hash", "next_shape_free_hash"]
+    from torchdelta.runtime.state.buffer import Buffer, View
+
+__all__ = ["Signature", "StepLog", "next_exact_hash", "next_shape_free_hash", "signature_of"]
 
 Signature: TypeAlias = "tuple[torch.Size, torch.dtype, str]"
 """What has to be equal for a save to be the same as in the trace: shape, dtype, name of the op that made the tensor."""
+
+
+def signature_of(buffer: Buffer, view: View) -> Signature:
+    """Return the signature of a save.
+
+    The op counts only while it is recorded: the running statistics of a batch norm, for example, come from outside in
+    the first step of a scope and from an op of the step before in all others.
+    """
+    return view.shape, view.dtype, buffer.origin if buffer.op is not None else ""
 
 
 def next_exact_hash(before: int, signature: Signature) -> int:

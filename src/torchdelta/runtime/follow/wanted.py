@@ -3,8 +3,9 @@
 [Note: when a step is traced]
 Tracing costs time, and only the end of a step tells which one it was. So steps are traced from their start on as long
 as one of the latest had no program of its own. The first save tells whether this may be such a step again, or a new
-one; if not, the trace is dropped there. Each trace takes a token, and new tokens come slowly: a loop in which no two
-steps are alike is not traced for ever.
+one; if not, the trace is dropped there. After `MOST_FRUITLESS_TRACES` of steps that have programs, the missing one is
+not waited for any longer, until it is seen again. Each trace takes a token, and new tokens come slowly: a loop in which
+no two steps are alike is not traced for ever.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ if TYPE_CHECKING:
     from torchdelta.runtime.follow.follower import EndedStep
     from torchdelta.runtime.follow.program import Key
 
-__all__ = ["WantedSteps"]
+__all__ = ["MOST_FRUITLESS_TRACES", "WantedSteps"]
 
-_WANTED_STEPS: Final = 32  # so many steps after one without a program are traced
+MOST_FRUITLESS_TRACES: Final = 6
+_WANTED_STEPS: Final = 32  # so many steps after one without a program are traced at most
 _MOST_TOKENS: Final = 96
 _STEPS_PER_TOKEN: Final = 16
 _MOST_UNPLANNABLE: Final = 256
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Wanted:
-    """A step that has no program of its own: its first save, the bytes in use there, and when it was seen last."""
+    """A step that has no program of its own: its first save, the bytes in use there, and when it was seen last.
+
+    `num_fruitless` counts the steps traced since then that began with the same save and had a program already.
+    """
 
     first: int
     start_bytes: int
     seen_at: int
+    num_fruitless: int = 0
 
 
 class WantedSteps:
@@ -61,12 +67,13 @@ class WantedSteps:
         """Uncount a trace that was dropped at the first save."""
         self._tokens += 1
 
-    def on_step_end(self, ended: EndedStep, has_program: Callable[[Key, int], bool]) -> None:
+    def on_step_end(self, ended: EndedStep, has_program: Callable[[Key, int], bool], *, is_fruitless: bool) -> None:
         """Note whether a step has no program, and forget those that have one now or did not come again.
 
         Args:
             ended: The step.
             has_program: Whether the step of a key and a start has a program that is up to date, or will have one.
+            is_fruitless: Whether it was traced although it had a program.
         """
         self._num_steps += 1
         self._tokens = min(_MOST_TOKENS, self._tokens + 1 / _STEPS_PER_TOKEN)
@@ -76,6 +83,8 @@ class WantedSteps:
         for key, wanted in list(self._wanted.items()):
             is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
             is_unplannable = key in self._unplannable and wanted.start_bytes >= self._unplannable[key]
+            wanted.num_fruitless += is_fruitless and wanted.first == ended.first
+            is_old |= wanted.num_fruitless >= MOST_FRUITLESS_TRACES
             if is_old or is_unplannable or has_program(key, wanted.start_bytes):
                 del self._wanted[key]
 

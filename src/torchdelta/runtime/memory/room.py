@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import time
 from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
@@ -123,6 +124,14 @@ class Room:
         if usage.total_bytes + size_bytes > budget_bytes:
             self._on_shortage(size_bytes, why)
 
+    def try_to_make(self, size_bytes: int) -> None:
+        """Evict until `size_bytes` more fit, as far as buffers can leave. A plan that is followed is left alone."""
+        if self.budget_bytes is None or self.is_followed or self.ledger.surveys:
+            return
+        self.usage.ask_counter()
+        if not self.has(size_bytes):
+            self._evict_down_to(self.budget_bytes - size_bytes, persistents=False)
+
     def has(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` fit without an eviction."""
         return self.budget_bytes is None or self.usage.total_bytes + size_bytes <= self.budget_bytes
@@ -138,12 +147,18 @@ class Room:
         finally:
             self.ledger.drop_guard()
 
-    def _evict_down_to(self, total_bytes: int) -> None:
+    def _evict_down_to(self, total_bytes: int, *, persistents: bool = True) -> None:
+        counters = self.counters
+        start_s = time.perf_counter()
+        counted_s = counters.stall_s + counters.recompute_s + counters.evict_s
         with self.device.exclusive():
             self.device.timer.poll(wait=True)
-            self._evict(total_bytes)
+            self._evict(total_bytes, persistents=persistents)
+        # What was counted inside, such as a wait, is not counted twice.
+        counted_s = counters.stall_s + counters.recompute_s + counters.evict_s - counted_s
+        counters.evict_s += max(0.0, time.perf_counter() - start_s - counted_s)
 
-    def _evict(self, total_bytes: int) -> None:
+    def _evict(self, total_bytes: int, *, persistents: bool) -> None:
         usage, transfers = self.usage, self.transfers
         # Memory outside the known storages cannot be evicted, so the known ones have to make room for it.
         target_bytes = total_bytes - usage.unseen_bytes
@@ -176,7 +191,7 @@ class Room:
         transfers.cancel_fetches(target_bytes)
         if usage.live_bytes > target_bytes:
             transfers.drain()
-        if usage.live_bytes > target_bytes and self.persistents is not None:
+        if usage.live_bytes > target_bytes and persistents and self.persistents is not None:
             self.persistents.evict(target_bytes)
 
     def _candidates(self) -> list[Buffer]:
@@ -257,5 +272,5 @@ def collect_garbage(usage: Usage) -> int:
     usage.ask_counter(fresh=True)
     freed_bytes = max(before_bytes - usage.total_bytes, 0)
     if freed_bytes:
-        _logger.info("collected %d bytes that only reference cycles kept alive", freed_bytes)
+        _logger.debug("collected %d bytes that only reference cycles kept alive", freed_bytes)
     return freed_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchdelta.runtime.observe.plain_peak import find_plain_peak
 from torchdelta.runtime.observe.trace_builder import TraceBuilder
 from torchdelta.runtime.record.scan import scan_storages
 from torchdelta.runtime.state.observer import Observer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.observe.trace_output import TraceOutput
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.steps import StepTracker
+    from torchdelta.summary import PlainPeak
     from torchdelta.trace.model import Trace
 
 __all__ = ["StepTraces"]
@@ -41,6 +43,7 @@ class StepTraces:
         self._output = output
         self._builder: TraceBuilder | None = None
         self._is_first = True  # whether the running trace is that of the first step
+        self._plain_peak: PlainPeak | None = None  # of the first step, once it was asked for
         self._readers: list[Programs | TraceOutput] = []  # who wants the trace of the running step
         programs.follower.on_first_save = self._on_first_save
 
@@ -72,6 +75,12 @@ class StepTraces:
             elif trace is not None:
                 for reader in self._readers:
                     reader.on_traced(trace, builder.log())
+
+    def plain_peak(self) -> PlainPeak | None:
+        """Return where the first step would peak without a budget; None if there is no trace of it."""
+        if self._plain_peak is None and self.first is not None and self.first.ops:
+            self._plain_peak = find_plain_peak(self.first)
+        return self._plain_peak
 
     def drop(self) -> None:
         """End a trace without handing it out: the step will not be complete."""

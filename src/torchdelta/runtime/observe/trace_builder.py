@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.tensors import is_trained_leaf, version_of
+from torchdelta.runtime.follow.step_log import signature_of
 from torchdelta.runtime.observe.pseudo_ops import PseudoOps
 from torchdelta.runtime.observe.step_draft import guarded
 from torchdelta.trace.draft import Saved
@@ -81,8 +82,7 @@ class TraceBuilder(PseudoOps):
     @guarded
     def on_save(self, buffer: live.Buffer, view: live.View) -> None:
         """Add a saved tensor whose buffer may leave."""
-        signature = (view.shape, view.dtype, buffer.origin)
-        self._saves.append((-1, len(self._draft.ops), signature, buffer.size_bytes))
+        self._saves.append((-1, len(self._draft.ops), signature_of(buffer, view), buffer.size_bytes))
         if self._steps.phase == "backward":
             self._saves_in_backward = True
         version = self._draft.by_buffer.get(buffer.id)

@@ -11,16 +11,15 @@ from typing import Any, Final
 
 import torch
 
-from torchdelta._torch.device import is_mkldnn_enabled
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address, storage_behind
 from torchdelta._torch.tensors import storage_of
 from torchdelta.aten.facts import Kind, OpFacts
+from torchdelta.runtime.record.workspaces import copied_matrix_bytes, estimated_bytes, possible_bytes, reordered_bytes
 from torchdelta.runtime.state.need import Need
 
-_CONVOLUTION_DIM: Final = 4
 MAX_KEYS: Final = 4096
 _WRITING: Final = (Kind.WRITE, Kind.REPLACE)
 # 1 == 1.0 == True, and yet they promote a tensor to different dtypes.
@@ -89,16 +88,8 @@ class Predictor:
         predicted_bytes = self._predict(facts, func, args, kwargs)
         need = Need(_guess(args) if predicted_bytes is None else predicted_bytes, 0)
         need.is_guess = predicted_bytes is None
-        if facts.name.startswith("aten.native_batch_norm_backward."):
-            need.workspace_bytes = batch_norm_workspace_bytes(args)
-        elif facts.copies_strided:
-            need.workspace_bytes = copied_matrix_bytes(args)
-        elif facts.name.startswith("aten.mkldnn_rnn_layer"):
-            need.workspace_bytes = lstm_workspace_bytes(args, is_backward="backward" in facts.name)
-        elif facts.reorders:
-            # The outputs of a convolution's backward are as large as its inputs, which are counted already.
-            is_backward = facts.name.startswith("aten.convolution_backward.")
-            need.workspace_bytes = workspace_bytes(args, 0 if is_backward else need.output_bytes)
+        need.workspace_bytes = estimated_bytes(facts, args, need.output_bytes)
+        need.possible_bytes = possible_bytes(facts, args, need.output_bytes)
         return need
 
     def _need_of_growth(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
@@ -124,7 +115,7 @@ class Predictor:
         if facts.copies_strided:
             need.workspace_bytes += copied_matrix_bytes(args)
         elif facts.reorders:
-            need.workspace_bytes += workspace_bytes(args, sum(b.numel() * b.element_size() for b in buffers))
+            need.workspace_bytes += reordered_bytes(args, sum(b.numel() * b.element_size() for b in buffers))
         return need
 
     def _predict(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int | None:
@@ -149,67 +140,6 @@ class Predictor:
                 return new_bytes(outputs, args) + omitted_bytes(facts, args)
         except Exception:  # noqa: BLE001 - meta kernels raise all kinds of errors
             return None
-
-
-def workspace_bytes(args: tuple[Any, ...], output_bytes: int) -> int:
-    """Estimate the workspace of an op that reorders (`OpFacts.reorders`) on CPU: a blocked copy of each plain tensor.
-
-    Measured on convolutions of ResNet-50 shapes (torch 2.13, oneDNN): 0.5 to 1.2 times inputs plus outputs, and almost
-    nothing in channels-last.
-    """
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if (
-        not tensors
-        or tensors[0].device.type != "cpu"
-        or tensors[0].dim() != _CONVOLUTION_DIM
-        or not is_mkldnn_enabled()
-    ):
-        return 0
-    if tensors[0].is_contiguous(memory_format=torch.channels_last) and not tensors[0].is_contiguous():
-        return 0
-    return output_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def copied_matrix_bytes(args: tuple[Any, ...]) -> int:
-    """Return the bytes of the matrices that a product copies on CPU: those with neither dense rows nor dense columns.
-
-    An expanded matrix is one: the gradient of a sum, with which many a backward begins. Exact to the byte (torch 2.13).
-    """
-    copied_bytes = 0
-    for matrix in args[-2:]:
-        if not isinstance(matrix, torch.Tensor) or matrix.dim() != 2 or matrix.device.type != "cpu":
-            return 0
-        if matrix.layout is not torch.strided:
-            return 0
-        (num_rows, num_columns), (row, column) = matrix.shape, matrix.stride()
-        has_dense_rows = column == 1 and row >= max(1, num_columns)
-        has_dense_columns = row == 1 and column >= max(1, num_rows)
-        if not has_dense_rows and not has_dense_columns:
-            copied_bytes += matrix.numel() * matrix.element_size()
-    return copied_bytes
-
-
-def batch_norm_workspace_bytes(args: tuple[Any, ...]) -> int:
-    """Estimate the workspace of batch norm's backward on CPU: a second copy of its input's gradient.
-
-    Measured on inputs of 2 to 5 dimensions in both layouts (torch 2.13): exact to the byte, and almost nothing where
-    the incoming gradient is expanded (stride 0), as that of a sum is.
-    """
-    gradient, x = args[0], args[1]
-    if x.device.type != "cpu" or 0 in gradient.stride():
-        return 0
-    return x.numel() * x.element_size()
-
-
-def lstm_workspace_bytes(args: tuple[Any, ...], *, is_backward: bool) -> int:
-    """Estimate the workspace of oneDNN's LSTM: its weights in another layout, and its gates.
-
-    Measured on 7 shapes (torch 2.13): the weights, 4.0 to 4.3 times the hidden states (5.3 to 5.6 in backward), 14 KiB.
-    """
-    x, weights = args[0], args[1:3]
-    states_bytes = x.numel() // x.shape[-1] * x.element_size() * weights[1].shape[-1]
-    weights_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    return weights_bytes + int(states_bytes * (5.6 if is_backward else 4.3)) + 14336
 
 
 def omitted_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:

@@ -25,7 +25,7 @@ from torchdelta.runtime.record.needs import Predictor
 from torchdelta.runtime.record.subclasses import Way
 from torchdelta.runtime.state.buffer import Stays
 from torchdelta.runtime.state.kinds import runs_own_ops
-from torchdelta.runtime.state.tape import generator_of
+from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, generator_of
 
 if TYPE_CHECKING:
     from torchdelta.runtime.memory.restore import Restorer
@@ -155,8 +155,12 @@ class Recorder(TorchDispatchMode):
 
         # 1. Make room for its outputs and its workspace.
         need = self.needs.need(facts, func, args, kwargs)
-        if need.output_bytes or need.workspace_bytes or not writes:
-            self.room.make(need.output_bytes + need.workspace_bytes, facts.name)
+        state_bytes = RANDOM_STATE_BYTES if records and facts.is_random else 0
+        if need.output_bytes or need.workspace_bytes or state_bytes or not writes:
+            self.room.make(need.output_bytes + need.workspace_bytes + state_bytes, facts.name)
+        if need.possible_bytes:
+            self.room.try_to_make(need.total_bytes + need.possible_bytes)
+            need.possible_bytes = 0
 
         # 2. Capture it for the tape, and end the contents that it overwrites.
         if writes:
@@ -166,12 +170,13 @@ class Recorder(TorchDispatchMode):
         entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
         overwritten = self._end_contents(targets, need, facts) if targets else []
 
-        # 3. Run it, with time and memory measured.
-        before_bytes = ledger.usage.live_bytes
-        self.device.mark(need, ledger.usage)
         if entry is not None and facts.is_random:
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
+
+        # 3. Run it, with time and memory measured.
+        before_bytes = ledger.usage.live_bytes
+        self.device.mark(need, ledger.usage)
         versions = _versions(targets) if facts.bumps_inside and not ledger.surveys else []
         mark = self.timer.start(need)
         try:
@@ -183,6 +188,7 @@ class Recorder(TorchDispatchMode):
             self.device.mark(need, ledger.usage)  # evictions since the first mark are not part of the op
             out = self.execute(func, facts, args, kwargs)
         time_s = self.timer.stop(mark, entry)
+        self.counters.op_time_s += time_s
         if versions and not self.subclasses.is_inside:
             _bump_missing(versions)
 
@@ -205,7 +211,8 @@ class Recorder(TorchDispatchMode):
         workspace_bytes = self.device.measure(need, size_bytes, ledger.usage)
         if entry is not None:
             entry.output_bytes = 0 if writes else size_bytes
-            entry.workspace_bytes = workspace_bytes
+            # Its replay sets the random state back, and holds the state of that moment meanwhile.
+            entry.workspace_bytes = workspace_bytes + (RANDOM_STATE_BYTES if entry.random_state is not None else 0)
         observer = self.observing.observer
         if observer.wants_every_op:
             observer.on_op(

@@ -172,6 +172,14 @@ class SavedTensors:
             observer.on_stay(tensor)
         return Staying(tensor)
 
+    def raise_modified(self, tensor: torch.Tensor, expected: int) -> None:
+        """Raise eager's error for a saved tensor that was written since.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(_modified(tensor.dtype, sizes_of(tensor), counted_version_of(tensor), expected))
+
     def _decide(self, buffer: Buffer, tensor: torch.Tensor) -> Action | None:
         decisions = self.decisions
         if isinstance(decisions, str):

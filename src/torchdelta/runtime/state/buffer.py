@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -24,7 +25,7 @@ import torch
 
 from torchdelta._torch.device import numeric_environment
 from torchdelta._torch.storages import storage_address, storage_at, storage_num_holders
-from torchdelta._torch.tensors import conj, neg_view
+from torchdelta._torch.tensors import conj, neg_view, tensor_num_holders
 from torchdelta.runtime.interrupts import destructor
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class Stays:
     IN_FLIGHT = 4  # a collective may still be writing it
     OTHER_STREAM = 8  # an op on another stream reads or wrote it (device/streams.py)
     NOT_OURS = 16  # evicting it frees nothing: memory of a captured graph, or zeros without memory
+
+
+# `sys.getrefcount` of an object that one attribute refers to, asked through a local variable.
+_REFERENCES_OF_ONE_HOLDER: Final = 3
 
 
 class Releaser(Protocol):
@@ -147,8 +152,22 @@ class Buffer:
             self.residence = residence
 
     def is_held_by_us_alone(self) -> bool:
-        """Return whether only the runtime keeps the storage alive, by its alias and the storage's Python object."""
-        return self.strong is not None and storage_num_holders(storage_address(self.strong)) <= 2
+        """Return whether only the runtime keeps the storage alive.
+
+        It does so by its alias, by the storage's Python object, and by a witness that the program itself has dropped.
+        """
+        if self.strong is None:
+            return False
+        address = storage_address(self.strong)
+        num_holders = storage_num_holders(address)
+        return num_holders <= 2 or (num_holders == 3 and self._has_dropped_witness(address))
+
+    def _has_dropped_witness(self, address: int) -> bool:
+        """Return whether the witness is a tensor on the storage at this address that nobody else refers to."""
+        witness = self.witness
+        if witness is None or witness is self.strong or storage_address(witness) != address:
+            return False
+        return tensor_num_holders(witness) == 1 and sys.getrefcount(witness) <= _REFERENCES_OF_ONE_HOLDER
 
     @property
     def residence_without_storage(self) -> Residence:

@@ -37,11 +37,12 @@ class Timing:
 class Need:
     """What one op on tensors of given shapes needs. Shared by all runs with that key, so learning hashes nothing."""
 
-    __slots__ = ("is_guess", "is_workspace_known", "output_bytes", "timing", "workspace_bytes")
+    __slots__ = ("is_guess", "is_workspace_known", "output_bytes", "possible_bytes", "timing", "workspace_bytes")
 
     def __init__(self, output_bytes: int, workspace_bytes: int) -> None:
         self.output_bytes = output_bytes  # of the new storages that it returns
         self.workspace_bytes = workspace_bytes  # what it allocates and frees again; an estimate until it is measured
+        self.possible_bytes = 0  # what it may allocate beyond that; 0 after the first run
         self.is_workspace_known = False
         self.is_guess = False  # `output_bytes` is an upper estimate, which a measurement may lower
         self.timing: Timing | None = None  # set by the timer of an accelerator (device/op_timer.py)

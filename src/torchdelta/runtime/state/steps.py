@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # How many of the latest steps keep their own summary.
 MAX_SUMMARIES: Final = 10_000
-_ROW: Final = 8
+_ROW: Final = 12
 
 
 class StepTracker:
@@ -36,6 +36,7 @@ class StepTracker:
         self.counters = counters
         self._rows = array.array("d")
         self.num_steps = 0
+        self.num_optimizer_steps = 0  # how many of them ended with an optimizer's step
         self.num_refused = 0
         self.peak_bytes = 0
         self.last_peak_bytes = 0  # of the latest step
@@ -43,6 +44,11 @@ class StepTracker:
         self.is_in_optimizer = False
         self.node_name = ""  # of the running autograd node, if its ops are recorded
         self.on_step_end: Callable[[], None] | None = None
+        self.startup_s = 0.0  # from the start to the first saved tensor of the first step
+        self._has_begun = False  # whether that tensor was saved
+        self.is_unrecorded = False  # recording pauses: see record/pause.py
+        self.num_unrecorded = 0
+        self._last_saved_bytes = 0
         self._had_backward = False
         self._kept_graph = False  # whether a backward of this step kept its graph
         self._is_refused = False  # its optimizer was refused, and did not step again
@@ -75,7 +81,17 @@ class StepTracker:
     @property
     def summaries(self) -> tuple[StepSummary, ...]:
         """The latest steps, oldest first."""
-        rows = (self._rows[start : start + _ROW] for start in range(0, len(self._rows), _ROW))
+        return self.summaries_since(0)
+
+    def summaries_since(self, index: int) -> tuple[StepSummary, ...]:
+        """Return the steps from this index on, as far as they are among the latest; the time taken is by their number.
+
+        Args:
+            index: Position of the first wanted step in the scope, from 0.
+        """
+        oldest = self.num_steps - len(self._rows) // _ROW
+        begin = max(0, index - oldest) * _ROW
+        rows = (self._rows[start : start + _ROW] for start in range(begin, len(self._rows), _ROW))
         return tuple(
             StepSummary(
                 index=int(row[0]),
@@ -86,6 +102,10 @@ class StepTracker:
                 recomputed_bytes=int(row[5]),
                 stall_s=row[6],
                 recompute_s=row[7],
+                optimizer_step=int(row[8]),
+                had_optimizer=bool(row[9]),
+                evict_s=row[10],
+                op_time_s=row[11],
             )
             for row in rows
         )
@@ -93,6 +113,11 @@ class StepTracker:
     def on_save(self) -> None:
         """Autograd saves a tensor. This begins a new step if the current one has had its backward."""
         self.is_in_optimizer = False  # it is still true if the optimizer's step raised
+        if not self._has_begun:
+            self._has_begun = True
+            now_s = time.perf_counter()
+            self.startup_s += now_s - self._start_s
+            self._start_s = now_s
         if self._had_backward and graph_task_id() == -1:
             self.end()
 
@@ -122,7 +147,11 @@ class StepTracker:
         self.is_in_optimizer = False
         if self._had_backward or self._kept_graph:
             self._is_refused = False  # the program has made room, and the optimizer has stepped after all
-            self.end()
+            self.end(had_optimizer=True)
+
+    def on_abandoned(self) -> None:
+        """What was saved so far had no backward. Before the first step it belongs to the script's start."""
+        self._has_begun = self.num_steps > 0
 
     def refuse(self) -> None:
         """The budget cannot hold the rest of this step: it counts only if the program lets its optimizer step again."""
@@ -132,13 +161,18 @@ class StepTracker:
         else:
             self._begin()
 
-    def end(self) -> None:
+    def end(self, *, had_optimizer: bool = False) -> None:
         """Close the step."""
         if self._is_refused:
             self._begin()
             return
         self.last_time_s = time.perf_counter() - self._start_s
+        if self.is_unrecorded:
+            self.num_unrecorded += 1
+            self._note_unrecorded(self.last_time_s)
+            self.counters.saved_bytes += self._last_saved_bytes
         done = self.counters.minus(self._before)
+        self._last_saved_bytes = done.saved_bytes
         evicted_bytes = done.swapped_out_bytes + done.dropped_bytes
         # All steps are rows of one array: one object per step would make every garbage collection of a long run slower.
         self._rows.extend(
@@ -151,14 +185,30 @@ class StepTracker:
                 done.recomputed_bytes,
                 done.stall_s,
                 done.recompute_s,
+                self.num_optimizer_steps,
+                had_optimizer,
+                done.evict_s,
+                done.op_time_s,
             )
         )
         del self._rows[: -MAX_SUMMARIES * _ROW]
         self.num_steps += 1
+        self.num_optimizer_steps += had_optimizer
         self.last_peak_bytes = self.ledger.usage.peak_bytes
         self._begin()
         if self.on_step_end is not None:
             self.on_step_end()
+
+    def resume_recording(self) -> None:
+        """The rest of this step is recorded."""
+        if self.is_unrecorded:
+            self.is_unrecorded = False
+            self._note_unrecorded(time.perf_counter() - self._start_s)
+
+    def _note_unrecorded(self, time_s: float) -> None:
+        """Count the time since the step began as that of the program's own ops."""
+        counted_s = self.counters.op_time_s - self._before.op_time_s
+        self.counters.op_time_s += max(0.0, time_s - counted_s)
 
     def _begin(self) -> None:
         """Measure the next step from here."""

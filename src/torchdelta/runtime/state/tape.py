@@ -7,7 +7,7 @@ arguments by value, with every tensor replaced by a `View` of a buffer, so the t
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import Buffer
 
 __all__ = [
+    "RANDOM_STATE_BYTES",
     "Fresh",
     "Scratch",
     "capture",
@@ -32,6 +33,8 @@ __all__ = [
     "with_random_state",
     "written_sources",
 ]
+
+RANDOM_STATE_BYTES: Final = 5056  # of a CPU generator (torch 2.13); an accelerator's takes 16 bytes, on the host
 
 
 class Scratch:

@@ -67,6 +67,19 @@ def foresee_first_step(
     return FirstStep(2 * sum(sizes_bytes), 2 * max(sizes_bytes, default=0), is_estimate=True)
 
 
+def first_step_bytes(optimizer: torch.optim.Optimizer, *, makes_gradients: bool) -> int:
+    """Return what the first step of an optimizer will allocate; 0 where that is only an estimate.
+
+    An estimate must not refuse a step that fits.
+
+    Args:
+        optimizer: The optimizer.
+        makes_gradients: Whether its step makes gradients, so that parameters without one are stepped, too.
+    """
+    step = foresee_first_step(optimizer, lambda p: p.requires_grad and (makes_gradients or p.grad is not None))
+    return 0 if step.is_estimate or not step.state_bytes else step.state_bytes + step.temporary_bytes
+
+
 def is_trial(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is the copy on which a first step is tried.
 

@@ -205,6 +205,7 @@ class Survey:
             least_freeing_gradients_bytes=needed.freeing_bytes,
             is_lower_bound=is_lower_bound,
             lacked_capacity=self._room.transfers.lacked_capacity,
+            device_type=self._ledger.device.type,
         )
         self.end()
         return error

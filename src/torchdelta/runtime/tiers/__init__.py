@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 import mmap
-import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from torchdelta.errors import TierError
-from torchdelta.host import read_host_memory
+from torchdelta.host import num_processes_here, read_host_memory
 from torchdelta.runtime.tiers.base import Slot, Tier, Transfer
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
 
     from torchdelta.runtime.tiers.engine import Engine
@@ -27,7 +27,6 @@ __all__ = ["ENGINES", "Slot", "Tier", "Transfer", "open_tier", "tier_names"]
 
 # Pinned memory cannot be paged out, and pinning all of it stops the machine. This is the limit without a budget.
 _PINNED_SHARE: Final = 0.5
-_NUM_PROCESSES: Final = "LOCAL_WORLD_SIZE"  # torchrun sets it to the number of processes on this machine
 _DISK_STAGING_BYTES: Final = 8 << 20  # one part for each of two threads
 
 
@@ -84,8 +83,7 @@ def _pinned_bytes(options: _Options) -> int:
         return options.host_budget_bytes
     memory = read_host_memory()
     free_bytes = min(memory.usable_bytes, memory.available_bytes or memory.usable_bytes)
-    num_processes = os.environ.get(_NUM_PROCESSES, "")
-    return int(free_bytes * _PINNED_SHARE) // max(1, int(num_processes) if num_processes.isdecimal() else 1)
+    return int(free_bytes * _PINNED_SHARE) // num_processes_here()
 
 
 def _cuda_engine(device: torch.device) -> Engine:

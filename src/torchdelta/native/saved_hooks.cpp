@@ -1,0 +1,344 @@
+// Saved-tensor hooks in C++, for steps that run unrecorded because they are known to fit (runtime/record/pause.py).
+//
+// Outside of such steps the hooks call the Python ones. During them, `pack` makes a small handle that shares the
+// tensor's storage and version counter, and `unpack` returns the tensor: no Python runs. When recording begins again,
+// `adopt` gives every living handle what the Python hook would have made of its tensor, so that everything saved so far
+// can be evicted like any other saved tensor.
+//
+// `pack` also compares the sizes of the saved tensors with those of the last recorded step. The first one that is larger,
+// or one more, calls back on the main thread, between two instructions of Python: such a step is not known to fit.
+#include <Python.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <new>
+#include <vector>
+
+namespace {
+
+struct Hooks;
+
+struct Handle {
+  PyObject_HEAD
+  at::Tensor tensor;  // undefined once it was adopted
+  uint32_t version;   // of the tensor when it was saved
+  PyObject* packed;   // what the Python hook made of it, or null
+  Hooks* hooks;
+  Handle* previous;  // the living handles of `hooks`, newest first
+  Handle* next;
+};
+
+struct Hooks {
+  PyObject_HEAD
+  PyObject* pack;  // the Python hooks
+  PyObject* unpack;
+  PyObject* pack_odd;     // packs what is not a plain tensor, in an unrecorded step
+  PyObject* on_modified;  // (tensor, expected version): raises eager's error
+  PyObject* on_larger;    // called when a step saves more than the last recorded one
+  std::vector<int64_t>* sizes;     // in bytes, of the tensors that this step has saved so far, if it is recorded
+  std::vector<int64_t>* expected;  // of those of the last recorded step
+  size_t num_saved;                // by this step, if it is not recorded
+  bool is_paused;
+  Handle* newest;
+};
+
+PyTypeObject* handle_type = nullptr;
+constexpr size_t kMostSizes = size_t{1} << 20;  // a program that saves and saves without a step does not fill the memory
+
+Handle* handle_of(PyObject* self) { return reinterpret_cast<Handle*>(self); }
+Hooks* hooks_of(PyObject* self) { return reinterpret_cast<Hooks*>(self); }
+
+// -- handles
+
+void unlink(Handle* handle) {
+  if (handle->previous != nullptr) handle->previous->next = handle->next;
+  if (handle->next != nullptr) handle->next->previous = handle->previous;
+  if (handle->hooks->newest == handle) handle->hooks->newest = handle->next;
+  handle->previous = handle->next = nullptr;
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  static const c10::DispatchKeySet odd(
+      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::FuncTorchGradWrapper,
+       DispatchKey::FuncTorchBatched, DispatchKey::Functionalize, DispatchKey::ZeroTensor, DispatchKey::Conjugate,
+       DispatchKey::Negative, DispatchKey::NestedTensor, DispatchKey::Quantized});
+  return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_inference() &&
+         !tensor.key_set().has_any(odd);
+}
+
+PyObject* new_handle(Hooks* hooks, const at::Tensor& tensor) {
+  Handle* handle = PyObject_GC_New(Handle, handle_type);
+  if (handle == nullptr) return nullptr;
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  // A node that saves its own output must not hold the output's graph: that would be a cycle. A leaf has no graph, and
+  // is held itself, so that exchanging it raises as in eager mode.
+  new (&handle->tensor) at::Tensor(
+      tensor.is_leaf() ? tensor : at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
+  handle->version = impl->version_counter().current_version();
+  handle->packed = nullptr;
+  handle->hooks = hooks;
+  Py_INCREF(hooks);
+  handle->previous = nullptr;
+  handle->next = hooks->newest;
+  if (hooks->newest != nullptr) hooks->newest->previous = handle;
+  hooks->newest = handle;
+  PyObject_GC_Track(handle);
+  return reinterpret_cast<PyObject*>(handle);
+}
+
+int handle_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(handle_of(self)->packed);
+  Py_VISIT(reinterpret_cast<PyObject*>(handle_of(self)->hooks));
+  return 0;
+}
+
+int handle_clear(PyObject* self) {
+  Py_CLEAR(handle_of(self)->packed);
+  return 0;
+}
+
+void handle_dealloc(PyObject* self) {
+  Handle* handle = handle_of(self);
+  PyObject_GC_UnTrack(self);
+  unlink(handle);
+  Py_CLEAR(handle->packed);
+  handle->tensor.~Tensor();
+  PyTypeObject* type = Py_TYPE(self);
+  Hooks* hooks = handle->hooks;
+  PyObject_GC_Del(self);
+  Py_DECREF(hooks);
+  Py_DECREF(type);
+}
+
+PyType_Slot handle_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(handle_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(handle_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(handle_clear)},
+    {0, nullptr}};
+
+PyType_Spec handle_spec = {"torchdelta_saved_hooks.Handle", sizeof(Handle), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, handle_slots};
+
+// -- hooks
+
+PyObject* hooks_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *pack, *unpack, *pack_odd, *on_modified, *on_larger;
+  if (!PyArg_ParseTuple(arguments, "OOOOO", &pack, &unpack, &pack_odd, &on_modified, &on_larger)) return nullptr;
+  Hooks* hooks = hooks_of(type->tp_alloc(type, 0));  // zeroed, and tracked by the collector
+  if (hooks == nullptr) return nullptr;
+  hooks->pack = Py_NewRef(pack);
+  hooks->unpack = Py_NewRef(unpack);
+  hooks->pack_odd = Py_NewRef(pack_odd);
+  hooks->on_modified = Py_NewRef(on_modified);
+  hooks->on_larger = Py_NewRef(on_larger);
+  hooks->sizes = new std::vector<int64_t>;
+  hooks->expected = new std::vector<int64_t>;
+  return reinterpret_cast<PyObject*>(hooks);
+}
+
+int hooks_traverse(PyObject* self, visitproc visit, void* arg) {
+  Hooks* hooks = hooks_of(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(hooks->pack);
+  Py_VISIT(hooks->unpack);
+  Py_VISIT(hooks->pack_odd);
+  Py_VISIT(hooks->on_modified);
+  Py_VISIT(hooks->on_larger);
+  return 0;
+}
+
+int hooks_clear(PyObject* self) {
+  Hooks* hooks = hooks_of(self);
+  hooks->is_paused = false;
+  Py_CLEAR(hooks->pack);
+  Py_CLEAR(hooks->unpack);
+  Py_CLEAR(hooks->pack_odd);
+  Py_CLEAR(hooks->on_modified);
+  Py_CLEAR(hooks->on_larger);
+  return 0;
+}
+
+void hooks_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  hooks_clear(self);
+  delete hooks_of(self)->sizes;
+  delete hooks_of(self)->expected;
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* closed() {
+  PyErr_SetString(PyExc_RuntimeError, "torchdelta: the hooks of this saved tensor have been deleted");
+  return nullptr;
+}
+
+int call_on_larger(void* pointer) {
+  auto* hooks = static_cast<Hooks*>(pointer);
+  int status = 0;
+  if (hooks->is_paused) {
+    PyObject* answer = PyObject_CallNoArgs(hooks->on_larger);
+    if (answer == nullptr) status = -1;
+    Py_XDECREF(answer);
+  }
+  Py_DECREF(hooks);
+  return status;
+}
+
+// Return the bytes of a tensor, 0 where it has no plain sizes.
+int64_t size_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != c10::kStrided) return 0;
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return 0;
+  return tensor.numel() * static_cast<int64_t>(tensor.dtype().itemsize());
+}
+
+void compare_size(Hooks* hooks, int64_t size_bytes) {
+  const size_t index = hooks->num_saved++;
+  if (index < hooks->expected->size() && size_bytes <= (*hooks->expected)[index]) return;
+  Py_INCREF(hooks);
+  if (Py_AddPendingCall(&call_on_larger, hooks) != 0) Py_DECREF(hooks);  // full: the next saved tensor tries again
+}
+
+PyObject* hooks_pack(PyObject* self, PyObject* argument) {
+  Hooks* hooks = hooks_of(self);
+  if (hooks->pack == nullptr) return closed();
+  const bool is_tensor = THPVariable_Check(argument);
+  try {
+    const int64_t size_bytes = is_tensor ? size_of(THPVariable_Unpack(argument)) : 0;
+    if (!hooks->is_paused) {
+      if (hooks->sizes->size() < kMostSizes) hooks->sizes->push_back(size_bytes);
+      return PyObject_CallOneArg(hooks->pack, argument);
+    }
+    compare_size(hooks, size_bytes);
+    if (!is_tensor) return PyObject_CallOneArg(hooks->pack_odd, argument);
+    const at::Tensor& tensor = THPVariable_Unpack(argument);
+    return is_plain(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+PyObject* hooks_unpack(PyObject* self, PyObject* packed) {
+  Hooks* hooks = hooks_of(self);
+  if (hooks->unpack == nullptr) return closed();
+  if (Py_TYPE(packed) != handle_type) return PyObject_CallOneArg(hooks->unpack, packed);
+  Handle* handle = handle_of(packed);
+  if (handle->packed != nullptr) return PyObject_CallOneArg(hooks->unpack, handle->packed);
+  at::Tensor tensor = handle->tensor;
+  PyObject* wrapped = THPVariable_Wrap(tensor);
+  if (wrapped == nullptr) return nullptr;
+  if (tensor.unsafeGetTensorImpl()->version_counter().current_version() != handle->version) {
+    PyObject* answer = PyObject_CallFunction(hooks->on_modified, "OI", wrapped, handle->version);
+    Py_DECREF(wrapped);
+    return answer;
+  }
+  return wrapped;
+}
+
+PyObject* hooks_pause(PyObject* self, PyObject*) {
+  hooks_of(self)->is_paused = true;
+  hooks_of(self)->num_saved = 0;
+  Py_RETURN_NONE;
+}
+
+PyObject* hooks_adopt(PyObject* self, PyObject*) {
+  Hooks* hooks = hooks_of(self);
+  hooks->is_paused = false;
+  hooks->sizes->clear();  // those of the rest of the step: it will not equal another
+  std::vector<Handle*> handles;
+  for (Handle* handle = hooks->newest; handle != nullptr; handle = handle->next) {
+    if (handle->packed == nullptr) {
+      Py_INCREF(handle);
+      handles.push_back(handle);
+    }
+  }
+  long num_adopted = 0;
+  bool failed = false;
+  for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {  // in the order of saving
+    // The last reference but ours may have died in a callback. A tensor that was modified since it was saved stays as
+    // it is: its unpack raises.
+    const bool is_modified =
+        (*handle)->tensor.unsafeGetTensorImpl()->version_counter().current_version() != (*handle)->version;
+    if (!failed && Py_REFCNT(*handle) > 1 && !is_modified) {
+      PyObject* wrapped = THPVariable_Wrap((*handle)->tensor);
+      PyObject* packed = wrapped != nullptr ? PyObject_CallOneArg(hooks->pack, wrapped) : nullptr;
+      Py_XDECREF(wrapped);
+      failed = packed == nullptr;
+      if (!failed) {
+        (*handle)->packed = packed;
+        (*handle)->tensor.reset();
+        ++num_adopted;
+      }
+    }
+    if (failed) {
+      PyObject *type, *value, *traceback;
+      PyErr_Fetch(&type, &value, &traceback);
+      Py_DECREF(*handle);
+      PyErr_Restore(type, value, traceback);
+    } else {
+      Py_DECREF(*handle);
+    }
+  }
+  return failed ? nullptr : PyLong_FromLong(num_adopted);
+}
+
+PyObject* hooks_end_step(PyObject* self, PyObject*) {
+  Hooks* hooks = hooks_of(self);
+  hooks->num_saved = 0;
+  if (hooks->is_paused) Py_RETURN_TRUE;
+  const size_t num_saved = hooks->sizes->size();
+  const bool is_same = num_saved > 0 && num_saved < kMostSizes && *hooks->sizes == *hooks->expected;
+  hooks->expected->swap(*hooks->sizes);
+  hooks->sizes->clear();
+  return PyBool_FromLong(is_same);
+}
+
+PyObject* hooks_num_handles(PyObject* self, PyObject*) {
+  long num_handles = 0;
+  for (Handle* handle = hooks_of(self)->newest; handle != nullptr; handle = handle->next) ++num_handles;
+  return PyLong_FromLong(num_handles);
+}
+
+PyMethodDef hooks_methods[] = {
+    {"pack", hooks_pack, METH_O, "The pack hook."},
+    {"unpack", hooks_unpack, METH_O, "The unpack hook."},
+    {"pause", hooks_pause, METH_NOARGS, "Make handles, without Python, from now on."},
+    {"adopt", hooks_adopt, METH_NOARGS,
+     "Call the Python hooks from now on, and pack with them what the living handles hold. Return their number."},
+    {"end_step", hooks_end_step, METH_NOARGS,
+     "Begin a new step. Return whether a recorded one saved tensors of the same sizes as the recorded one before it."},
+    {"num_handles", hooks_num_handles, METH_NOARGS, "Return the number of living handles."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot hooks_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(hooks_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(hooks_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(hooks_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(hooks_clear)},
+    {Py_tp_methods, hooks_methods},
+    {0, nullptr}};
+
+PyType_Spec hooks_spec = {"torchdelta_saved_hooks.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                          hooks_slots};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_saved_hooks", nullptr, -1, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_torchdelta_saved_hooks() {
+  PyObject* self = PyModule_Create(&module);
+  if (self == nullptr) return nullptr;
+  PyObject* type = PyType_FromSpec(&hooks_spec);
+  handle_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&handle_spec));
+  if (type == nullptr || handle_type == nullptr || PyModule_AddObject(self, "Hooks", type) < 0) {
+    Py_XDECREF(type);
+    Py_DECREF(self);
+    return nullptr;
+  }
+  return self;
+}

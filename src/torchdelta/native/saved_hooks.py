@@ -1,0 +1,137 @@
+"""Saved-tensor hooks that need no Python in steps that run unrecorded; the C++ side is saved_hooks.cpp.
+
+TORCHDELTA_NATIVE=0 disables them: then every step is recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from torchdelta.errors import NativeError
+from torchdelta.native.build import load
+from torchdelta.native.counting import is_switched_off
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+__all__ = ["NativeHooks", "new_hooks"]
+
+_SOURCE: Final = Path(__file__).parent / "saved_hooks.cpp"
+_MODULE_NAME: Final = "torchdelta_saved_hooks"
+
+# A step whose handles are used, one whose handles are adopted, a write in place, and a node that saves its own output.
+_SELF_TEST: Final = """
+import gc, weakref
+seen = []
+def pack(tensor):
+    seen.append("pack")
+    return [tensor.detach()]
+def unpack(packed):
+    seen.append("unpack")
+    return packed[0]
+def on_modified(tensor, version):
+    raise RuntimeError(f"modified: {tensor._version} {version}")
+larger = []
+hooks = module.Hooks(pack, unpack, pack, on_modified, lambda: larger.append(1))
+assert not hooks.end_step()
+for size in (8, 8, 8, 9):
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        torch.randn(size, requires_grad=True).exp()
+    assert hooks.end_step() == (size == 8 and len(seen) > 1), size
+hooks.pause()
+for size in (5, 9, 10):
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        torch.randn(size, requires_grad=True).exp()
+    assert len(larger) == (size == 10), (size, larger)
+    hooks.end_step()
+hooks.adopt()
+x = torch.randn(8, 8, requires_grad=True)
+expected, = torch.autograd.grad(x.exp().tanh().sum(), x)
+for adopts in (False, True):
+    hooks.pause()
+    seen.clear()
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        y = x.exp().tanh()
+    assert not seen and hooks.num_handles() == 2, (seen, hooks.num_handles())
+    if adopts:
+        assert hooks.adopt() == 2 and seen == ["pack", "pack"], seen
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    assert hooks.num_handles() == 0 and bool(seen) == adopts
+hooks.pause()
+with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+    y = x.exp()
+    y.add_(1)
+try:
+    y.sum().backward()
+except RuntimeError as error:
+    assert "modified: 1 0" in str(error), error
+else:
+    raise AssertionError("a write in place was not noticed")
+gone = weakref.ref(y)
+del y
+assert gone() is None and hooks.num_handles() == 0
+hooks.adopt()
+"""
+
+
+class NativeHooks(Protocol):
+    """The pair of hooks of one session."""
+
+    def pack(self, tensor: torch.Tensor, /) -> Any:
+        """Return what autograd holds for a tensor that it saves."""
+
+    def unpack(self, packed: Any, /) -> torch.Tensor:
+        """Return a saved tensor."""
+        ...
+
+    def pause(self) -> None:
+        """Make handles, without Python, from now on."""
+
+    def adopt(self) -> int:
+        """Call the Python hooks from now on, and pack with them what the living handles hold. Return their number."""
+        ...
+
+    def end_step(self) -> bool:
+        """Begin a new step. Return whether a recorded one saved the same sizes as the recorded one before it."""
+        ...
+
+    def num_handles(self) -> int:
+        """Return the number of living handles."""
+        ...
+
+
+@functools.cache
+def _module() -> Any:
+    try:
+        return load(_SOURCE, _MODULE_NAME, _SELF_TEST)
+    except NativeError as error:
+        return error
+
+
+def new_hooks(
+    pack: Callable[[torch.Tensor], Any],
+    unpack: Callable[[Any], torch.Tensor],
+    pack_odd: Callable[[torch.Tensor], Any],
+    on_modified: Callable[[torch.Tensor, int], Any],
+    on_larger: Callable[[], Any],
+) -> NativeHooks | NativeError:
+    """Return a pair of hooks; build the module first if needed.
+
+    If that fails, return (not raise) a NativeError: the caller goes on with the Python hooks.
+
+    Args:
+        pack: The Python hook, called outside of unrecorded steps.
+        unpack: The Python hook, for what `pack` and `pack_odd` return.
+        pack_odd: Packs what is not a plain CPU tensor, in an unrecorded step.
+        on_modified: Called with a tensor that was written after it was saved, and its version then; raises.
+        on_larger: Called, soon after, when an unrecorded step saves a larger tensor than the last recorded one did in
+            that place, or one tensor more.
+    """
+    if is_switched_off():
+        return NativeError("TORCHDELTA_NATIVE disables it")
+    module = _module()
+    return module if isinstance(module, NativeError) else module.Hooks(pack, unpack, pack_odd, on_modified, on_larger)

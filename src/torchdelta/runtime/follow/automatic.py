@@ -1,0 +1,133 @@
+"""When a session whose planner is "auto" begins to plan, and whether a plan stays: the default.
+
+[Note: when a plan pays]
+A plan is made by a helper process, which takes seconds of a core and some hundred megabytes. Nobody knows how long a
+training will go on. So steps are planned once the budget has cost as much time as a plan does: waits for copies,
+replays, and the choice of what leaves. Whenever the training ends, at most twice the time is lost that the best choice
+in hindsight would have lost (the rule for renting or buying). A step that fits, or a short script, never starts a
+helper.
+
+Before that, some steps are timed that react. A program whose steps take longer than these did is given up, and the
+steps of its kind react again. So the default is never slower than reacting, but for the steps that show it.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import statistics
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from torchdelta.host import num_processes_here, read_host_memory
+from torchdelta.units import format_bytes
+
+if TYPE_CHECKING:
+    from torchdelta.config import Config
+    from torchdelta.runtime.follow.program import Key
+    from torchdelta.runtime.memory.room import Room
+
+__all__ = ["PLANNER", "Automatic", "may_plan"]
+
+_logger = logging.getLogger("torchdelta")
+
+PLANNER: Final = "torchdelta"  # what "auto" stands for
+PLAN_COST_S: Final = 10.0  # of a core: starting the helper, loading compiled code, planning a step of a thousand ops
+TIMED_SHARE: Final = 0.5  # of that time: from here on steps are timed
+HELPER_BYTES: Final = 1 << 30  # at most, with the step's trace
+FEWEST_TIMED: Final = 5
+_NUM_TIMES: Final = 7
+_MOST_KEYS: Final = 64
+_SLOWER: Final = 1.02
+
+
+class Automatic:
+    """The times of the steps that react, and what the budget has cost so far. Mutable.
+
+    Args:
+        room: Counts what leaving and returning cost; knows the budget and the bytes in use.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self.has_begun = False  # whether steps are planned
+        self.why_not = ""  # why none will be
+        self._room = room
+        self._reacting_s: dict[Key, collections.deque[float]] = {}
+        self._following_s: dict[Key, collections.deque[float]] = {}
+        self._num_timed = 0
+
+    @property
+    def lost_s(self) -> float:
+        """The seconds that the budget has cost so far, as far as they are known."""
+        counters = self._room.counters
+        return counters.stall_s + counters.recompute_s + counters.evict_s
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether steps are numbered and timed."""
+        return self.lost_s >= PLAN_COST_S * TIMED_SHARE
+
+    def begin_if_it_pays(self) -> bool:
+        """Return whether steps are to be planned from now on; if something is missing for it, `why_not` has that."""
+        if self.has_begun or self.lost_s < PLAN_COST_S or self._num_timed < FEWEST_TIMED:
+            return self.has_begun
+        self.why_not = self._missing()
+        self.has_begun = not self.why_not
+        if self.why_not:
+            _logger.info("plan: none, %s: buffers leave and return reactively", self.why_not)
+        return self.has_begun
+
+    def on_reacting_step(self, key: Key, time_s: float) -> None:
+        """Note the time of a step that was neither traced nor followed."""
+        self._num_timed += 1
+        _add(self._reacting_s, key, time_s)
+
+    def is_slower(self, key: Key, time_s: float) -> bool:
+        """Note the time of a followed step. Return whether the steps of its kind take longer than reacting did."""
+        _add(self._following_s, key, time_s)
+        following_s = self._following_s[key]
+        reacting_s = self._reacting_s.get(key, ())
+        if len(following_s) < _NUM_TIMES or len(reacting_s) < FEWEST_TIMED:
+            return False
+        median_s, reacting_median_s = statistics.median(following_s), statistics.median(reacting_s)
+        following_s.clear()
+        if median_s <= reacting_median_s * _SLOWER:
+            return False
+        _logger.info(
+            "plan: given up: followed steps took %.1f ms, steps that reacted %.1f",
+            median_s * 1e3,
+            reacting_median_s * 1e3,
+        )
+        return True
+
+    def _missing(self) -> str:
+        """Return what planning lacks here; empty if nothing."""
+        if find_spec("numba") is None:
+            return "numba is not installed (pip install 'torchdelta[plan]')"
+        free_bytes = read_host_memory().free_bytes
+        budget_bytes = self._room.budget_bytes or 0
+        needed_bytes = HELPER_BYTES + max(0, budget_bytes - self._room.usage.total_bytes)
+        if free_bytes < needed_bytes:
+            return (
+                f"{format_bytes(free_bytes)} of host memory are free, and the budget and a helper process may take "
+                f"{format_bytes(needed_bytes)}"
+            )
+        return ""
+
+
+def may_plan(config: Config, device_type: str) -> bool:
+    """Return whether "auto" may plan: on a CPU, in the only training process of the machine, for saved tensors."""
+    return (
+        config.planner == "auto"
+        and config.decisions is None
+        and config.decision_class == "saved"
+        and not config.arena
+        and device_type == "cpu"
+        and num_processes_here() == 1
+    )
+
+
+def _add(times_s: dict[Key, collections.deque[float]], key: Key, time_s: float) -> None:
+    if key not in times_s and len(times_s) >= _MOST_KEYS:
+        del times_s[next(iter(times_s))]
+    times_s.setdefault(key, collections.deque(maxlen=_NUM_TIMES)).append(time_s)

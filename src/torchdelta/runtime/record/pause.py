@@ -1,0 +1,271 @@
+"""Pauses recording in steps that are known to fit: they run as without a budget, but for light saved-tensor hooks.
+
+[Note: steps that are not recorded]
+Recording costs Python for every op, and is of use only where something has to leave. If two steps after another evicted
+nothing, saved tensors of the same sizes in the same order, had the same peaks, and left a tenth of the budget free, the
+next ones are expected to fit as well. The dispatch mode is then taken off the thread. Four things guard the budget:
+
+* The native hooks compare the size of each saved tensor with that of the recorded steps. A larger one, or one more,
+  resumes recording before the next op: a larger batch is noticed at its first saved tensor.
+* The counter at the allocator has a limit, 2 % above the highest forward or, from the backward on, above the highest
+  step. Passing it calls `Pause.on_limit` between two instructions of Python, and recording resumes before the next op.
+  Outside of backwards, an allocation that would pass the budget itself is refused with torch's own error for that. In a
+  backward it is not: its forward was that of the recorded steps, so it has to be something that they did not do.
+* A backward starts unrecorded only if it starts with no more bytes than the recorded ones did.
+* Saved tensors go through native hooks (native/saved_hooks.cpp). When recording resumes, what was saved so far becomes
+  known like any other saved tensor, so it can be swapped out. It cannot be recomputed: its ops were not recorded.
+
+After each time that recording had to resume, eight times as many steps must be alike before the next pause: where the
+lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators, whose allocator calls
+nobody, on threads other than the main one, where `on_limit` would not run, with tensor subclasses, compiled regions,
+transforms or persistent tensors that leave, and while a step is traced or follows a plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
+from torchdelta._torch.tensors import is_transforming
+from torchdelta.errors import NativeError
+from torchdelta.native.saved_hooks import NativeHooks, new_hooks
+from torchdelta.runtime.interrupts import is_in_section, shielded
+from torchdelta.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.config import Config
+    from torchdelta.native.counting import LimitedCounter
+    from torchdelta.runtime.record.recorder import Recorder
+    from torchdelta.runtime.record.saved import SavedTensors
+    from torchdelta.runtime.state.steps import StepTracker
+
+__all__ = ["Pause", "may_pause"]
+
+_logger = logging.getLogger("torchdelta")
+
+_FEWEST_ALIKE: Final = 2
+_MOST_ALIKE: Final = 4096
+_NEVER: Final = 1 << 62
+_MORE_ALIKE: Final = 8
+_ALIKE: Final = 1.05  # the peaks of steps that count as alike differ by no more
+_LARGER: Final = 1.02
+_SHARE_OF_BUDGET: Final = 0.9
+_NO_LIMIT: Final = (1 << 63) - 1
+
+
+class Pause:
+    """Whether the steps of a session are recorded at the moment. Mutable.
+
+    Args:
+        recorder: The dispatch mode that records; knows the room, the ledger and the device.
+        saved: Its Python hooks.
+        steps: The position in the training step.
+        is_allowed: Whether recording may pause at all in this session.
+    """
+
+    def __init__(self, recorder: Recorder, saved: SavedTensors, steps: StepTracker, *, is_allowed: bool) -> None:
+        self.is_on = False
+        self.num_resumed = 0  # times that a step turned out to be larger than expected
+        self._recorder = recorder
+        self._saved = saved
+        self._steps = steps
+        self._room = recorder.room
+        self._ledger = recorder.ledger
+        self._usage = recorder.ledger.usage
+        self._is_allowed = is_allowed
+        self._hooks: NativeHooks | None = None
+        self._position = 0  # of the recorder on the stack of dispatch modes
+        self._must_end = False
+        self._num_needed = _FEWEST_ALIKE
+        self._num_evictions = 0
+        # Of the steps that are alike so far: how many, and their maxima.
+        self._num_alike = 0
+        self._peak_bytes = 0
+        self._forward_peak_bytes = 0
+        self._forward_bytes = 0  # at the start of a backward
+        # Of the running step.
+        self._step_forward_peak_bytes = 0
+        self._step_forward_bytes = 0
+
+    def open_hooks(self) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """Return the pack and unpack hooks of the session: native ones if recording may pause."""
+        saved = self._saved
+        is_counted = self._recorder.device.counts_exactly and self._usage.has_exact_peak
+        if self._is_allowed and is_counted and threading.current_thread() is threading.main_thread():
+            hooks = new_hooks(saved.pack, saved.unpack, saved.let_stay, saved.raise_modified, self.on_limit)
+            if not isinstance(hooks, NativeError):
+                self._hooks = hooks
+                return hooks.pack, hooks.unpack
+            _logger.debug("every step is recorded: %s", hooks)
+        return saved.pack, saved.unpack
+
+    # -- recorded steps
+
+    def on_backward_start(self) -> None:
+        """Measure the forward that has ended."""
+        if self._hooks is not None and graph_task_id() == -1:
+            self._usage.ask_counter(fresh=True)
+            self._step_forward_bytes = max(self._step_forward_bytes, self._usage.total_bytes)
+            self._step_forward_peak_bytes = max(self._step_forward_peak_bytes, self._usage.peak_bytes)
+
+    def on_step_end(self) -> None:
+        """Compare the step with the earlier ones; in a pause, set the limit for the next forward."""
+        if self._hooks is None:
+            return
+        is_same = self._hooks.end_step()
+        if self.is_on:
+            self._set_limit(self._forward_peak_bytes, refuses=True)
+            return
+        forward_peak_bytes, self._step_forward_peak_bytes = self._step_forward_peak_bytes, 0
+        forward_bytes, self._step_forward_bytes = self._step_forward_bytes, 0
+        peak_bytes = self._steps.last_peak_bytes
+        num_evictions = self._room.counters.num_evictions
+        is_alike = (
+            is_same
+            and num_evictions == self._num_evictions
+            and _are_alike(peak_bytes, self._peak_bytes)
+            and _are_alike(forward_peak_bytes, self._forward_peak_bytes)
+        )
+        self._num_evictions = num_evictions
+        if not is_alike:
+            self._num_alike = self._peak_bytes = self._forward_peak_bytes = self._forward_bytes = 0
+        self._num_alike += 1
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        self._forward_peak_bytes = max(self._forward_peak_bytes, forward_peak_bytes)
+        self._forward_bytes = max(self._forward_bytes, forward_bytes)
+
+    def on_optimizer_end(self) -> None:
+        """Pause if the next step is expected to fit."""
+        if self._hooks is not None and not self.is_on and self._num_alike >= self._num_needed and self._may_begin():
+            self._begin()
+
+    def _may_begin(self) -> bool:
+        recorder, ledger, budget_bytes = self._recorder, self._ledger, self._room.budget_bytes
+        return (
+            budget_bytes is not None
+            and self._peak_bytes <= _SHARE_OF_BUDGET * budget_bytes
+            and ledger.num_handles == 0
+            and not ledger.surveys
+            and not self._steps.is_after_backward
+            and not self._room.transfers.leaving
+            and not ledger.observing.observer.wants_every_op
+            and not recorder.only_counts
+            and not recorder.subclasses.were_met
+            and graph_task_id() == -1
+            and position_of_mode(recorder) != -1
+        )
+
+    def _begin(self) -> None:
+        assert self._hooks is not None
+        self._position = position_of_mode(self._recorder)
+        remove_mode(self._recorder)
+        self._hooks.pause()
+        self._steps.is_unrecorded = True
+        self.is_on = True
+        self._must_end = False
+        self._set_limit(self._forward_peak_bytes, refuses=True)
+        _logger.debug("recording pauses: steps peak at %s", format_bytes(self._peak_bytes))
+
+    # -- steps that are not recorded
+
+    def run_backward(
+        self, record: Callable[..., Any], original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a backward unrecorded if it is expected to fit; else let `record` run it.
+
+        Args:
+            record: Runs a recorded backward, given all the other arguments.
+            original: The engine.
+            outputs: Where the backward starts.
+            args: Further arguments of the engine.
+            kwargs: Further arguments of the engine.
+        """
+        if graph_task_id() != -1 or is_transforming():
+            return original(outputs, *args, **kwargs)
+        if self._steps.is_after_backward:
+            self._steps.on_save()  # the last step had no optimizer
+        self._usage.ask_counter(fresh=True)
+        if self._must_end or self._usage.total_bytes > self._forward_bytes * _LARGER:
+            self.end()
+            return record(original, outputs, *args, **kwargs)
+        keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
+        self._set_limit(self._peak_bytes)
+        try:
+            return original(outputs, *args, **kwargs)
+        finally:
+            self._steps.on_backward_end(keeps_graph=keeps_graph)
+            if self._must_end:
+                self.end()
+
+    def on_limit(self) -> None:
+        """Resume recording: more is allocated than in the recorded steps."""
+        if not self.is_on:
+            return
+        if graph_task_id() != -1:
+            self._must_end = True  # at the end of the backward: the engine has dispatch modes of its own
+        elif is_in_section() or is_transforming():
+            self._set_limit(0)  # the next allocation calls this again
+        else:
+            self.end()
+
+    @shielded
+    def end(self) -> None:
+        """Resume recording."""
+        hooks = self._hooks
+        if hooks is None or not self.is_on:
+            return
+        if is_transforming():  # what is saved outside of the transform must not become a tensor of its inside
+            self._must_end = True
+            return
+        self.is_on = False
+        self.num_resumed += 1
+        self._num_alike = 0
+        if self._num_needed != _NEVER:
+            self._num_needed = min(self._num_needed * _MORE_ALIKE, _MOST_ALIKE)
+        self._clear_limit()
+        ledger = self._ledger
+        for record in list(ledger.records.values()):
+            ledger.invalidate(record)  # it may have been written meanwhile
+        ledger.recheck_unwatched()
+        ledger.sweep()
+        insert_mode(self._recorder, self._position)
+        self._steps.resume_recording()
+        hooks.adopt()
+        self._usage.ask_counter(fresh=True)
+        _logger.debug("recording resumes at %s", format_bytes(self._usage.total_bytes))
+
+    def forbid(self) -> None:
+        """Record every step from now on; inside a transform, from the end of the running step's forward on."""
+        self._num_needed = _NEVER
+        self.end()
+
+    def close(self) -> None:
+        """Leave everything as it is: the session stops, or is that of a forked child."""
+        if self.is_on:
+            self.is_on = False
+            self._clear_limit()
+
+    def _set_limit(self, size_bytes: int, *, refuses: bool = False) -> None:
+        """Set the limit, and whether allocations beyond the budget are refused: not in a backward, see the note."""
+        counter, budget_bytes = self._usage.counter, self._room.budget_bytes
+        if counter is not None and budget_bytes is not None:
+            most_bytes = budget_bytes if refuses else _NO_LIMIT
+            cast("LimitedCounter", counter).set_limit(int(size_bytes * _LARGER), most_bytes, self.on_limit)
+
+    def _clear_limit(self) -> None:
+        if self._usage.counter is not None:
+            cast("LimitedCounter", self._usage.counter).clear_limit()
+
+
+def may_pause(config: Config) -> bool:
+    """Return whether recording may pause: not where every step has decisions, and an arena places what is recorded."""
+    return config.decisions is None and config.decision_class == "saved" and not config.arena
+
+
+def _are_alike(a_bytes: int, b_bytes: int) -> bool:
+    return max(a_bytes, b_bytes) <= _ALIKE * min(a_bytes, b_bytes)

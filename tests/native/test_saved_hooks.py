@@ -1,0 +1,214 @@
+"""The native saved-tensor hooks alone, and the limit of the native counter."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchdelta.errors import NativeError
+from torchdelta.native.counting import counting_status, new_counter
+from torchdelta.native.saved_hooks import NativeHooks, new_hooks
+
+pytestmark = pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts")
+
+
+class Recorded:
+    """Python hooks that list what they see."""
+
+    def __init__(self) -> None:
+        self.packed: list[tuple[int, ...]] = []
+        self.num_unpacked = 0
+        self.larger: list[int] = []
+        hooks = new_hooks(self.pack, self.unpack, self.pack, self.on_modified, lambda: self.larger.append(1))
+        assert not isinstance(hooks, NativeError)
+        self.hooks: NativeHooks = hooks
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Hold a detached tensor in a list."""
+        self.packed.append(tuple(tensor.shape))
+        return [tensor.detach()]
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return it."""
+        self.num_unpacked += 1
+        return packed[0]
+
+    def on_modified(self, tensor: torch.Tensor, version: int) -> None:
+        """Raise what eager raises."""
+        raise RuntimeError(f"{tuple(tensor.shape)} was at version {version}")
+
+
+def forward(hooks: NativeHooks, x: torch.Tensor) -> torch.Tensor:
+    """Save three tensors."""
+    with saved_tensors_hooks(hooks.pack, hooks.unpack):
+        return x.exp().tanh().square()
+
+
+def test_python_hooks_are_called_outside_of_a_pause() -> None:
+    """For every tensor, on both ways."""
+    python = Recorded()
+    forward(python.hooks, torch.randn(3, requires_grad=True)).sum().backward()
+    assert python.packed == [(3,)] * 3
+    assert python.num_unpacked == 3
+
+
+def test_no_python_runs_in_a_pause() -> None:
+    """And the gradients are the same."""
+    python = Recorded()
+    x = torch.randn(3, requires_grad=True)
+    (expected,) = torch.autograd.grad(x.exp().tanh().square().sum(), x)
+    python.hooks.pause()
+    y = forward(python.hooks, x)
+    assert python.hooks.num_handles() == 3
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    assert (python.packed, python.num_unpacked, python.hooks.num_handles()) == ([], 0, 0)
+
+
+def test_adopted_tensors_go_through_the_python_hooks_in_order() -> None:
+    """Those that died meanwhile do not."""
+    python = Recorded()
+    python.hooks.pause()
+    kept = [forward(python.hooks, torch.randn(n, requires_grad=True)) for n in (2, 3, 4)]
+    del kept[1]
+    assert python.hooks.adopt() == 6
+    assert python.packed == [(2,)] * 3 + [(4,)] * 3
+    for y in kept:
+        y.sum().backward()
+    assert python.num_unpacked == 6
+    assert python.hooks.adopt() == 0
+
+
+def test_an_error_in_a_python_hook_reaches_the_caller_of_adopt() -> None:
+    """The tensors that were not adopted are still there."""
+    python = Recorded()
+    python.hooks.pause()
+    x = torch.randn(3, requires_grad=True)
+    y = forward(python.hooks, x)
+
+    def fail(_tensor: torch.Tensor) -> Any:
+        raise KeyError("no")
+
+    failing = new_hooks(fail, python.unpack, python.pack, python.on_modified, list)
+    assert not isinstance(failing, NativeError)
+    failing.pause()
+    z = forward(failing, x)
+    with pytest.raises(KeyError):
+        failing.adopt()
+    for result in (y, z):
+        assert torch.autograd.grad(result.sum(), x)[0].shape == (3,)
+
+
+def test_a_write_after_the_save_is_an_error_adopted_or_not() -> None:
+    """As in eager mode."""
+    for adopts in (False, True):
+        python = Recorded()
+        python.hooks.pause()
+        x = torch.randn(3, requires_grad=True)
+        with saved_tensors_hooks(python.hooks.pack, python.hooks.unpack):
+            y = x.exp()
+        y.mul_(2)
+        if adopts:
+            python.hooks.adopt()
+        with pytest.raises(RuntimeError, match=r"\(3,\) was at version 0"):
+            y.sum().backward()
+
+
+def test_tensors_that_are_not_plain_are_packed_by_python() -> None:
+    """Conjugate views, subclasses, other layouts."""
+
+    class Kind(torch.Tensor):
+        pass
+
+    python = Recorded()
+    python.hooks.pause()
+    with saved_tensors_hooks(python.hooks.pack, python.hooks.unpack):
+        z = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+        (z.conj() * z.conj()).abs().sum().backward()
+        sparse = torch.eye(3).to_sparse().requires_grad_()
+        torch.sparse.mm(sparse, torch.randn(3, 3, requires_grad=True)).sum().backward()
+        torch.randn(5).as_subclass(Kind).requires_grad_().exp().sum().backward()
+    assert {(4,), (3, 3)} <= set(python.packed)
+
+
+def test_a_step_that_saves_more_calls_back_once_it_is_known() -> None:
+    """A larger tensor, or one more; what is smaller, or missing, does not."""
+    python = Recorded()
+    hooks = python.hooks
+    seen = []
+    for sizes in ((3, 4), (3, 4), (4, 3), (4, 3)):
+        for size in sizes:
+            forward(hooks, torch.randn(size, requires_grad=True))
+        seen.append(hooks.end_step())
+    assert seen == [False, True, False, True]
+    hooks.pause()
+    for sizes, is_larger in (((4, 3), False), ((2, 1), False), ((4,), False), ((3, 4), True), ((4, 3, 1), True)):
+        python.larger.clear()
+        for size in sizes:
+            forward(hooks, torch.randn(size, requires_grad=True))
+        assert bool(python.larger) == is_larger, sizes
+        hooks.end_step()
+
+
+def test_an_allocation_beyond_the_most_is_refused() -> None:
+    """With torch's own error, and the call that tells it; smaller ones go on."""
+    counter: Any = new_counter()
+    counter.start()
+    try:
+        passed: list[int] = []
+        counter.set_limit(1 << 62, counter.live_bytes() + 10_000, lambda: passed.append(1))
+        small = torch.ones(1000)
+        with pytest.raises(torch.OutOfMemoryError, match="within this budget"):
+            torch.ones(100_000)
+        assert passed == [1]
+        more = torch.ones(1000)
+        assert small.sum() + more.sum() == 2000
+    finally:
+        counter.stop()
+
+
+def test_hooks_and_handles_die_in_a_cycle_with_their_owner() -> None:
+    """The hooks hold methods of an object that holds the hooks."""
+    python = Recorded()
+    gone = weakref.ref(python)
+    python.hooks.pause()
+    y = forward(python.hooks, torch.randn(3, requires_grad=True))
+    python.hooks.adopt()
+    del python
+    gc.collect()
+    assert gone() is not None  # the graph holds handles
+    del y
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_limit_calls_once_on_the_main_thread() -> None:
+    """Soon after the live bytes pass it; and an error in the call surfaces there."""
+    counter: Any = new_counter()
+    counter.start()
+    try:
+        passed: list[int] = []
+        counter.set_limit(counter.live_bytes() + 1000, 1 << 62, lambda: passed.append(1))
+        small = torch.ones(100)
+        assert passed == []
+        large = torch.ones(1000)
+        again = torch.ones(1000)
+        assert passed == [1]
+
+        def fail() -> None:
+            raise KeyError("in the call")
+
+        counter.set_limit(0, 1 << 62, fail)
+        with pytest.raises(KeyError, match="in the call"):
+            [torch.ones(10) for _ in range(10)]
+        counter.set_limit(0, 1 << 62, passed.clear)
+        counter.clear_limit()
+        more = torch.ones(1000)
+        assert passed == [1]
+        del small, large, again, more
+    finally:
+        counter.stop()

@@ -1,0 +1,179 @@
+"""The planner "auto": plans once that pays, and gives a plan up whose steps take longer than reacting."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from tests.following import planned_here
+from tests.runtime.parts import running_session
+from torchdelta import Config, MemoryBudget
+from torchdelta.errors import ConfigError, NativeError, TorchdeltaError
+from torchdelta.host import HostMemory
+from torchdelta.native.counting import new_counter
+from torchdelta.runtime.follow import automatic
+from torchdelta.runtime.follow.automatic import FEWEST_TIMED, Automatic, may_plan
+from torchdelta.runtime.state.counters import Counters
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.program import Key
+    from torchdelta.runtime.memory.room import Room
+    from torchdelta.runtime.session import Session
+    from torchdelta.summary import Summary
+
+WIDTH, NUM_ROWS, DEPTH = 64, 1024, 12
+NUM_STEPS = FEWEST_TIMED + 7
+KEY: Key = (1, 1)
+
+
+@pytest.fixture(autouse=True)
+def _needs_counter() -> None:
+    made = new_counter()
+    if isinstance(made, NativeError):
+        pytest.skip(f"no counting allocator here: {made}")
+
+
+def _train(budget: int | str, config: Config) -> tuple[list[torch.Tensor], Summary, Session]:
+    """Train a few steps. Return the parameters, the summary and the session."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with MemoryBudget(budget, config) as memory_budget:
+        session = running_session()
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(NUM_ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()], memory_budget.summary(), session
+
+
+@functools.cache
+def _plain() -> tuple[list[torch.Tensor], int]:
+    """Return the parameters of an unlimited training, and 60 % of its peak."""
+    expected, summary, _ = _train("1TiB", Config())
+    return expected, int(0.6 * max(step.peak_bytes for step in summary.steps[1:]))
+
+
+def test_steps_are_followed_once_the_budget_has_cost_what_a_plan_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some steps are timed first, then one is traced and planned; bits and budget are held all the time."""
+    expected, budget_bytes = _plain()
+    monkeypatch.setattr(automatic, "PLAN_COST_S", 1e-9)
+    monkeypatch.setattr(automatic, "_SLOWER", 1e9)  # so small a network may well be faster without a plan
+    with planned_here():
+        found, summary, session = _train(budget_bytes, Config(tier="memory"))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert summary.peak_bytes <= budget_bytes
+    assert summary.follow is not None
+    assert summary.follow.planner == "torchdelta"
+    assert summary.follow.num_followed_steps >= 3
+    assert session.programs.automatic is not None
+    assert summary.follow.num_reactive_steps >= FEWEST_TIMED
+
+
+def test_a_short_training_is_not_planned() -> None:
+    """What it loses is far less than what a plan costs: no helper, no numbering of saves, no line in the summary."""
+    _, budget_bytes = _plain()
+    _, summary, session = _train(budget_bytes, Config(tier="memory"))
+    assert summary.evicted
+    assert summary.follow is None
+    assert not session.follower.is_on
+    assert not session.programs.name
+
+
+def test_steps_that_fit_are_never_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lose nothing to leaving and returning, however long they go on."""
+    monkeypatch.setattr(automatic, "PLAN_COST_S", 1e-9)
+    _, summary, session = _train("1TiB", Config())
+    assert summary.follow is None
+    assert not session.follower.is_on
+
+
+def test_without_room_for_a_helper_steps_go_on_reacting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A helper process must not take the memory that the user has named: one line, and nothing else changes."""
+    expected, budget_bytes = _plain()
+    little = HostMemory(ram_bytes=2**34, available_bytes=2**29, cgroup_limit_bytes=None)
+    monkeypatch.setattr(automatic, "PLAN_COST_S", 1e-9)
+    monkeypatch.setattr(automatic, "read_host_memory", lambda: little)
+    with caplog.at_level("INFO", logger="torchdelta"):
+        found, summary, session = _train(budget_bytes, Config(tier="memory"))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert summary.follow is None
+    assert not session.follower.is_on
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("plan: none")]
+    assert len(lines) == 1
+    assert "512.00 MiB of host memory are free" in lines[0]
+
+
+def test_a_program_whose_steps_take_longer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kind of step reacts from then on, and is not planned again."""
+    expected, budget_bytes = _plain()
+    monkeypatch.setattr(automatic, "PLAN_COST_S", 1e-9)
+    monkeypatch.setattr(automatic, "_SLOWER", 0.0)  # any time is longer than none
+    monkeypatch.setattr(automatic, "_NUM_TIMES", 2)
+    monkeypatch.setattr(automatic, "FEWEST_TIMED", 2)
+    with planned_here():
+        found, summary, session = _train(budget_bytes, Config(tier="memory"))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert summary.follow is not None
+    assert 2 <= summary.follow.num_followed_steps <= 3
+    assert not len(session.programs.cache)
+    assert "took longer" in summary.follow.why_no_plan
+
+
+def _automatic() -> Automatic:
+    room = SimpleNamespace(counters=Counters(), budget_bytes=1, usage=SimpleNamespace(total_bytes=0))
+    return Automatic(cast("Room", room))
+
+
+@pytest.mark.parametrize(("following_s", "is_slower"), [(1.0, False), (1.01, False), (1.1, True), (0.5, False)])
+def test_medians_are_compared(following_s: float, is_slower: bool) -> None:
+    """One slow step proves nothing; the median of several does, against steps of the same kind only."""
+    judge = _automatic()
+    for time_s in (1.0, 1.0, 9.0, 1.0, 1.0):
+        judge.on_reacting_step(KEY, time_s)
+        judge.on_reacting_step((2, 2), 1e-3)
+    answers = [judge.is_slower(KEY, time_s) for time_s in (following_s, 9.0, 9.0, *[following_s] * 4)]
+    assert answers == [False] * 6 + [is_slower]
+
+
+def test_kinds_of_steps_that_were_never_timed_are_not_judged() -> None:
+    """There is nothing to compare them with."""
+    judge = _automatic()
+    assert not any(judge.is_slower(KEY, 9.0) for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    ("options", "device_type", "num_processes", "expected"),
+    [
+        ({}, "cpu", 1, True),
+        ({"planner": None}, "cpu", 1, False),
+        ({"planner": "torchdelta"}, "cpu", 1, False),
+        ({"decisions": "swap"}, "cpu", 1, False),
+        ({"decision_class": "all"}, "cpu", 1, False),
+        ({"arena": True}, "cpu", 1, False),
+        ({}, "cuda", 1, False),
+        ({}, "cpu", 2, False),
+    ],
+)
+def test_where_auto_may_plan(
+    options: dict[str, Any], device_type: str, num_processes: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, alone on the machine, for saved tensors; options that exclude a plan are no errors beside "auto"."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
+    assert may_plan(Config(**options), device_type) is expected
+
+
+def test_a_plan_file_goes_before_auto() -> None:
+    """Only a planner that the user has named excludes a given plan."""
+    with pytest.raises(ConfigError, match="exclude each other"):
+        MemoryBudget("1GiB", Config(planner="torchdelta"), plan="missing.plan")
+    with pytest.raises(TorchdeltaError, match=r"missing\.plan"):
+        MemoryBudget("1GiB", Config(), plan="missing.plan")
