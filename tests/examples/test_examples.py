@@ -1,0 +1,77 @@
+"""Each script of examples/ prints the same losses plain and inside its default budget."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sampling import sample
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+TRAININGS = [example for example in EXAMPLES if example.stem != "plan_only"]
+MAX_LINES = 70
+
+
+def output_of(example: Path, *arguments: str, home: Path) -> str:
+    """Run an example without network, and return what it prints."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(home),
+        "TORCHDELTA_CACHE_DIR": str(home / "torchdelta"),
+    }
+    command = [sys.executable, str(example), *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=home
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def losses_of(example: Path, *arguments: str, home: Path) -> list[str]:
+    """Run an example, and return its lines `loss STEP VALUE`."""
+    return re.findall(r"^loss .+$", output_of(example, *arguments, home=home), re.MULTILINE)
+
+
+def skip_without_timm() -> None:
+    """Skip a test where timm cannot be imported: torchvision from PyPI fails beside a torch that is for CPUs only."""
+    try:
+        importlib.import_module("timm")
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"timm cannot be imported: {error}")
+
+
+@pytest.mark.parametrize("example", sample(TRAININGS, 0, 4), ids=lambda path: path.stem)
+def test_same_losses(example, tmp_path):
+    """The losses of an example are plain's to the last digit."""
+    if example.stem == "timm_vision":
+        skip_without_timm()
+    plain = losses_of(example, "--memory-budget", "none", home=tmp_path)
+    assert len(plain) >= 3
+    assert all(re.fullmatch(r"loss \d+ -?\d+\.\d+(e-?\d+)?", line) for line in plain)
+    assert losses_of(example, home=tmp_path) == plain
+
+
+@pytest.mark.rest
+def test_a_plan_needs_less_memory(tmp_path):
+    """The example without a training predicts a step plainly, and one that is slower inside the budget."""
+    example = next(example for example in EXAMPLES if example.stem == "plan_only")
+    plain, inside = output_of(example, home=tmp_path).splitlines()
+    assert plain.startswith("plain: ")
+    assert re.fullmatch(r"inside 10GiB on rtx4090: .* ms a step \(\+.*%\), peak \d+\.\d+ GiB, .*", inside)
+    assert output_of(example, "--memory-budget", "none", home=tmp_path).splitlines() == [plain]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_short(example):
+    """An example is read in a minute, and says in its first lines how to run it."""
+    source = example.read_text(encoding="ascii")
+    assert len(source.splitlines()) <= MAX_LINES
+    assert f"python examples/{example.name}" in source.split('"""')[1]

@@ -1,0 +1,226 @@
+"""`%load_ext torchdelta` in a real IPython shell: budgets for cells, run twice and interrupted."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+
+from torchdelta import BudgetError, MemoryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SETUP = """\
+import signal, torch
+from torch import nn
+from torchdelta import Config, MemoryBudget
+config = Config(tier="memory")
+def make():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+def train(model, optimizer, hook=None):
+    losses = []
+    for step in range(3):
+        hidden = model[:8](torch.randn(2048, 64))
+        if hook is not None:
+            hook(step)
+        loss = model[8:](hidden).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+"""
+TRAIN = "model, optimizer = make()\nlosses = train(model, optimizer)"
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
+    """Return a shell with the extension and the functions above."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    shell = InteractiveShell()
+    shell.history_manager.enabled = False
+    shell.run_line_magic("colors", "nocolor")
+    for cell in ("%load_ext torchdelta", SETUP):
+        assert shell.run_cell(cell).success
+    yield shell
+    assert shell.run_cell("%unload_ext torchdelta").success
+    assert MemoryBudget.current() is None
+    shell.history_manager.end_session()
+
+
+@pytest.fixture
+def run(shell: InteractiveShell) -> Iterator[Callable[[str], Any]]:
+    """Return a function that runs a cell as a kernel does, with a new handler of Ctrl-C, and returns its result."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def run_cell(text: str) -> Any:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return shell.run_cell(text)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    yield run_cell
+    assert run_cell("%memory_budget off").success
+    assert MemoryBudget.current() is None
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.fixture
+def plain(run: Callable[[str], Any], shell: InteractiveShell) -> tuple[list[str], int]:
+    """Return the losses without a budget, and a budget of 60 % of the peak."""
+    gc.collect()  # shells of earlier tests
+    assert run(TRAIN).success
+    losses = shell.user_ns["losses"]
+    assert run("del model, optimizer").success
+    assert run(f"with MemoryBudget({2**40}, config) as budget:\n    train(*make())").success
+    budget_bytes = int(shell.user_ns["budget"].summary().peak_bytes * 0.6)
+    assert run("del budget").success
+    return losses, budget_bytes
+
+
+def test_the_following_cells_are_inside_the_budget(shell, run, plain, capsys) -> None:
+    """The rest of the cell and the next ones, with plain's losses; then the summary, and off."""
+    losses, budget_bytes = plain
+    assert run(f"%memory_budget {budget_bytes} config\nat_once = MemoryBudget.current().budget_bytes").success
+    assert shell.user_ns["at_once"] == budget_bytes
+    for cell in (TRAIN, TRAIN, "1 + 1"):
+        shell.user_ns.pop("losses", None)
+        assert run(cell).success
+        assert shell.user_ns.get("losses", losses) == losses
+    capsys.readouterr()
+    assert run("%memory_budget").success
+    said = capsys.readouterr().out
+    assert said.startswith("peak ")
+    assert "PASSED" not in said
+    assert "6 steps" in said
+    assert "nothing was evicted" not in said
+    assert run("%memory_budget off").success
+    assert run("off = MemoryBudget.current()").success
+    assert shell.user_ns["off"] is None
+
+
+def test_the_budget_can_be_changed(shell, run) -> None:
+    """The magic again, also in a cell that is run twice, or beside a budget whose variable was lost."""
+    for cell in ("%memory_budget 1GiB", "%memory_budget 2 GiB", "%memory_budget 2 GiB"):
+        assert run(cell + "\nsize = MemoryBudget.current().budget_bytes").success
+    assert shell.user_ns["size"] == 2 * 2**30
+    assert run("%memory_budget off\nMemoryBudget('1GiB').start()\n%memory_budget 3GiB").success
+    assert run("size = MemoryBudget.current().budget_bytes").success
+    assert shell.user_ns["size"] == 3 * 2**30
+
+
+def test_one_cell_alone(shell, run, plain, capsys) -> None:
+    """`%%memory_budget` ends with its cell, and a budget of all cells goes on after it."""
+    losses, budget_bytes = plain
+    assert run("%memory_budget 5GiB").success
+    assert run(f"%%memory_budget {budget_bytes} config\n{TRAIN}\nsize = MemoryBudget.current().budget_bytes").success
+    assert shell.user_ns["losses"] == losses
+    assert shell.user_ns["size"] == budget_bytes
+    capsys.readouterr()
+    assert run("%memory_budget\nsize = MemoryBudget.current().budget_bytes").success
+    assert "3 steps" in capsys.readouterr().out
+    assert shell.user_ns["size"] == 5 * 2**30
+
+
+def test_a_cell_that_fails_ends_its_budget(run, capsys) -> None:
+    """Its error is shown once, and the cell counts as failed."""
+    result = run("%%memory_budget 1GiB\n1 / 0")
+    assert not result.success
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("ZeroDivisionError: division by zero") == 1
+    assert run("x = 1").success
+
+
+@pytest.mark.whole
+def test_an_interrupted_cell_is_run_again(shell, run, plain) -> None:
+    """Ctrl-C in the middle of a step: what the step held is freed, and the cell has plain's losses afterwards."""
+    losses, budget_bytes = plain
+    assert run(f"%memory_budget {budget_bytes} config").success
+    interrupted = "train(*make(), hook=lambda step: step == 1 and signal.raise_signal(signal.SIGINT))"
+    assert run("handler = signal.getsignal(signal.SIGINT)").success
+    assert shell.user_ns["handler"] is not signal.default_int_handler  # one that delays it where that is needed
+    for _ in range(3):
+        assert isinstance(run(interrupted).error_in_exec, KeyboardInterrupt)
+    assert run(TRAIN).success
+    assert shell.user_ns["losses"] == losses
+
+
+def test_a_budget_that_is_too_small_leaves_room_for_the_next_cell(shell, run, plain) -> None:
+    """BudgetError names a budget, and with that one the same cell runs."""
+    losses, _ = plain
+    limit, num_errors = 100_000, 0
+    while True:
+        assert run(f"%memory_budget {limit} config").success
+        error = run(TRAIN).error_in_exec
+        if error is None:
+            break
+        assert isinstance(error, BudgetError)
+        limit, num_errors = error.least_budget_bytes, num_errors + 1
+        assert num_errors < 5
+    assert num_errors
+    assert shell.user_ns["losses"] == losses
+
+
+@pytest.mark.whole
+def test_a_forward_that_does_not_fit_says_so_at_the_end_of_its_cell(shell, run, plain, capsys) -> None:
+    """The next cell does not go on with what was never computed."""
+    losses, budget_bytes = plain
+    assert run(f"%memory_budget {budget_bytes} config").success
+    capsys.readouterr()
+    assert run("outputs = [make()[0](torch.randn(9999, 64)) for _ in range(9)]").success
+    assert "BudgetError: the memory budget of " in capsys.readouterr().err
+    assert run("del outputs, _").success
+    assert run(TRAIN).success
+    assert shell.user_ns["losses"] == losses
+
+
+def test_a_graph_may_reach_into_the_next_cell(shell, run, plain) -> None:
+    """A forward in one cell and its backward in the next have the bits of one cell."""
+    _, budget_bytes = plain
+    gradients = []
+    for magic in ("pass", f"%memory_budget {budget_bytes} config"):
+        assert run(magic).success
+        assert run("model, _ = make()\nloss = model(torch.randn(2048, 64)).square().mean()").success
+        assert run("loss.backward()").success
+        gradients.append([parameter.grad for parameter in shell.user_ns["model"].parameters()])
+        assert run("del model, loss, _").success
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%memory_budget 8 potatoes", "'potatoes' cannot be used"),
+        ("%memory_budget potatoes", "potatoes"),
+        ("%memory_budget 0.8", "80%"),
+        ("%memory_budget 8GiB 7", "'7' is no torchdelta.Config"),
+        ("%memory_budget 8GiB Config(tier='tape')", "'disk', 'memory'"),
+        ("%%memory_budget\n1", "name a budget"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(run, line: str, said: str, capsys) -> None:
+    """Without a traceback."""
+    capsys.readouterr()
+    assert not run(line).success
+    printed = capsys.readouterr()
+    text = (printed.out + printed.err).strip()
+    assert text.startswith("UsageError: ")
+    assert said in text
+    assert len(text.splitlines()) == 1
+
+
+def test_without_a_budget_the_magic_says_how(run, capsys) -> None:
+    """And loading it again changes nothing."""
+    for magic in ("%reload_ext torchdelta", "%memory_budget"):
+        assert run(magic).success
+    assert "no memory budget: %memory_budget LIMIT" in capsys.readouterr().out

@@ -1,0 +1,137 @@
+"""The marker `fits` in runs of pytest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+OPTIONS = ("-p", "no:torchdelta", "-p", "torchdelta.integrations.pytest", "-p", "no:cacheprovider", "--strict-markers")
+MODELS = """
+    import pytest
+    import torch
+    from torch import nn
+
+    def mlp(batch_size):
+        return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)), torch.randn(batch_size, 256)
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    """Run a file of tests in a process of its own: what torch registers can be registered only once."""
+
+    def run(tests: str, *options: str):
+        pytester.makepyfile(MODELS + tests)
+        return pytester.runpytest_subprocess(*OPTIONS, *options)
+
+    return run
+
+
+def test_steps_that_fit_pass_and_others_fail_with_the_reason(run):
+    """Parameters, fixtures, methods, several markers and marks such as xfail work as in other tests."""
+    done = run("""
+    @pytest.mark.fits("1GiB", machine="rtx4090")
+    def test_small():
+        return mlp(4)
+
+    @pytest.mark.fits("32MiB", machine="rtx4090")
+    @pytest.mark.parametrize("batch_size", [4, 4096])
+    def test_batches(batch_size):
+        return mlp(batch_size)
+
+    @pytest.fixture
+    def batch_size():
+        return 4096
+
+    class TestMethods:
+        @pytest.mark.fits("32MiB", machine="rtx4090")
+        @pytest.mark.xfail(strict=True)
+        def test_method(self, batch_size):
+            return mlp(batch_size)
+
+    @pytest.mark.fits("1MiB", machine="rtx4090")
+    @pytest.mark.fits(machine="t4")
+    def test_two_markers():
+        return mlp(4)
+
+    def test_without_the_marker():
+        assert True
+    """)
+    done.assert_outcomes(passed=3, failed=2, xfailed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "the step outgrows 32.00 MiB on rtx4090: its peak is *MiB too much",
+            "the peak is set by op * of *, aten.*, and",
+            "*MiB  activation, made by aten.*",
+            "the least budget is * MiB*",
+            "the step outgrows 1.00 MiB on rtx4090: *",
+        ]
+    )
+    done.stdout.no_fnmatch_line("*Traceback*")
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        (
+            "@pytest.mark.fits('1GiB')\n    def test_it(): return mlp(4)",
+            "fits needs a machine by its name in the catalog, such as machine=*",
+        ),
+        ("@pytest.mark.fits(machine='rtx409')\n    def test_it(): return mlp(4)", "*did you mean*rtx4090*"),
+        ("@pytest.mark.fits(machine='t4', size_gb=3)\n    def test_it(): return mlp(4)", "*size_gb*: use fits(size=*"),
+        ("@pytest.mark.fits(machine='t4', optimizer='adam')\n    def test_it(): return mlp(4)", "*'adam'*adamw*"),
+        ("@pytest.mark.fits(machine='t4')\n    def test_it(): pass", "*test_it returned NoneType: it must return*"),
+        ("@pytest.mark.fits(machine='t4')\n    def test_it(): return 1 / 0", "*test_it*ZeroDivisionError*"),
+        ("@pytest.mark.fits(machine='t4')\n    async def test_it(): return mlp(4)", "*returned coroutine: it must*"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_a_wrong_test_fails_with_one_line(run, test, said):
+    """Whether the marker is wrong, or what the function does."""
+    done = run(f"    {test}")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines([said])
+    done.stdout.no_fnmatch_line("*another exception occurred*")
+    done.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_the_marker_on_a_unittest_is_refused(run):
+    """There it would do nothing."""
+    done = run("""
+    import unittest
+
+    class TestCase(unittest.TestCase):
+        @pytest.mark.fits(machine="t4")
+        def test_it(self):
+            return mlp(4)
+    """)
+    done.stderr.fnmatch_lines(["ERROR: *test_it: the marker fits is for functions and methods, not for *TestCase"])
+
+
+def test_sizes_go_into_reports(run, pytester):
+    """As properties of the test."""
+    run("""
+    @pytest.mark.fits("1GiB", machine="t4")
+    def test_small():
+        return mlp(4)
+    """, "--junitxml=report.xml")  # fmt: skip
+    report = (pytester.path / "report.xml").read_text()
+    assert 'name="limit_bytes" value="1073741824"' in report
+    assert 'name="peak_bytes"' in report
+
+
+def test_runs_without_the_marker_load_no_torch(pytester):
+    """The plugin is loaded by every run in an environment that has torchdelta."""
+    pytester.makepyfile("def test_it():\n    import sys\n    assert 'torch' not in sys.modules\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *OPTIONS, "-q"],
+        cwd=pytester.path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
