@@ -59,6 +59,7 @@ def test_processes_of_multiprocessing_have_the_budget(tmp_path, method):
     assert "of budget 1.00 GiB; 2 steps" in done.stderr
 
 
+@pytest.mark.rest
 def test_subprocesses_have_the_budget_and_its_options(tmp_path):
     """A Python process started by the script, with a rank: one line of JSON beside the parent's."""
     (tmp_path / "work.py").write_text(CHILD + "train()\n")

@@ -24,6 +24,7 @@ PLAIN = DemoResult(
 BUDGETED = replace(PLAIN, budget_bytes=1000, peak_bytes=1010, summary={})
 
 
+@pytest.mark.rest
 def test_a_small_model_trains_to_the_same_bits_inside_a_budget():
     """The whole command on a small model: both runs, the comparison, one JSON object."""
     options = ("--layers", 3, "--width", 128, "--batch", 8, "--steps", 2, "--memory-budget", "60%")
@@ -89,7 +90,7 @@ def test_each_broken_promise_is_named(change, message):
 )
 def test_wrong_usage_is_found_before_the_plain_run(options, message):
     """What cannot work costs no minute."""
-    done = torchdelta("demo", *options, code=2)
+    done = inside("demo", *options, code=2)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from tests.cli.command import torchdelta
+from tests.cli.inside import inside
 from torchdelta.cli.env import file_system_type
 
 MOUNTS = """\
@@ -30,15 +31,16 @@ def test_json_is_one_object_with_sizes_as_ints(tmp_path):
     assert done.stderr == ""
 
 
-def test_a_swap_directory_that_cannot_be_used_is_said(tmp_path):
+def test_a_swap_directory_that_cannot_be_used_is_said(tmp_path, monkeypatch):
     """The report is most needed where something is wrong: it still comes, with the reason."""
-    facts = json.loads(torchdelta("env", "--json", env={"TORCHDELTA_SWAP_DIR": str(tmp_path / "missing")}).stdout)
+    monkeypatch.setenv("TORCHDELTA_SWAP_DIR", str(tmp_path / "missing"))
+    facts = json.loads(inside("env", "--json").stdout)
     assert "missing" in facts["swap_dir_error"]
 
 
 def test_text_has_one_fact_a_line():
     """The same facts for people, sizes with their unit."""
-    lines = torchdelta("env").stdout.splitlines()
+    lines = inside("env").stdout.splitlines()
     by_name = {line.split()[0]: line for line in lines}
     assert {"torchdelta", "python", "torch", "device", "swap_dir"} <= set(by_name)
     assert "GiB (" in by_name["ram_bytes"]
@@ -57,3 +59,22 @@ def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path):
 def test_the_version_is_shown():
     """`--version` answers without torch."""
     assert torchdelta("--version").stdout.startswith("torchdelta 0.")
+
+
+def test_settings_stand_beside_where_they_are_from(tmp_path, monkeypatch):
+    """Each key of the settings file: from the environment, the file or the default; a wrong one is said."""
+    (tmp_path / "torchdelta.toml").write_text('memory_budget = "8GiB"\npolicy = "lru"\n')
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as variables:
+        variables.setenv("TORCHDELTA_POLICY", "dtr")
+        variables.setenv("TORCHDELTA_POLCY", "lru")
+        facts = json.loads(inside("env", "--json").stdout)
+    path = str(tmp_path / "torchdelta.toml")
+    assert facts["settings"]["memory_budget"] == {"value": "8GiB", "from": path}
+    assert facts["settings"]["policy"] == {"value": "dtr", "from": "TORCHDELTA_POLICY"}
+    assert facts["settings"]["tier"] == {"value": "disk", "from": "default"}
+    assert facts["TORCHDELTA_POLCY"] == "not read: did you mean TORCHDELTA_POLICY?"
+    lines = inside("env").stdout.splitlines()
+    assert [line.split()[2:] for line in lines if line.startswith("setting policy ")] == [["lru", f"({path})"]]
+    (tmp_path / "torchdelta.toml").write_text('policy = "lruu"\n')
+    assert "did you mean 'lru'" in json.loads(inside("env", "--json").stdout)["settings_error"]

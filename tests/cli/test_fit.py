@@ -87,6 +87,7 @@ def test_a_function_that_cannot_be_used_is_one_line(function, said, code):
     assert done.stdout == ""
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("_place")
 def test_the_reserve():
     """By default tensors get the memory less a reserve, which is named; an option sets it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.command import torchdelta
+from tests.cli.inside import inside
 from torchdelta.machine.cache import CachedMachine, cache_directory, write_cached
 from torchdelta.machine.catalog import find
 from torchdelta.native.counting import new_counter
@@ -59,6 +60,7 @@ def _measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
+@pytest.mark.rest
 def test_from_a_script_to_its_plan_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real commands: trace, plan, follow. The same output as plain Python, inside the budget, from the file."""
     script = tmp_path / "train.py"
@@ -89,28 +91,31 @@ def test_from_a_script_to_its_plan_and_back(tmp_path: Path, monkeypatch: pytest.
     assert "step.plan is not followed: the plan belongs to another trace: it has " in other.stderr
 
 
-def test_a_plan_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the script begins."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('began')")
     (tmp_path / "bad.plan").write_text("nonsense")
     for name in ("bad.plan", "no.plan"):
-        done = torchdelta("run", "--memory-budget", "1GiB", "--plan", name, "train.py", cwd=tmp_path, code=2)
+        done = inside("run", "--memory-budget", "1GiB", "--plan", name, "train.py", code=2)
         assert done.stdout == ""
         assert name in done.stderr
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_an_unknown_planner_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_planner_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown planner is named with those that are known."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('began')")
-    done = torchdelta("run", "--memory-budget", "1GiB", "--planner", "belady", "train.py", cwd=tmp_path, code=2)
+    done = inside("run", "--memory-budget", "1GiB", "--planner", "belady", "train.py", code=2)
     assert "planner='belady' is not allowed: use 'autoswap-aoa'" in done.stderr
 
 
-def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that does not exist is found before the script begins; a run without a second step says so."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('began')")
     options = ("run", "--memory-budget", "1GiB", "--trace-out")
-    assert torchdelta(*options, "no/step.trace", "train.py", cwd=tmp_path, code=2).stdout == ""
+    assert inside(*options, "no/step.trace", "train.py", code=2).stdout == ""
     done = torchdelta(*options, "step.trace", "train.py", cwd=tmp_path)
     assert "no trace was written to step.trace: there was no complete second step" in done.stderr

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.cli.command import torchdelta
+from tests.cli.inside import inside
 from tests.planners.chains import chain
 from torchdelta.trace.file import write_trace
 
@@ -24,7 +25,7 @@ def example(tmp_path):
 def test_a_placement_is_told_written_drawn_and_checked(example, tmp_path):
     """The table with every pool, the CSV with the input's columns and offsets, a picture, and the check of that CSV."""
     output, picture = tmp_path / "placement.csv", tmp_path / "placement.svg"
-    done = torchdelta("pool", example, "-o", output, "--svg", picture, "--json")
+    done = inside("pool", example, "-o", output, "--svg", picture, "--json")
     facts = json.loads(done.stdout)
     assert facts["footprint_bytes"] == facts["lower_bound_bytes"] == 12
     assert facts["proved_optimal"] is True
@@ -33,9 +34,9 @@ def test_a_placement_is_told_written_drawn_and_checked(example, tmp_path):
     assert lines[0] == "id,lower,upper,size,offset"
     assert [line.rsplit(",", 1)[0] for line in lines[1:]] == EXAMPLE.splitlines()[1:]
     assert picture.read_text(encoding="utf-8").count("<title>") == 5
-    checked = torchdelta("pool", example, "--validate", output)
+    checked = inside("pool", example, "--validate", output)
     assert "valid            yes" in checked.stdout
-    table = torchdelta("pool", example).stdout
+    table = inside("pool", example).stdout
     assert "proved optimal   yes" in table
     assert "torch-caching" in table
 
@@ -44,7 +45,7 @@ def test_a_wrong_placement_is_refused(example, tmp_path):
     """Everything at 0: the first two that meet are named."""
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("id,offset\nb1,0\nb2,0\nb3,0\nb4,0\nb5,0\n", encoding="utf-8")
-    done = torchdelta("pool", example, "--validate", wrong, code=1)
+    done = inside("pool", example, "--validate", wrong, code=1)
     assert "share addresses at moment 0" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -72,7 +73,7 @@ def test_bad_input_is_one_line(tmp_path, text, options, words):
     """What is wrong, with the number; no traceback, and an exit code."""
     path = tmp_path / "lives.csv"
     path.write_text(text, encoding="utf-8")
-    done = torchdelta("pool", path, *options, code=1)
+    done = inside("pool", path, *options, code=1)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -82,7 +83,7 @@ def test_a_capacity_of_thousands_of_digits_is_one_line(tmp_path):
     """Python itself refuses to read such a number."""
     path = tmp_path / "lives.csv"
     path.write_text(EXAMPLE, encoding="utf-8")
-    done = torchdelta("pool", path, "--capacity", "9" * 5000, code=2)
+    done = inside("pool", path, "--capacity", "9" * 5000, code=2)
     assert "is not a size" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -99,6 +100,6 @@ def test_a_plan_whose_footprint_is_within_the_budget(tmp_path):
     """`plan --pool` says both numbers: what is alive at most, and what that takes with its addresses."""
     write_trace(chain([(8 << 20, 2e-3, 1e-4), (4 << 20, 8e-3, 5e-4)] * 4), tmp_path / "step.trace")
     options = ("--memory-budget", "64MiB", "--machine", "a100-80g", "--effort", "fast", "--pool")
-    facts = json.loads(torchdelta("plan", tmp_path / "step.trace", *options, "--json").stdout)
+    facts = json.loads(inside("plan", tmp_path / "step.trace", *options, "--json").stdout)
     assert facts["peak_bytes"] <= facts["footprint_bytes"] <= 64 << 20
-    assert "footprint    " in torchdelta("plan", tmp_path / "step.trace", *options).stdout
+    assert "footprint    " in inside("plan", tmp_path / "step.trace", *options).stdout

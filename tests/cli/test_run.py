@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,13 +61,14 @@ def python(*arguments, cwd):
     ],
 )
 def test_arguments_reach_the_script_untouched(script, tmp_path, arguments):
-    """sys.argv, sys.path[0], __name__ and __file__ are what plain Python gives, whatever the arguments look like."""
-    script(SHOW)
-    inside = torchdelta("run", *BUDGET, "jobs/train.py", *arguments, cwd=tmp_path)
+    """sys.argv, sys.path[0], __name__ and __file__ are what plain Python gives, and so is the exit code."""
+    script(SHOW + "sys.exit(3)\n")
+    inside = torchdelta("run", *BUDGET, "jobs/train.py", *arguments, cwd=tmp_path, code=3)
     assert inside.stdout == python("jobs/train.py", *arguments, cwd=tmp_path).stdout
     assert json.loads(inside.stdout)["argv"] == ["jobs/train.py", *arguments]
 
 
+@pytest.mark.rest
 def test_a_module_runs_as_with_python_m(script, tmp_path):
     """`-m` takes a module of the current directory, and what follows is the module's."""
     script(SHOW.replace("import helper", "from jobs import helper"))
@@ -102,7 +104,7 @@ def test_the_script_is_the_main_module(script):
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        ("import sys; sys.exit(3)", 3, ""),
+        pytest.param("import sys; sys.exit(3)", 3, "", marks=pytest.mark.rest),
         pytest.param("import sys; sys.exit()", 0, "", marks=pytest.mark.rest),
         pytest.param("import sys; sys.exit('no data')", 1, "no data\n", marks=pytest.mark.rest),
         pytest.param("raise SystemExit(255)", 255, "", marks=pytest.mark.rest),
@@ -147,13 +149,15 @@ def test_the_scripts_own_excepthook_is_called(script):
 
 def test_an_impossible_budget_is_one_line_and_its_own_code(script):
     """BudgetError that nobody catches: no traceback, exit code 78, and the least budget that would do."""
-    done = torchdelta("run", "--memory-budget", "2kB", script(TRAIN), code=78)
+    path = script("import torch\ntorch.ones(64, 64, requires_grad=True).exp().sum().backward()\n")
+    done = torchdelta("run", "--memory-budget", "2kB", path, code=78)
     lines = [line for line in done.stderr.splitlines() if line.startswith("torchdelta: ")]
     assert len(lines) == 1
     assert " out of memory." in lines[0]
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.rest
 def test_the_budget_may_be_what_is_free(script):
     """`auto` finds it when the script starts, and the processes that the script starts get the same word."""
     path = script(TRAIN + "import os; print(os.environ['TORCHDELTA_RUN'])\n")
@@ -281,3 +285,68 @@ def test_composes_with_torchrun(script, tmp_path):
         assert f"rank {rank}\n" in output
         assert f"torchdelta[rank {rank}]:" in output
         assert json.loads((tmp_path / f"summary-{rank}.json").read_text())["budget_bytes"] == 2**30
+
+
+SHOW_RUN = "import os; print(os.environ['TORCHDELTA_RUN'])"
+
+
+@pytest.mark.rest
+def test_settings_come_from_the_file_that_is_here(script, tmp_path):
+    """Nothing else has to name it."""
+    (tmp_path / "torchdelta.toml").write_text('memory_budget = "3GiB"\nhost_budget = "1GiB"\n')
+    inside_here = torchdelta("run", "--json", script(SHOW_RUN), cwd=tmp_path)
+    assert json.loads(inside_here.stderr.splitlines()[-1])["budget_bytes"] == 3 * 2**30
+    assert json.loads(inside_here.stdout)["options"] == {"host_budget": "1GiB"}
+
+
+def test_settings_come_from_a_file_and_the_environment(script, tmp_path):
+    """An option wins over the environment, and that over the file of --config, which is read and not the one here."""
+    (tmp_path / "torchdelta.toml").write_text('memory_budget = "3GiB"\nhost_budget = "1GiB"\n')
+    (tmp_path / "other.toml").write_text('memory_budget = "4GiB"\ntier = "memory"\n')
+    path = script(SHOW_RUN)
+    env = {"TORCHDELTA_MEMORY_BUDGET": "5GiB", "TORCHDELTA_POLICY": "dtr"}
+    options = ["--config", "other.toml", "--policy", "lru"]
+    handed_on = json.loads(torchdelta("run", *options, path, cwd=tmp_path, env=env).stdout)
+    assert handed_on["memory_budget"] == "5GiB"
+    assert handed_on["options"] == {"tier": "memory", "policy": "lru"}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ('polcy = "lru"', [], "torchdelta.toml: unknown key 'polcy': did you mean policy?"),
+        ("arena = 1", [], "torchdelta.toml: arena=1 is not allowed: use True or False"),
+        ("memory_budget = ", [], "torchdelta.toml: not TOML: "),
+        ("", ["--config", "no.toml"], "no settings file 'no.toml'"),
+        ("", [], "missing option '--memory-budget': give it"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_code_2(script, tmp_path, monkeypatch, text, options, message):
+    """File, key, and the nearest thing that works; the script does not begin."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHDELTA_MEMORY_BUDGET", raising=False)
+    (tmp_path / "torchdelta.toml").write_text(text)
+    done = inside("run", *options, script("print('began')"), code=2)
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_terminal_gets_a_table(monkeypatch, capsys):
+    """With the same words as the text."""
+    from torchdelta.cli.summary_table import show_summary
+    from torchdelta.summary import StepSummary, Summary
+
+    zeros = {"kept_bytes": 0, "swapped_out_bytes": 0, "recomputed_bytes": 0, "stall_s": 0.0, "recompute_s": 0.5}
+    step = StepSummary(index=0, time_s=2.0, peak_bytes=2**20, **zeros)
+    zeros |= {"swapped_in_bytes": 0, "num_recomputed_ops": 7}
+    summary = Summary(budget_bytes=2**21, peak_bytes=2**20, steps=(step,), **zeros)
+    show_summary(summary)
+    plain = capsys.readouterr().err
+    assert plain == f"torchdelta:\n{summary}\n"
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    show_summary(summary)
+    table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)  # without colours
+    assert set(plain.split()) - {"torchdelta:"} <= set(table.split())
+    assert table.startswith("torchdelta: peak 1.00 MiB")

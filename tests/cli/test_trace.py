@@ -1,8 +1,10 @@
 """`torchdelta trace` writes the trace of any function's step, or says in one line why not."""
 
+import functools
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.cli.command import torchdelta
 from tests.trace.imports.logs import played
+from tests.trace.imports.profiles import Written, two_layers
 from tests.trace.strategies import example
 from torchdelta.cli.app import make_app
 from torchdelta.cli.trace import _default_output
@@ -58,10 +61,30 @@ def test_a_trace_is_written_and_described(folder):
     assert facts["parameter_bytes"] == 4 * (8 * 4 + 4)
     assert facts["time_s"] == counts(step).time_s > 0
     assert facts["machine"] == "a100-80g"
+    assert facts["time_low_s"] < facts["time_s"] < facts["time_high_s"]
+    assert any("launches take" in reason for reason in facts["extrapolates"])  # a step of microseconds
     assert done.stderr == ""
     text = CliRunner().invoke(make_app(), ["trace", "models.py:linear", "-o", str(folder / "step.trace")]).stdout
     assert "at batch size 2, on cuda" in text
     assert "at the peak, op" in text
+
+
+def test_predicted_times_have_intervals_and_links(folder):
+    """`simulate` shows how far a time may be off and why it extrapolates; a link is refused by name, or priced."""
+    invoke = functools.partial(CliRunner().invoke, make_app())
+    trace = str(folder / "step.trace")
+    invoke(["trace", "models.py:linear", "-o", trace])
+    on = ["simulate", trace, "--machine", "rtx4090"]
+    shown = invoke(on).stdout
+    assert re.search(
+        r"^time +[\d.]+ ms, [\d.]+ to [\d.]+  \(plain [\d.]+ ms, [\d.]+ to [\d.]+; \+0\.00 %\)$", shown, re.MULTILINE
+    )
+    assert re.search(r"^extrapolated launches take \d+% of the time", shown, re.MULTILINE)
+    assert "ms, " not in invoke([*on[:-1], "cpu"]).stdout.split("plain")[1].splitlines()[0]
+    assert invoke([*on, "--link", "pcie3-x8"]).exit_code == 0
+    wrong = invoke([*on, "--link", "pcie3-x7"])
+    assert wrong.exit_code == 2
+    assert "unknown link 'pcie3-x7': did you mean pcie" in wrong.stderr
 
 
 def test_logs_and_snapshots_of_others(folder):
@@ -81,7 +104,35 @@ def test_logs_and_snapshots_of_others(folder):
     assert json.loads(done.stdout)["peak_bytes"] == counts(example()).peak.size_bytes
 
 
+def test_profiles_of_a_gpu(folder):
+    """A profile becomes a trace; beside a function it gives its times to the step that is traced."""
+    (folder / "profile.json").write_text(two_layers())
+    done = CliRunner().invoke(make_app(), ["trace", "profile.json", "--json"])
+    facts = json.loads(done.stdout)
+    assert facts["path"] == "profile.trace"
+    assert facts["time_s"] == pytest.approx(100e-6)
+    profiled = Written()
+    profiled.op("aten::linear", [[16, 8], [4, 8], [4]], kernel_us=3000.0, inner="aten::nothing")
+    profiled.op("aten::addmm", [[4], [16, 8], [8, 4]], kernel_us=2500.0)
+    profiled.op("aten::mm", [[4, 16], [16, 8]], kernel_us=1500.0, node="AddmmBackward0")
+    profiled.step(3, 0)
+    (folder / "step.json").write_text(profiled.text())
+    options = ["--batch-size", "16", "--machine", "a100", "--optimizer", "none", "--profile", "step.json"]
+    done = CliRunner().invoke(make_app(), ["trace", "models:linear", *options])
+    assert "as profiled (7.00 ms in all)" in done.stdout, done.output
+    times = {op.name: op.time_s for op in read_trace(folder / "linear.trace").ops}
+    assert times["aten.addmm.default"] == pytest.approx(2.5e-3)
+    assert times["aten.mm.default"] == pytest.approx(1.5e-3)
+
+
 REFUSED = {
+    "a profile of nothing": (["models:linear", "--profile", "no.json", "--machine", "t4"], "cannot read 'no.json'"),
+    "a profile alone": (["models:linear", "--profile", "models.py"], "--profile needs --machine"),
+    "a profile of a log": (
+        ["log.jsonl", "--profile", "models.py", "--machine", "t4"],
+        "name MODULE:FUNCTION beside it",
+    ),
+    "no profile": (["models:linear", "--profile", "models.py", "--machine", "t4"], "models.py: not a profile of"),
     "no log": (["missing.jsonl"], "cannot read 'missing.jsonl': there is no such file"),
     "no snapshot": (["models.pickle"], "cannot read 'models.pickle': there is no such file"),
     "no colon": (["models"], "'models' names no function: write MODULE:FUNCTION"),
@@ -109,7 +160,7 @@ def test_bad_input_is_one_line(folder, case):
     arguments, message = REFUSED[case]
     # In this process: a process of its own for each would import torch as often.
     done = CliRunner().invoke(make_app(), ["trace", "-o", "step.trace", *arguments])
-    assert done.exit_code == (1 if case == "wrong thing" else 2)
+    assert done.exit_code == (1 if case in {"wrong thing", "no profile"} else 2)
     assert done.stdout == ""
     assert done.stderr.startswith("torchdelta: ")
     assert message in done.stderr

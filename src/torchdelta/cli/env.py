@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 import torchdelta
-from torchdelta.errors import TierError
+from torchdelta.errors import ConfigError, TierError
 from torchdelta.host import read_host_memory
+from torchdelta.settings import resolve_settings, unknown_variables
 from torchdelta.units import format_bytes
 
 __all__ = ["env", "file_system_type", "read_env"]
@@ -33,14 +34,20 @@ _VARIABLES = (
 
 
 def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Print what a bug report needs: versions, memory, device, swap directory."""
+    """Print what a bug report needs: versions, memory, device, swap directory; and the settings that `run` finds here.
+
+    Each setting stands beside where it comes from: an environment variable, a file, or the default.
+    """
     facts = read_env()
     if as_json:
         typer.echo(json.dumps(facts))
         return
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
-        typer.echo(f"{name:<{width}}  {_text(name, value)}")
+    settings = facts.pop("settings")
+    lines = {name: _text(name, value) for name, value in facts.items()}
+    lines |= {f"setting {key}": f"{_text(key, one['value'])} ({one['from']})" for key, one in settings.items()}
+    width = max(len(name) for name in lines)
+    for name, text in lines.items():
+        typer.echo(f"{name:<{width}}  {text}")
 
 
 def read_env() -> dict[str, Any]:
@@ -61,6 +68,8 @@ def read_env() -> dict[str, Any]:
         **{name: _version(name) for name in _PACKAGES},
         **_swap_facts(),
         **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        **unknown_variables(os.environ),
+        **_settings_facts(),
     }
 
 
@@ -133,6 +142,16 @@ def _swap_facts() -> dict[str, Any]:
         "swap_dir_is_direct": scratch.is_direct,
         "swap_dir_write_bytes_per_s": round(scratch.write_bytes_per_s),
         "swap_dir_read_bytes_per_s": round(scratch.read_bytes_per_s),
+    }
+
+
+def _settings_facts() -> dict[str, Any]:
+    try:
+        settings = resolve_settings()
+    except ConfigError as error:
+        return {"settings_error": str(error), "settings": {}}
+    return {
+        "settings": {key: {"value": value, "from": settings.origins[key]} for key, value in settings.values.items()}
     }
 
 

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchdelta.cli.prediction import launches_left_out_s, launches_note, tensors_at_peak
+from torchdelta.cli.prediction import (
+    extrapolation_lines,
+    interval_facts,
+    launches_left_out_s,
+    launches_note,
+    tensors_at_peak,
+    time_text,
+)
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import (
     EXIT_INFEASIBLE,
     EXIT_USAGE,
+    LinkOption,
     check_batch_size,
     check_planner,
     decision_class_named,
@@ -51,6 +59,7 @@ def fit(
     ],
     *,
     machine: Annotated[str, typer.Option(help="Name in the catalog, such as rtx4090.", show_default=False)],
+    link: LinkOption = None,
     batch_size: Annotated[int, typer.Option(help="The batch that you want to train with.")] = 8,
     memory_budget: Annotated[
         str | None,
@@ -84,7 +93,7 @@ def fit(
     wanted_class = decision_class_named(decision_class)
     check_planner(planner, wanted_class)
     with one_line_errors(), progress() as say:
-        budget = _Budget(machine_named(machine), memory_budget, reserve)
+        budget = _Budget(machine_named(machine, link), memory_budget, reserve)
         question = _FitQuestion(
             function,
             budget,
@@ -183,6 +192,7 @@ class _FitQuestion:
             "budget_bytes": self.budget_bytes,
             "plain_peak_bytes": plain_peak_bytes,
             "plain_time_s": at_least.plain_time_s,
+            **interval_facts(at_least.interval, plain_time=at_least.plain_time_s),
             "num_ops": len(step.ops),
             "launches_left_out_s": launches_left_out_s(step, self.machine),
             "fits_plain": plain_peak_bytes <= self.budget_bytes,
@@ -259,7 +269,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         kept = f" of {total} ({reserve} are left to context and allocator: --reserve)"
     lines = [
         f"{facts['machine']}, {format_bytes(facts['budget_bytes'])}{kept}: batch {facts['batch_size']} {verdict}",
-        f"plain peak     {format_bytes(facts['plain_peak_bytes'])}, {facts['plain_time_s'] * 1e3:.2f} ms a step",
+        f"plain peak     {format_bytes(facts['plain_peak_bytes'])}, a step takes {time_text(facts, 'plain_time')}",
         (
             f"least budget   {format_bytes(facts['least_budget_bytes'])} (no plan of class 'saved' is below "
             f"{format_bytes(facts['lower_bound_bytes'])}), set by op {facts['least_budget_op']} "
@@ -268,6 +278,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     ]
     if facts["launches_left_out_s"]:
         lines.insert(2, f"note           {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
+    lines[2:2] = extrapolation_lines(facts, width=15)
     for tensor in facts["least_budget_tensors"]:
         made_by = f", made by {tensor['made_by']}" if tensor["made_by"] else ""
         lines.append(f"  {format_bytes(tensor['size_bytes']):>11}  {tensor['kind']}{made_by}")

@@ -8,6 +8,7 @@ import typer
 from torchdelta.cli.prediction import facts_of, show
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import (
+    LinkOption,
     check_input,
     check_output,
     check_planner,
@@ -37,6 +38,7 @@ def plan(
         str, typer.Option(help="'8GiB', '500MB', '80%' of the machine's memory, or bytes.", show_default=False)
     ],
     machine: Annotated[str, typer.Option(help="Name in the catalog, such as a100-80g.", show_default=False)],
+    link: LinkOption = None,
     planner: Annotated[
         str, typer.Option(callback=list_planners, is_eager=True, help="Name of the planner; 'list' lists all.")
     ] = "torchdelta",
@@ -80,7 +82,7 @@ def plan(
 
         found = plan_step(
             trace,
-            machine_named(machine),
+            machine_named(machine, link),
             number_or_text(memory_budget),
             planner=planner,
             decision_class=wanted_class,

@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta.cli.step import print_result
+from torchdelta.machine.interval import Interval, range_text
 from torchdelta.machine.model import Machine
 from torchdelta.trace.model import Trace
 from torchdelta.units import format_bytes
@@ -11,7 +12,16 @@ from torchdelta.units import format_bytes
 if TYPE_CHECKING:
     from torchdelta.planners import Prediction  # importing numba is slow
 
-__all__ = ["facts_of", "launches_left_out_s", "launches_note", "show", "tensors_at_peak"]
+__all__ = [
+    "extrapolation_lines",
+    "facts_of",
+    "interval_facts",
+    "launches_left_out_s",
+    "launches_note",
+    "show",
+    "tensors_at_peak",
+    "time_text",
+]
 
 _NUM_TENSORS = 5
 # A launch from eager torch takes 5 to 10 us; from this share of a step's time on it is said that they are left out.
@@ -21,7 +31,7 @@ _WORTH_A_NOTE: Final = 0.1
 
 def launches_left_out_s(step: Trace, machine: Machine) -> float:
     """Return what the launches of a step's ops would take, if a machine's times leave out so much that it matters."""
-    if machine.op_latency_s:
+    if machine.op_latency_s or machine.kernels:  # then each op's time has its launch in it
         return 0.0
     times_s = [op.time_s for op in step.ops if op.time_s]
     launches_s = _LAUNCH_S * len(times_s)
@@ -31,6 +41,35 @@ def launches_left_out_s(step: Trace, machine: Machine) -> float:
 def launches_note(launches_s: float, num_ops: int) -> str:
     """Return what is said of a step that small ops make up."""
     return f"launches are left out of these times: {num_ops} ops take about {launches_s * 1e3:.2f} ms to launch"
+
+
+def interval_facts(interval: Interval | None, **times_s: float) -> dict[str, Any]:
+    """Return how far times may be off, by name: `time_low_s` and `time_high_s` for `time=...`, and why it extrapolates.
+
+    Args:
+        interval: None where nothing is known: then there are no such facts.
+        times_s: Predicted times in seconds by the word that their facts begin with.
+    """
+    if interval is None:
+        return {}
+    ends = {"low": interval.low, "high": interval.high}
+    facts: dict[str, Any] = {
+        f"{name}_{end}_s": time_s * factor for name, time_s in times_s.items() for end, factor in ends.items()
+    }
+    return facts | {"extrapolates": list(interval.extrapolates)}
+
+
+def time_text(facts: dict[str, Any], name: str) -> str:
+    """Return a time of `interval_facts` with its interval: "412.10 ms, 350 to 480", the time alone if it has none."""
+    text = f"{facts[f'{name}_s'] * 1e3:.2f} ms"
+    if f"{name}_low_s" not in facts:
+        return text
+    return f"{text}, {range_text(facts[f'{name}_low_s'], facts[f'{name}_high_s'])}"
+
+
+def extrapolation_lines(facts: dict[str, Any], width: int) -> list[str]:
+    """Return what is said of a step unlike all that predictions were compared with, one line a reason."""
+    return [f"{'extrapolated':<{width}}{reason}" for reason in facts.get("extrapolates", ())]
 
 
 def facts_of(prediction: "Prediction") -> dict[str, Any]:
@@ -49,6 +88,7 @@ def facts_of(prediction: "Prediction") -> dict[str, Any]:
         "plain_peak_bytes": simulation.plain_peak_bytes,
         "time_s": simulation.time_s,
         "plain_time_s": simulation.plain_time_s,
+        **interval_facts(prediction.interval, time=simulation.time_s, plain_time=simulation.plain_time_s),
         "overhead": simulation.overhead,
         "num_ops": len(trace.ops),
         "launches_left_out_s": launches_left_out_s(trace, machine),
@@ -94,7 +134,7 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
             f"at op {facts['peak_op']} {facts['peak_op_name']}"
         ),
         (
-            f"time         {facts['time_s'] * 1e3:.2f} ms  (plain {facts['plain_time_s'] * 1e3:.2f} ms, "
+            f"time         {time_text(facts, 'time')}  (plain {time_text(facts, 'plain_time')}; "
             f"{100 * facts['overhead']:+.2f} %)"
         ),
         f"waiting      {facts['stall_s'] * 1e3:.2f} ms, recomputing {facts['recompute_s'] * 1e3:.2f} ms",
@@ -106,6 +146,7 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     ]
     if facts["launches_left_out_s"]:
         lines.insert(4, f"note         {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
+    lines[4:4] = extrapolation_lines(facts, width=13)
     if facts["host_peak_bytes"]:
         lines.append(f"host memory  {format_bytes(facts['host_peak_bytes'])} pinned, at most at once")
     if facts["disk_peak_bytes"]:

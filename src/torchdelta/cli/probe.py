@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from torchdelta.cli.step import EXIT_USAGE, fail, one_line_errors, print_result
+from torchdelta.cli.step import EXIT_USAGE, check_output, fail, one_line_errors, print_result
 from torchdelta.machine.cache import CachedMachine, circumstances, load_per_core, read_cached, write_cached
 from torchdelta.machine.model import Machine
 from torchdelta.names import unknown_name
@@ -32,9 +32,15 @@ def probe(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again, even if there is a stored result.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, and store nothing.")] = False,
+    share: Annotated[
+        Path | None,
+        typer.Option(help="Time a dozen kernels, too, and write all into a small file to send.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure this machine: arithmetic, memory, links to host and disk. Other commands call it 'local'."""
+    if share is not None:
+        check_output(share)
     directory = disk or Path(tempfile.gettempdir())
     if device is not None and device not in DEVICES:
         fail(unknown_name("device", device, DEVICES), EXIT_USAGE)
@@ -57,11 +63,25 @@ def probe(
             path = None if quick else write_cached(chosen, cached)
             if path is not None and sys.stderr.isatty():
                 typer.echo(f"stored in {path}", err=True)
+        if share is not None:
+            _write_share(share, chosen, cached, quick=quick)
     facts = msgspec.to_builtins(cached)
     print_result(
         json.dumps(facts["machine"] | {"measured_at": cached.measured_at, "load": cached.load})
         if as_json
         else _text(cached)
+    )
+
+
+def _write_share(path: Path, device: str, cached: CachedMachine, *, quick: bool) -> None:
+    """Write what the ledger of predictions (docs/fidelity.md) takes: see [Note: what is shared] in machine/share.py."""
+    from torchdelta.machine.share import measure_share
+
+    shared = measure_share(device, cached.machine, measured_at=cached.measured_at, quick=quick)
+    path.write_bytes(msgspec.json.encode(shared) + b"\n")
+    typer.echo(
+        f"torchdelta: wrote {path}, {path.stat().st_size} bytes: rates and times, no names of persons or hosts",
+        err=True,
     )
 
 

@@ -4,18 +4,26 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from torchdelta.cli.children import hand_on
+from torchdelta.cli.progress import Progress
 from torchdelta.cli.script import Outcome, run_script, show_error
 from torchdelta.cli.size import number_or_text
 from torchdelta.cli.step import EXIT_INFEASIBLE, EXIT_USAGE, check_output, fail, prefix
-from torchdelta.config import POLICIES, Config
+from torchdelta.cli.summary_table import show_summary
+from torchdelta.config import POLICIES
 from torchdelta.errors import TorchdeltaError
+from torchdelta.settings import resolve_settings
 
 __all__ = ["run"]
+
+_NO_BUDGET: Final = (
+    "missing option '--memory-budget': give it, such as --memory-budget 8GiB, or set TORCHDELTA_MEMORY_BUDGET, or "
+    "memory_budget in torchdelta.toml"
+)
 
 
 def run(
@@ -29,29 +37,39 @@ def run(
     ] = None,
     *,
     memory_budget: Annotated[
-        str,
+        str | None,
         typer.Option(
-            envvar="TORCHDELTA_MEMORY_BUDGET",
             help="'8GiB', '500MB', '80%' of the device (on CPU: of RAM or the container's limit), bytes, or 'auto': "
-            "what is free, less a margin.",
+            "what is free, less a margin. Required here, as TORCHDELTA_MEMORY_BUDGET, or in the settings file.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Settings file (TOML). Otherwise TORCHDELTA_CONFIG, torchdelta.toml or [tool.torchdelta] of "
+            "pyproject.toml here. Options win over the environment, and that over the file.",
+            show_default=False,
+        ),
+    ] = None,
     is_module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
-    policy: Annotated[str, typer.Option(help=f"What is evicted, and how: {', '.join(POLICIES)}.")] = "torchdelta",
+    policy: Annotated[
+        str | None,
+        typer.Option(help=f"What is evicted, and how: {', '.join(POLICIES)}.", show_default="torchdelta"),
+    ] = None,
     decision_class: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--class",
             help="What may leave: saved, or all (also parameters, gradients and optimizer states; experimental).",
+            show_default="saved",
         ),
-    ] = "saved",
-    tier: Annotated[str, typer.Option(help="Where swapped bytes go: disk or memory.")] = "disk",
+    ] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="Where swapped bytes go: disk or memory.", show_default="disk")
+    ] = None,
     swap_dir: Annotated[
-        str | None,
-        typer.Option(
-            envvar="TORCHDELTA_SWAP_DIR", help="Directory of the swap file, on a real disk.", show_default=False
-        ),
+        str | None, typer.Option(help="Directory of the swap file, on a real disk.", show_default=False)
     ] = None,
     host_budget: Annotated[str | None, typer.Option(help="Most host memory for swapped data.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="Most disk space for swapped data.")] = None,
@@ -65,8 +83,8 @@ def run(
     planner: Annotated[
         str | None,
         typer.Option(
-            help="Have a step planned while the script runs, and follow that plan: torchdelta, or one that "
-            "`torchdelta plan --planner list` lists.",
+            help="Have steps planned while the script runs, and follow the plans: auto (once that pays), torchdelta, "
+            "one that `torchdelta plan --planner list` lists, or none.  [default: auto]",
             show_default=False,
         ),
     ] = None,
@@ -77,7 +95,15 @@ def run(
             show_default=False,
         ),
     ] = None,
-    arena: Annotated[bool, typer.Option("--arena", help="On CPU: plan addresses, for less fragmentation.")] = False,
+    arena: Annotated[
+        bool | None,
+        typer.Option(
+            "--arena/--no-arena", help="On CPU: plan addresses, for less fragmentation.", show_default="no-arena"
+        ),
+    ] = None,
+    shows_progress: Annotated[
+        bool, typer.Option("--progress", help="Show steps, peak and slowdown on stderr while the script runs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary (on stderr) as one line of JSON.")] = False,
     summary_json: Annotated[
         Path | None,
@@ -100,15 +126,20 @@ def run(
     # Imported late, so that --help and wrong usage do not wait for torch.
     from torchdelta import BudgetError, MemoryBudget
 
+    arguments_given: dict[str, Any] = {"memory_budget": memory_budget, "policy": policy, "planner": planner}
+    arguments_given |= {"decision_class": decision_class, "tier": tier, "swap_dir": swap_dir, "arena": arena}
+    arguments_given |= {"host_budget": host_budget, "disk_budget": disk_budget}
     try:
-        # Config checks the names, and its message lists the allowed ones.
-        options: dict[str, Any] = {"policy": policy, "tier": tier, "swap_dir": swap_dir, "arena": arena}
-        options |= {"decision_class": decision_class, "planner": planner}
-        options |= {"host_budget": host_budget, "disk_budget": disk_budget}
-        config = Config(**options)
+        settings = resolve_settings(
+            {key: value for key, value in arguments_given.items() if value is not None}, file=config
+        )
+        if settings.memory_budget is None:
+            fail(_NO_BUDGET, EXIT_USAGE)
+        wanted = settings.memory_budget
+        wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
         budget = MemoryBudget(
-            number_or_text(memory_budget),
-            config,
+            wanted,
+            settings.config,
             plan=plan,
             trace_out=None if trace_out is None else _of_rank(trace_out),
         )
@@ -116,10 +147,13 @@ def run(
     except (TorchdeltaError, ValueError) as error:
         fail(str(error), EXIT_INFEASIBLE if isinstance(error, BudgetError) else EXIT_USAGE)
 
-    hand_on(number_or_text(memory_budget), options, plan=plan, as_json=as_json)
+    hand_on(wanted, settings.options, plan=plan, as_json=as_json, shows_progress=shows_progress)
+    progress = Progress(budget) if shows_progress and os.environ.get("RANK", "0") == "0" else None
     try:
         outcome = run_script(target, arguments or [], is_module=is_module)
     finally:
+        if progress is not None:
+            progress.stop()
         try:
             budget.stop()
         except BudgetError as error:  # the script caught the error of an impossible step, or ended before it
@@ -144,7 +178,10 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
 
 def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
     text = json.dumps(summary.as_dict())
-    typer.echo(text if as_json else f"{prefix()}:\n{summary}", err=True)
+    if as_json:
+        typer.echo(text, err=True)
+    else:
+        show_summary(summary)
     if path is not None:
         try:
             _of_rank(path).write_text(text + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ import typer
 from torchdelta.cli.prediction import facts_of, show
 from torchdelta.cli.step import (
     EXIT_USAGE,
+    LinkOption,
     check_input,
     fail,
     machine_named,
@@ -31,6 +32,7 @@ def simulate(
     machine: Annotated[
         str | None, typer.Option(help="Name in the catalog; by default the plan's.", show_default=False)
     ] = None,
+    link: LinkOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict a step's time, peak and transfers.
@@ -49,7 +51,7 @@ def simulate(
         given = None if plan is None else read_plan(plan)
         name = machine if machine is not None else given.header.machine if given is not None else ""
         say("simulating")
-        found = predict(trace, machine_named(name), given)
+        found = predict(trace, machine_named(name, link), given)
         note_recorded_times(found)
     facts = facts_of(found) | {
         "planner": found.plan.header.planner,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from tqdm import tqdm
@@ -27,6 +27,7 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INFEASIBLE",
     "EXIT_USAGE",
+    "LinkOption",
     "check_batch_size",
     "check_input",
     "check_output",
@@ -46,6 +47,16 @@ __all__ = [
     "progress",
     "say_if_compiling",
 ]
+
+LinkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        help="The slot of the device, such as pcie4-x8; pcie4-x8-pageable for memory that is not pinned.",
+        show_default=False,
+    ),
+]
+"""An option of the commands that price transfers."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -213,19 +224,26 @@ def say_if_compiling() -> None:
     from torchdelta.simulate.kernel import evaluate
 
     if not is_kept(evaluate):
-        typer.echo("torchdelta: compiling the planner, once per version: about half a minute more", err=True)
+        typer.echo("torchdelta: compiling the planner, once per version: about ten seconds more", err=True)
 
 
-def machine_named(name: str) -> Machine:
-    """Return a machine, or exit where there is none; say on stderr when and how busy it was if it was measured."""
+def machine_named(name: str, link: str | None = None) -> Machine:
+    """Return a machine, or exit where there is none; say on stderr when and how busy it was if it was measured.
+
+    Args:
+        name: In the catalog, or "local".
+        link: Another link to the host than the machine's own, such as "pcie4-x8"; None for its own.
+    """
     from torchdelta.machine.cache import circumstances
     from torchdelta.machine.catalog import find, measured
+    from torchdelta.machine.links import with_link
 
     with one_line_errors(EXIT_USAGE):
         cached = measured(name)
         if cached is not None:
             typer.echo(f"torchdelta: {cached.machine.name} was {circumstances(cached)}", err=True)
-        return find(name)
+        machine = find(name)
+        return machine if link is None else with_link(machine, link)
 
 
 def measured_facts(name: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`torchdelta trace`: traces a training step without running it, or reads it from an event log or a snapshot."""
+"""`torchdelta trace`: traces a training step without running it, or reads one from a log, a snapshot or a profile."""
 
 import json
 import sys
@@ -8,11 +8,19 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from torchdelta.cli.prediction import launches_left_out_s, launches_note
+from torchdelta.cli.prediction import (
+    extrapolation_lines,
+    interval_facts,
+    launches_left_out_s,
+    launches_note,
+    time_text,
+)
 from torchdelta.cli.step import (
+    EXIT_USAGE,
     check_batch_size,
     check_input,
     check_output,
+    fail,
     function_named,
     machine_named,
     measured_facts,
@@ -20,10 +28,15 @@ from torchdelta.cli.step import (
     own_stdout,
     print_result,
 )
+from torchdelta.machine.interval import interval_of
+from torchdelta.machine.model import Machine
 from torchdelta.machine.roofline import price
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.imports.events import read_event_log
+from torchdelta.trace.imports.kineto import read_profile_file
+from torchdelta.trace.imports.profile import read_profile
 from torchdelta.trace.imports.snapshot import read_snapshot
+from torchdelta.trace.imports.timing import Match, with_measured_times
 from torchdelta.trace.model import BEFORE_STEP, Trace, counts
 from torchdelta.units import format_bytes
 
@@ -31,6 +44,7 @@ __all__ = ["trace"]
 
 _LOGS: Final = (".jsonl", ".ndjson")
 _SNAPSHOTS: Final = (".pickle", ".pkl")
+_PROFILES: Final = (".json",)
 
 
 def trace(
@@ -39,7 +53,7 @@ def trace(
         typer.Argument(
             metavar="MODULE:FUNCTION|FILE",
             help="Returns (model, inputs) or (model, inputs, step); takes the batch size, if any. Or an event log "
-            "(.jsonl) or a CUDA memory snapshot (.pickle).",
+            "(.jsonl), a CUDA memory snapshot (.pickle) or a profile of torch.profiler (.json).",
             show_default=False,
         ),
     ],
@@ -58,13 +72,19 @@ def trace(
     machine: Annotated[
         str | None, typer.Option(help="Price the ops on this machine, such as a100-80g.", show_default=False)
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="A profile of this step on a GPU (.json): its op times replace the computed ones.", show_default=False
+        ),
+    ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Treat the whole FILE as one step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Trace one training step symbolically, without memory and without a GPU.
 
     The function builds model and inputs on CPU. Steps that read the value of a tensor cannot be traced. In an event log
-    or a memory snapshot, plain or gzip-compressed, the iteration is found by its repetition.
+    or a memory snapshot, plain or gzip-compressed, the iteration is found by its repetition, in a profile by its marks.
     """
     start_s = time.monotonic()
     output = _default_output(function) if output is None else output
@@ -74,20 +94,31 @@ def trace(
         priced_on = machine_named(machine) if machine is not None else None
         if sys.stderr.isatty():
             typer.echo(f"tracing {function} ...", err=True)
+        if profile is not None:
+            _check_profile(function, profile, priced_on)
+        measured = None if profile is None else read_profile_file(profile, whole=whole)
         step = _imported(function, whole=whole)
+        match: Match | None = None
         if step is None:
             build = function_named(function, optimizer=optimizer, device=device)
-            from torchdelta.trace.symbolic import trace_step
+            from torchdelta.trace.symbolic import traced_step
 
-            options: dict[str, Any] = {"optimizer": optimizer, "comment": function}
+            options: dict[str, Any] = {"optimizer": optimizer, "comment": function, "with_growth": False}
             with own_stdout():
-                step = trace_step(build, batch_size=batch_size, device=device, **options)
-        if priced_on is not None:
+                traced = traced_step(build, batch_size=batch_size, device=device, **options)
+            step = traced.trace
+            if measured is not None and priced_on is not None:
+                priced = price(step, priced_on)
+                step, match = with_measured_times(priced, traced.shapes, measured, source=str(profile))
+        if priced_on is not None and any(op.flops or op.moved_bytes for op in step.ops):
             step = price(step, priced_on)
         write_trace(step, output)
     facts = {"path": str(output), "function": function, **_facts(step), "machine": priced_on and priced_on.name}
     facts |= {} if machine is None else measured_facts(machine)
+    facts |= _match_facts(match)
     facts["launches_left_out_s"] = 0.0 if priced_on is None else launches_left_out_s(step, priced_on)
+    if priced_on is not None and match is None:
+        facts |= interval_facts(interval_of(step, priced_on), time=sum(op.time_s for op in step.ops))
     facts["tracing_s"] = round(time.monotonic() - start_s, 3)
     print_result(json.dumps(facts) if as_json else _text(facts))
 
@@ -95,18 +126,42 @@ def trace(
 def _default_output(function: str) -> Path:
     """Return a name in the current directory: that of the function, or of the file without its suffixes."""
     name = Path(function.rpartition(":")[2]).name
-    for suffix in (".gz", *_LOGS, *_SNAPSHOTS):
+    for suffix in (".gz", *_LOGS, *_SNAPSHOTS, *_PROFILES):
         name = name.removesuffix(suffix)
     return Path(f"{name or 'step'}.trace")
 
 
 def _imported(name: str, *, whole: bool) -> Trace | None:
-    """Read the step of an event log or a snapshot, told by the suffix of its name; None for other names."""
+    """Read the step of a log, a snapshot or a profile, told by the suffix of its name; None for other names."""
     kind = name.removesuffix(".gz")
-    if not kind.endswith((*_LOGS, *_SNAPSHOTS)):
+    if not kind.endswith((*_LOGS, *_SNAPSHOTS, *_PROFILES)):
         return None
     check_input(Path(name))
+    if kind.endswith(_PROFILES):
+        return read_profile(name, whole=whole)
     return read_event_log(name, whole=whole) if kind.endswith(_LOGS) else read_snapshot(name, whole=whole)
+
+
+def _check_profile(function: str, profile: Path, machine: Machine | None) -> None:
+    """Refuse a profile that nothing can be done with, before any work is done."""
+    if function.removesuffix(".gz").endswith((*_LOGS, *_SNAPSHOTS, *_PROFILES)):
+        fail("--profile puts measured times into a step that is traced: name MODULE:FUNCTION beside it", EXIT_USAGE)
+    if machine is None:
+        fail("--profile needs --machine, to price the ops that the profile does not show", EXIT_USAGE)
+    check_input(profile)
+
+
+def _match_facts(match: Match | None) -> dict[str, Any]:
+    """Return how much of a step a profile shows, by name; nothing without one."""
+    if match is None:
+        return {}
+    return {
+        "profiled_ops": match.num_ops,
+        "profiled_share": match.share,
+        "matrix_factor": match.matrix_factor,
+        "other_factor": match.other_factor,
+        "profiled_time_s": match.profiled_s,
+    }
 
 
 def _facts(step: Trace) -> dict[str, Any]:
@@ -143,8 +198,17 @@ def _text(facts: dict[str, Any]) -> str:
         f"  {format_bytes(facts['saved_bytes'])} saved for backward",
         f"  {format_bytes(facts['peak_bytes'])} at the peak, op {facts['peak_op']} ({facts['peak_op_name']}) {where}",
     ]
-    if facts["machine"] is not None:
-        lines.append(f"  {facts['time_s'] * 1e3:.2f} ms on {facts['machine']} by roofline")
+    if "profiled_ops" in facts:
+        shown = f"{facts['profiled_ops']} ops, {facts['profiled_share']:.0%} of the time"
+        lines += [
+            f"  {facts['time_s'] * 1e3:.2f} ms: {shown}, as profiled ({facts['profiled_time_s'] * 1e3:.2f} ms in all)",
+            f"  others by roofline, times {facts['matrix_factor']:.2f} (products) and {facts['other_factor']:.2f}",
+        ]
+    elif not facts["flops"] and facts["time_s"]:
+        lines.append(f"  {facts['time_s'] * 1e3:.2f} ms as recorded")
+    elif facts["machine"] is not None:
+        lines.append(f"  {time_text(facts, 'time')} on {facts['machine']} by roofline")
+        lines += [f"  {line}" for line in extrapolation_lines(facts, width=14)]
         if facts["launches_left_out_s"]:
             lines.append(f"  {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
     return "\n".join(lines)

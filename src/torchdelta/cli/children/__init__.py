@@ -20,10 +20,13 @@ __all__ = ["VARIABLE", "hand_on", "open_scope"]
 VARIABLE: Final = "TORCHDELTA_RUN"  # the budget and the options, as JSON; sitecustomize.py knows the name too
 
 
-def hand_on(memory_budget: int | str, options: dict[str, Any], *, plan: Path | None, as_json: bool) -> None:
-    """Give the budget, and a plan, to every Python process that is started from now on."""
+def hand_on(
+    memory_budget: int | str, options: dict[str, Any], *, plan: Path | None, as_json: bool, shows_progress: bool = False
+) -> None:
+    """Give the budget, and a plan, to every Python process that is started from now on; rank 0 shows progress."""
     plan_path = None if plan is None else str(plan.absolute())  # a process may start in another directory
     given = {"memory_budget": memory_budget, "options": options, "plan": plan_path, "as_json": as_json}
+    given["progress"] = shows_progress
     os.environ[VARIABLE] = json.dumps(given)
     folder = str(Path(__file__).parent)
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
@@ -46,13 +49,20 @@ def open_scope() -> None:
     except (TorchdeltaError, ValueError) as error:
         print(f"{_prefix()}: this process trains without a budget: {error}", file=sys.stderr, flush=True)
         return
+    progress = None
+    if given["progress"] and os.environ.get("RANK") == "0":
+        from torchdelta.cli.progress import Progress
+
+        progress = Progress(budget)
     # A process of multiprocessing runs finalizers but no atexit functions; other processes run both.
-    Finalize(None, _close, args=(budget,), kwargs={"as_json": given["as_json"]}, exitpriority=0)
+    Finalize(None, _close, args=(budget, progress), kwargs={"as_json": given["as_json"]}, exitpriority=0)
 
 
-def _close(budget: Any, *, as_json: bool) -> None:
+def _close(budget: Any, progress: Any, *, as_json: bool) -> None:
     from torchdelta.errors import TorchdeltaError
 
+    if progress is not None:
+        progress.stop()
     try:
         if type(budget).current() is budget:
             budget.stop()

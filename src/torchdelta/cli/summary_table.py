@@ -1,0 +1,42 @@
+"""Shows a summary on stderr: as tables on a terminal, as plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from torchdelta.cli.step import prefix
+
+if TYPE_CHECKING:
+    from torchdelta.summary import Summary
+
+__all__ = ["show_summary"]
+
+
+def show_summary(summary: Summary) -> None:
+    """Print a summary on stderr."""
+    if not sys.stderr.isatty():
+        typer.echo(f"{prefix()}:\n{summary}", err=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    console.print(Text.assemble((prefix(), "bold"), ": ", (summary.headline(), "red" if summary.over_bytes else "")))
+    facts = Table.grid(padding=(0, 2))
+    before = ""
+    for label, text in summary.facts():
+        facts.add_row(Text("" if label == before else label, style="cyan"), Text(text))
+        before = label
+    console.print(facts)
+    heads, rows = summary.step_table()
+    if rows:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for head in heads:
+            table.add_column(head, justify="right")
+        for cells in rows:
+            table.add_row(*map(Text, cells))
+        console.print(table)
