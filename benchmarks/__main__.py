@@ -11,8 +11,20 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ALL = "all"
-NAMES = ("budget", "policies", "following", "headlines", "oom_proof", "overheads", "soak", "pool", "fidelity", "arena")
-ON_REQUEST = ("gpu", "papers")  # `all` leaves out what needs more than this machine, or runs nothing on it
+NAMES = (
+    "budget",
+    "policies",
+    "following",
+    "host",
+    "headlines",
+    "oom_proof",
+    "overheads",
+    "soak",
+    "pool",
+    "fidelity",
+    "arena",
+)
+ON_REQUEST = ("gpu", "papers", "ledger")  # `all` leaves out what needs more than this machine, or runs nothing on it
 
 
 def main(arguments: list[str]) -> int:

@@ -219,7 +219,7 @@ def count_twice(first: int, last: int, budget_bytes: int | None = None, policy: 
     if budget_bytes is not None:
         from torchdelta import Config, MemoryBudget
 
-        scope = MemoryBudget(budget_bytes, Config(policy=policy) if policy else Config())
+        scope = MemoryBudget(budget_bytes, Config(policy=policy or Config().policy, planner=None))
     # Kept as text: a container would be one more object in the second count.
     counts: dict[int, str] = {}
     # Counting once before the steps that count: what the first counting leaves behind is then in both.

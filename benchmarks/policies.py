@@ -1,9 +1,9 @@
-"""Step times of every reactive policy against plain, and the cost of recording alone.
+"""Step times of every reactive policy against plain, and the cost of a step that fits.
 
-One process for each model and budget, in which plain and the policies take turns (see `turns`). Checked: a
-record-only step costs at most 1.05 of plain, and the default policy is never worse than the better of recompute-only
-and swap-only by more than 5 %. Swap figures are only worth something beside the disk's bandwidth: it is measured
-through the tier before and after each contest.
+One process for each model and budget, in which plain and the policies take turns (see `turns`). Checked: a step that
+fits costs at most 1.02 of plain after the third one, and the default policy is never worse than the better of
+recompute-only and swap-only by more than 5 %. Swap figures are only worth something beside the disk's bandwidth: it is
+measured through the tier before and after each contest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ DEFAULT = Config().policy
 SIMPLE = ("recompute-only", "swap-only")
 WORSE_TOLERANCE = 1.05
 RECORD_ONLY = "record-only"
-RECORD_ONLY_BOUND = 1.05
+RECORD_ONLY_BOUND = 1.02
+NUM_RECORDED_STEPS = 3  # later ones are not recorded, as they are known to fit
 RECORD_ONLY_MODEL = "gpt2-like"
 CONTEST_TIMEOUT_S = 7200
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record-rounds", type=int, default=20)
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--record-only", action="store_true", help="measure the cost of recording alone")
+    parser.add_argument("--record-only", action="store_true", help="measure the cost of steps that fit alone")
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -89,13 +90,14 @@ def measure_record_only(
         contenders={PLAIN: None, RECORD_ONLY: {}},
         budget_bytes=4 * plain_peak_bytes,
         num_rounds=rounds,
-        num_steps=4,
+        num_steps=NUM_RECORDED_STEPS + 4,
     )
-    wall = median_interval(ratios(contest["rounds"], RECORD_ONLY))
-    processor = median_interval(ratios(contest["rounds"], RECORD_ONLY, key="cpu_times_s"))
+    warm = NUM_RECORDED_STEPS
+    wall = median_interval(ratios(contest["rounds"], RECORD_ONLY, num_warm_steps=warm))
+    processor = median_interval(ratios(contest["rounds"], RECORD_ONLY, key="cpu_times_s", num_warm_steps=warm))
     detail = f"{wall} of plain, processor time {processor}, {wall.num_samples} rounds"
     required = model == RECORD_ONLY_MODEL
-    outcome.check(f"{model}: record-only step", detail, passed=wall.median <= RECORD_ONLY_BOUND, required=required)
+    outcome.check(f"{model}: step that fits", detail, passed=wall.median <= RECORD_ONLY_BOUND, required=required)
     return {**contest, "wall": asdict(wall), "processor": asdict(processor)}
 
 

@@ -128,7 +128,7 @@ def train(
     if record.budget_bytes is not None:  # imports the library: no part of the time that an error takes to come
         from torchdelta import Config, MemoryBudget
 
-        new_scope = MemoryBudget(record.budget_bytes, Config(**config))
+        new_scope = MemoryBudget(record.budget_bytes, Config(**{"planner": None} | config))
     began_s = step_began_s = time.perf_counter()
     budget = None
     scope = contextlib.ExitStack()

@@ -79,11 +79,16 @@ def timed_steps(step: Callable[[], object], num_steps: int) -> Block:
 
 
 def ratios(
-    rounds: Sequence[dict[str, Block]], contender: str, baseline: str = PLAIN, key: str = "times_s"
+    rounds: Sequence[dict[str, Block]],
+    contender: str,
+    baseline: str = PLAIN,
+    key: str = "times_s",
+    num_warm_steps: int = 1,
 ) -> list[float]:
     """Return, for each round that both took part in, the contender's median step over the baseline's."""
+    first = num_warm_steps
     return [
-        statistics.median(blocks[contender][key][1:]) / statistics.median(blocks[baseline][key][1:])
+        statistics.median(blocks[contender][key][first:]) / statistics.median(blocks[baseline][key][first:])
         for blocks in rounds
         if contender in blocks and baseline in blocks
     ]
@@ -112,7 +117,7 @@ def run(
         if settings is not None:
             from torchdelta import Config, MemoryBudget
 
-            scope = MemoryBudget(budget_bytes, Config(**settings))
+            scope = MemoryBudget(budget_bytes, Config(**{"planner": None} | settings))
         try:
             with scope as budget:
                 block = timed_steps(lambda: workload.train(optimizer), num_steps)

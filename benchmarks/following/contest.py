@@ -93,7 +93,7 @@ class Race:
             if name == NO_PREFETCH:
                 return self._follow_without_prefetch(label)
             if label or name == RECORD_ONLY:
-                with MemoryBudget(self.budgets[label] if label else UNBOUNDED_BYTES) as budget:
+                with MemoryBudget(self.budgets[label] if label else UNBOUNDED_BYTES, Config(planner=None)) as budget:
                     block = timed_steps(self.train, self.num_steps)
                 return block | _done(budget, self.num_steps)
             with scope(name, self.workload.model):
@@ -137,7 +137,7 @@ class Race:
         if label not in self._programs:
             self._follow(label)
         program = self._programs.get(label)
-        with MemoryBudget(self.budgets[label]) as budget:
+        with MemoryBudget(self.budgets[label], Config(planner=None)) as budget:
             session: Any = current_session()
             if program is not None:
                 session.follower.is_on = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from benchmarks.outcome import Outcome, format_table
 from benchmarks.turns import median_interval, take_turns
 from torchdelta import Config, MemoryBudget
 from torchdelta.cli.allocator_peak import AllocatorPeak, MeterError
+from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 SHARE = 0.5
 NUM_STEPS = 3
-PEERS = ("plain", "torchdelta", "save_on_cpu", "checkpoint")
+FOLLOWED = "followed"
+PEERS = ("plain", "torchdelta", FOLLOWED, "save_on_cpu", "checkpoint")
+PLAN_WAIT_S = 120.0
 LEAST_OVERLAP = 0.3
 MIB = 2**20
 
@@ -112,7 +116,7 @@ class Case:
             plain, self.plain_peak_bytes = self._train(None)
             again, _ = self._train(None)
             self.budget_bytes = int(self.share * self.plain_peak_bytes)
-            budget = MemoryBudget(self.budget_bytes, Config())
+            budget = MemoryBudget(self.budget_bytes, Config(planner=None))
             ours, _ = self._train(budget)
         self.outcome.check(
             f"{self.name}: plain equals plain", "same bits" if plain == again else "differ", passed=plain == again
@@ -164,26 +168,47 @@ class Case:
         """Time plain, ours and the peers in turns. Returns the rows of the table."""
         subject = self.build()
         subject.step()
-        rounds = take_turns(PEERS, num_rounds, lambda peer: self._block(subject, peer))
+        peers = PEERS if can_plan() else tuple(peer for peer in PEERS if peer != FOLLOWED)
+        rounds = take_turns(peers, num_rounds, lambda peer: self._block(subject, peer))
         self.data["rounds"] = rounds
+        if FOLLOWED in peers:
+            self._check_followed([found[FOLLOWED] for found in rounds])
         rows = []
-        for peer in PEERS:
+        for peer in peers:
             times = median_interval([found[peer]["step_s"] / found["plain"]["step_s"] for found in rounds])
             peaks = statistics.median(found[peer]["peak_bytes"] / found["plain"]["peak_bytes"] for found in rounds)
             rows.append([subject.name, peer, str(times), f"{peaks:.3f}"])
         return rows
 
+    def _check_followed(self, blocks: list[dict[str, float]]) -> None:
+        """Hold the followed steps against the budget, and record how many of the timed steps were followed."""
+        num_followed = int(sum(block["num_followed_steps"] for block in blocks))
+        peak_bytes = max(block["peak_bytes"] for block in blocks)
+        detail = f"{peak_bytes / self.budget_bytes:.4f} of the budget; {num_followed} steps followed a plan"
+        self.outcome.check(
+            f"{self.name}: active bytes of followed steps", detail, passed=peak_bytes <= self.budget_bytes
+        )
+
     def _block(self, subject: Subject, peer: str) -> dict[str, float]:
-        """Run a few steps one way; the first, which opens the scope, is kept apart."""
+        """Run a few steps one way; the first, which opens the scope, is kept apart.
+
+        A followed block also keeps apart the step that is traced, the wait for its plan, and the first followed step.
+        """
         scope: Any = contextlib.nullcontext()
         if peer == "torchdelta":
-            scope = MemoryBudget(self.budget_bytes, Config())
+            scope = MemoryBudget(self.budget_bytes, Config(planner=None))
+        elif peer == FOLLOWED:
+            scope = MemoryBudget(self.budget_bytes, Config(planner="torchdelta"))
         elif peer == "save_on_cpu":
             scope = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         elif peer == "checkpoint":
             scope = checkpointed(subject.model)
         with scope:
             subject.step()
+            if peer == FOLLOWED:
+                subject.step()
+                _wait_for_plan()
+                subject.step()
             meter = Peaks(self.device)
             with meter:
                 began_s = time.perf_counter()
@@ -192,7 +217,23 @@ class Case:
                 if self.device.type != "cpu":
                     torch.accelerator.synchronize()
                 step_s = (time.perf_counter() - began_s) / NUM_STEPS
-        return {"step_s": step_s, "peak_bytes": meter.peak_bytes}
+        block = {"step_s": step_s, "peak_bytes": meter.peak_bytes}
+        if peer == FOLLOWED:
+            follow = scope.summary().follow
+            block |= {"num_followed_steps": follow.num_followed_steps, "num_unplanned": follow.num_unplanned}
+            block |= {"predicted_time_s": follow.predicted_time_s, "predicted_peak_bytes": follow.predicted_peak_bytes}
+        return block
+
+
+def can_plan() -> bool:
+    """Return whether the planners' packages are here, which the GPU machine may not have."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def _wait_for_plan() -> None:
+    """Wait until the traced step has its plan, or surely gets none."""
+    session: Any = current_session()
+    session.programs.wait(PLAN_WAIT_S)
 
 
 class Peaks:

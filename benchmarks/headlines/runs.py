@@ -175,7 +175,7 @@ def largest(model: str, start_batch: int, limit_bytes: int) -> dict[str, Any]:
         trials[batch_size] = trial = {"trains": False}
         with contextlib.suppress(torch.OutOfMemoryError):
             try:
-                with MemoryBudget(limit_bytes) as budget:
+                with MemoryBudget(limit_bytes, Config(planner=None)) as budget:
                     trainer.steps(TRIAL_STEPS)
                 trial |= {"trains": True, "peak_bytes": budget.summary().peak_bytes}
             except torch.OutOfMemoryError as error:

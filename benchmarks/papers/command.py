@@ -17,9 +17,8 @@ from tqdm import tqdm
 from benchmarks.outcome import Outcome
 from benchmarks.papers import tables
 from benchmarks.papers.report import TIMED, report
-from benchmarks.papers.subjects import CASES
+from benchmarks.papers.subjects import CASES, profile
 from benchmarks.results import RESULTS, commit
-from torchdelta.machine.catalog import find
 from torchdelta.planners import names
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _autoswap(options: argparse.Namespace) -> list[dict[str, Any]]:
     wanted = [(model, size, machine) for machine in AUTOSWAP_MACHINES for model, size in AUTOSWAP_MODELS.items()]
     return [
-        tables.autoswap(model, find(machine), size)
+        tables.autoswap(model, profile(machine), size)
         for model, size, machine in tqdm(wanted[:1] if options.quick else wanted, file=sys.stderr, desc="autoswap")
     ]
 

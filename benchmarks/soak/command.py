@@ -14,6 +14,7 @@ from benchmarks.held import describe_types
 from benchmarks.launch import REPOSITORY, worker_command, worker_environment
 from benchmarks.outcome import Outcome
 from benchmarks.soak import schedule
+from torchdelta.config import PLANNERS
 
 if TYPE_CHECKING:
     import argparse
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--planner", choices=PLANNERS, help="follow the plans of this planner")
 
 
 @dataclass(kw_only=True)
@@ -75,6 +77,11 @@ def run(options: argparse.Namespace) -> Outcome:
             error = f"the process with the budgets ended with exit code {ours.wait()}"
     outcome.check("both processes finished", error or "yes", passed=not error)
     judge(outcome, tally)
+    if options.planner:
+        num_followed = sum(episode["num_followed_steps"] for episode in tally.episodes)
+        num_diverged = sum(episode["num_diverged_steps"] for episode in tally.episodes)
+        detail = f"{num_followed} steps were followed to their end, {num_diverged} diverged"
+        outcome.check("plans were followed", detail, passed=num_followed > 0)
     return outcome
 
 
@@ -83,7 +90,14 @@ def _worker(options: argparse.Namespace, minutes: float, *, plain: bool = False)
     # The plain one is ended from here: it has no reason to stop where the other does.
     seconds = minutes * 60 * (10 if plain else 1)
     process = subprocess.Popen(
-        worker_command("soak.trainer:run", threads=options.threads, seed=options.seed, seconds=seconds, plain=plain),
+        worker_command(
+            "soak.trainer:run",
+            threads=options.threads,
+            seed=options.seed,
+            seconds=seconds,
+            plain=plain,
+            planner=None if plain else options.planner,
+        ),
         cwd=REPOSITORY,
         env=worker_environment(options.threads),
         stdout=subprocess.PIPE,

@@ -28,14 +28,16 @@ from torchdelta.errors import TierError
 _MEMORY_EVENT = "[memory]"
 _METER_TOLERANCE = 0.01
 _KEPT_FOR_STEPS = 2
+PLAN_WAIT_S = 60.0
 _TYPES_EVERY = 4
 
 
 class Trainer:
     """Trains the subjects as the schedule says."""
 
-    def __init__(self, seed: int, swap_dir: str, *, plain: bool) -> None:
+    def __init__(self, seed: int, swap_dir: str, planner: str | None = None, *, plain: bool) -> None:
         self.seed = seed
+        self.planner = planner
         self.plain = plain
         self.swap_dir = swap_dir
         self.measured = {} if plain else {name: self._measure(name) for name in schedule.MODELS}
@@ -76,20 +78,25 @@ class Trainer:
         subject = self.subjects[episode.model]
         scope: Any = contextlib.nullcontext()
         if not self.plain:
-            config = Config(policy=episode.policy, tier=episode.tier, swap_dir=self.swap_dir)
+            config = Config(policy=episode.policy, planner=self.planner, tier=episode.tier, swap_dir=self.swap_dir)
             scope = MemoryBudget(self._budget_bytes(episode), config)
         if not episode.collects:
             gc.disable()
         met: set[Any] = set()
-        num_evictions_bytes = 0
+        num_evictions_bytes = num_followed = num_diverged = 0
         self.peak_is_tainted = False
         with scope as budget:
             for step in episode.steps:
                 self._run_step(subject, step, budget, met)
+                if self.planner is not None and budget is not None:
+                    # A step lasts less than planning it: without waiting, few would be followed.
+                    budget._session.programs.wait(PLAN_WAIT_S)
             self.kept.clear()
             if budget is not None:
                 summary = budget.summary()
                 num_evictions_bytes = summary.swapped_out_bytes + summary.recomputed_bytes
+                if summary.follow is not None:
+                    num_followed, num_diverged = summary.follow.num_followed_steps, summary.follow.num_diverged_steps
         gc.enable()
         record: dict[str, Any] = {
             "kind": "episode",
@@ -99,6 +106,8 @@ class Trainer:
             "tier": episode.tier,
             "share": episode.share,
             "evicted_bytes": num_evictions_bytes,
+            "num_followed_steps": num_followed,
+            "num_diverged_steps": num_diverged,
             "state": self._state_digest(subject),
             "num_swap_files": len(list(Path(self.swap_dir).iterdir())),
             "num_native_threads": _num_native_threads(),
@@ -308,7 +317,7 @@ def say(record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)
 
 
-def run(seed: int, seconds: float, *, plain: bool) -> dict[str, Any]:
+def run(seed: int, seconds: float, planner: str | None = None, *, plain: bool) -> dict[str, Any]:
     """Train, with budgets or plainly. The returned record is the last one."""
     with tempfile.TemporaryDirectory(prefix="torchdelta-soak-") as swap_dir:
-        return {"kind": "end", "num_episodes": Trainer(seed, swap_dir, plain=plain).run(seconds)}
+        return {"kind": "end", "num_episodes": Trainer(seed, swap_dir, planner, plain=plain).run(seconds)}

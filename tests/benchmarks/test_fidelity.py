@@ -19,6 +19,7 @@ def contest():
     contest.copies.close()
 
 
+@pytest.mark.rest
 def test_the_simulated_plain_peak_is_the_allocators(contest):
     """What ops take inside themselves is in the trace, so nothing but a few numbers is missing."""
     # Tensors of other tests are in the trace, but not in the counter, which began with this model.
@@ -28,6 +29,7 @@ def test_the_simulated_plain_peak_is_the_allocators(contest):
     assert peak_bytes == pytest.approx(contest.allocator_peak_bytes, rel=1e-3)
 
 
+@pytest.mark.rest
 def test_forced_decisions_move_and_repeat_what_is_simulated(contest):
     """The simulator replays as many ops as the runtime, and swaps what it swaps but for the batch."""
     for name, decisions in contest.decisions.items():

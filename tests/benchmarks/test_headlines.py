@@ -38,6 +38,7 @@ def test_accumulation_trains_on_every_sample_once():
     assert [share for share, _ in parts.parts] == pytest.approx([0.4, 0.4, 0.2])
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("_counted")
 def test_a_measured_batch_has_the_plain_losses():
     """Where all fits, both runs have them too, and times of every way are there."""

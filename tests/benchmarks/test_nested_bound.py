@@ -16,6 +16,7 @@ from benchmarks.papers.proof.states import HELD_S, KEPT_BYTES, LOST_S, begin, fi
 from tests.bounds.exhaustive import best_of_all
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from tests.planners.tangles import tangles
+from tests.sampling import sample
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
 from torchdelta.planners.default.search_planner import least_peak
@@ -44,7 +45,7 @@ def best_s(trace, machine, budget_bytes):
     return best_of_all(trace, machine, budget_bytes)[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sample(WAYS, 0, 1))
 @settings(max_examples=25, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: len(drawn) <= 3),
@@ -80,6 +81,7 @@ def test_no_plan_of_a_tangled_step_beats_it(trace, percent, rates, way):
     assert found <= best * (1 + 1e-9)
 
 
+@pytest.mark.rest
 @settings(max_examples=25, deadline=None)
 @given(
     drawn=blocks().filter(lambda drawn: len(drawn) >= 3),

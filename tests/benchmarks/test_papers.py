@@ -22,6 +22,7 @@ def options():
     return parser.parse_args([*arguments, "--planners", "keep", "delta-2024"])
 
 
+@pytest.mark.rest
 def test_the_largest_plain_batch_fits_and_the_next_does_not():
     """By the same peak that a plan is held to."""
     machine = find("t4")
@@ -32,6 +33,7 @@ def test_the_largest_plain_batch_fits_and_the_next_does_not():
         assert (peak(step, with_workspace=True).size_bytes <= machine.memory_bytes) is fits
 
 
+@pytest.mark.rest
 def test_a_cell_has_the_bound_below_every_plan(options: argparse.Namespace, capsys):
     """The knapsack has a plan at 60 %, keep has none; both tables are printed."""
     outcome = command.run(options)

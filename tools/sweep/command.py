@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "sweep"
 GIB = 2**30
-MODES = ("recompute", "swap", "mixed", "bf16", "followed")
+MODES = ("recompute", "swap", "mixed", "bf16", "followed", "paused")
 # A quick sweep judges every so many groups.
 QUICK_STRIDE = 24
 PROGRESS_S = 20.0

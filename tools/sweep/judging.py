@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.following import NUM_STEPS, following_drawn
+from tests.paused import paused_at_once
 from tests.same_bits import judge
 from tools.sweep.pool import CRASHED, TIMEOUT
 from tools.sweep.subjects import AUTOCAST, PLAIN
@@ -39,6 +40,9 @@ MODES: dict[str, tuple[str, judge.Decisions]] = {
 
 # The step is repeated in one scope, and a drawn program of it is carried out from the third time on.
 FOLLOWED = "followed"
+# The step is not recorded at first; from a drawn moment on it is, and all that can leave leaves then.
+PAUSED = "paused"
+PAUSED_UNTIL_BYTES = (20_000, 40_000, 60_000, 100_000)
 
 # Verdicts of a mode. A promise is broken by the last four, of which two are written by who watches the process.
 EQUAL = "equal"
@@ -71,8 +75,13 @@ def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str,
             found[mode] = expected
         elif mode == FOLLOWED:
             found[mode] = judge_followed(steps[kind], expected)
+        elif mode == PAUSED:
+            # Subjects differ in the bytes that a step leaves, so this is a draw.
+            limit_bytes = PAUSED_UNTIL_BYTES[expected.tracked_bytes // 64 % len(PAUSED_UNTIL_BYTES)]
+            found[mode] = judge_in(lambda limit=limit_bytes: paused_at_once(limit), steps[kind], expected)
         else:
-            found[mode] = judge_mode(steps[kind], decisions, expected)
+            config = Config(decisions=decisions, tier="memory")
+            found[mode] = judge_in(lambda config=config: MemoryBudget(judge.UNLIMITED, config), steps[kind], expected)
     return found
 
 
@@ -94,14 +103,14 @@ def plain_outcome(steps: Steps, kind: str) -> judge.Outcome | dict[str, Any]:
     return second
 
 
-def judge_mode(step: judge.Step, decisions: judge.Decisions, expected: judge.Outcome) -> dict[str, Any]:
-    """Run a step inside a budget that forces a decision on every saved buffer, and compare it with the plain one."""
+def judge_in(open_budget: judge.Scope, step: judge.Step, expected: judge.Outcome) -> dict[str, Any]:
+    """Run a step inside a budget, and compare it with the plain one."""
     budgets: list[MemoryBudget] = []
 
     @contextlib.contextmanager
     def scope() -> Generator[MemoryBudget]:
-        budgets.append(MemoryBudget(judge.UNLIMITED, Config(decisions=decisions, tier="memory")))
-        with budgets[-1] as budget:
+        with open_budget() as budget:
+            budgets.append(budget)
             yield budget
 
     started_s = time.perf_counter()

@@ -1,0 +1,111 @@
+"""One model, as a worker: the ways to run its step take turns, and each says what a step took of its thread's time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.host.subjects import SUBJECTS
+from benchmarks.turns import PLAIN, take_turns
+from torchdelta import BudgetError, Config, MemoryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.host.subjects import Subject
+    from benchmarks.turns import Block
+
+NO_OP, FITTING, RECORDING = "no-op mode and hooks", "a step that fits", "recording"
+TRACING, REACTING = "tracing", "reacting at 60 %"
+CONTENDERS = (PLAIN, NO_OP, FITTING, RECORDING, TRACING, REACTING)
+_SHARE = 0.6  # of what a step adds to the memory at rest
+_NUM_WARM_STEPS = 3  # ops, needs and graphs are known after them
+_UNBOUNDED_BYTES = 1 << 40
+
+
+class _NoOpMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _no_op() -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), _NoOpMode():
+        yield
+
+
+def contest(model: str, num_rounds: int) -> dict[str, Any]:
+    """Return the rounds: by contender, the processor time of the training thread in each timed step."""
+    torch.manual_seed(0)
+    subject = SUBJECTS[model]()
+    for _ in range(_NUM_WARM_STEPS):
+        subject.step()
+    budget_bytes = _pressing_budget(subject)
+    refused: dict[str, str] = {}
+
+    def run_block(name: str) -> Block | None:
+        gc.collect()
+        try:
+            return {"thread_s": _times(subject, name, budget_bytes)}
+        except BudgetError as error:
+            refused[name] = str(error).splitlines()[0]
+            return None
+
+    return {"rounds": take_turns(CONTENDERS, num_rounds, run_block), "budget_bytes": budget_bytes, "refused": refused}
+
+
+def _pressing_budget(subject: Subject) -> int:
+    with MemoryBudget(_UNBOUNDED_BYTES) as budget:
+        rest_bytes = budget._session.ledger.usage.total_bytes
+        subject.step()
+        subject.step()
+    return rest_bytes + int(_SHARE * (budget.summary().peak_bytes - rest_bytes))
+
+
+def _times(subject: Subject, name: str, budget_bytes: int) -> list[float]:
+    if name == TRACING:  # a trace is that of the second step
+        return [_traced_time(subject) for _ in range(max(1, subject.num_steps // 5))]
+    scope: Any = contextlib.nullcontext()
+    if name == NO_OP:
+        scope = _no_op()
+    elif name in {FITTING, RECORDING, REACTING}:
+        scope = MemoryBudget(budget_bytes if name == REACTING else _UNBOUNDED_BYTES, Config(planner=None))
+    with scope:
+        if name == RECORDING:
+            scope._session.pause.forbid()  # so that every step is recorded
+        for _ in range(_NUM_WARM_STEPS):
+            subject.step()
+        return [_thread_time(subject) for _ in range(subject.num_steps)]
+
+
+def _traced_time(subject: Subject) -> float:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        MemoryBudget(_UNBOUNDED_BYTES, trace_out=Path(directory) / "step.trace"),
+    ):
+        subject.step()
+        return _thread_time(subject)
+
+
+def _thread_time(subject: Subject) -> float:
+    began_s = time.thread_time()
+    subject.step()
+    return time.thread_time() - began_s
+
+
+def median_ratios(rounds: list[dict[str, Block]], contender: str) -> list[float]:
+    """Return, for each round that a contender took part in, its median step over plain's."""
+    return [
+        statistics.median(blocks[contender]["thread_s"]) / statistics.median(blocks[PLAIN]["thread_s"])
+        for blocks in rounds
+        if contender in blocks
+    ]

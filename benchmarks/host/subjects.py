@@ -1,0 +1,129 @@
+"""Steps whose kernels take next to nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from benchmarks import models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_TINY_OPS = 20_000
+_LENGTH = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A step, and how many are run for one measurement."""
+
+    step: Callable[[], object]
+    num_steps: int = 10
+
+
+def gpt2() -> Subject:
+    """Train a GPT-2 of 12 layers and width 64 on 16 tokens."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=64, n_head=2, vocab_size=128, n_positions=32, attn_implementation="eager"
+    )
+    tokens = torch.randint(0, 128, (1, 16))
+    model = transformers.GPT2LMHeadModel(config)
+    return _training(model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+
+
+def bert() -> Subject:
+    """Train a BERT of 12 layers and width 64 on 16 tokens."""
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=64, num_hidden_layers=12, num_attention_heads=2, intermediate_size=128, vocab_size=128
+    )
+    tokens = torch.randint(0, 128, (1, 16))
+    model = transformers.BertForMaskedLM(config)
+    return _training(model, lambda: model(input_ids=tokens, labels=tokens).loss)
+
+
+def resnet50() -> Subject:
+    """Train the graph of a ResNet-50 with a 16th of its channels on pictures of 32 pixels."""
+    import transformers
+
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[3, 4, 6, 3])
+    model = transformers.ResNetForImageClassification(config)
+    pictures, labels = torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
+    return _training(model, lambda: model(pixel_values=pictures, labels=labels).loss)
+
+
+def unet() -> Subject:
+    """Train a small diffusion U-Net on pictures of 8 pixels."""
+    model, inputs = models.denoiser(batch_size=1, size=8, width=8)(1)
+    return _training(model, lambda: models.loss_of(model, inputs))
+
+
+def lstm() -> Subject:
+    """Train an LSTM cell over 40 steps of time."""
+    cell, head = nn.LSTMCell(16, 16), nn.Linear(16, 2)
+    x = torch.randn(_LENGTH, 4, 16)
+
+    def loss() -> torch.Tensor:
+        state = None
+        for moment in x:
+            state = cell(moment, state)
+        assert state is not None
+        return head(state[0]).square().mean()
+
+    return _training(nn.ModuleList([cell, head]), loss)
+
+
+def mlp_with_adam() -> Subject:
+    """Train a perceptron of three layers with Adam, as reinforcement learning does."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    x = torch.randn(32, 16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return _training(model, lambda: model(x).square().mean(), optimizer, num_steps=40)
+
+
+def tiny_ops() -> Subject:
+    """Run 20,000 additions of one number, and the backward of all."""
+    start = torch.zeros(1, requires_grad=True)
+
+    def step() -> None:
+        x = start
+        for _ in range(NUM_TINY_OPS):
+            x = x + 1
+        x.sum().backward()
+
+    return Subject(step=step, num_steps=2)
+
+
+def _training(
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    num_steps: int = 10,
+) -> Subject:
+    model.train()
+    chosen = torch.optim.SGD(model.parameters(), lr=1e-4) if optimizer is None else optimizer
+
+    def step() -> None:
+        loss().backward()
+        chosen.step()
+        chosen.zero_grad()
+
+    return Subject(step=step, num_steps=num_steps)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "resnet50": resnet50,
+    "unet": unet,
+    "lstm": lstm,
+    "mlp-adam": mlp_with_adam,
+    "tiny-ops": tiny_ops,
+}

@@ -1,0 +1,45 @@
+"""The host benchmark runs every way of training, and times the training thread alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.host import contest
+from benchmarks.host.subjects import SUBJECTS, Subject
+from benchmarks.turns import PLAIN
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.rest) for name in SUBJECTS if name != "lstm"] + ["lstm"]
+)
+def test_each_subject_trains(name: str) -> None:
+    """A step of it runs and gives a gradient, twice in a row."""
+    torch.manual_seed(0)
+    subject = SUBJECTS[name]()
+    subject.step()
+    subject.step()
+    assert subject.num_steps > 0
+
+
+def test_every_contender_has_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round has one median for each way; a budget that does not fit is reported and not timed."""
+    layer = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+
+    def step() -> None:
+        layer(torch.ones(512, 64)).square().mean().backward()
+        layer.zero_grad()
+
+    monkeypatch.setitem(SUBJECTS, "lstm", lambda: Subject(step=step, num_steps=2))
+    found = contest.contest("lstm", 1)
+    (blocks,) = found["rounds"]
+    assert {*blocks, *found["refused"]} == {*contest.CONTENDERS}
+    assert all(time_s > 0 for block in blocks.values() for time_s in block["thread_s"])
+    assert contest.median_ratios(found["rounds"], PLAIN) == [1.0]
+
+
+def test_a_contender_that_left_has_no_ratio() -> None:
+    """Rounds without it are left out of its ratios."""
+    rounds = [{PLAIN: {"thread_s": [2.0, 4.0]}, contest.RECORDING: {"thread_s": [9.0]}}, {PLAIN: {"thread_s": [1.0]}}]
+    assert contest.median_ratios(rounds, contest.RECORDING) == [3.0]
+    assert contest.median_ratios(rounds, contest.NO_OP) == []
