@@ -1,18 +1,23 @@
 # Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
 # and the packages it already has instead: no .venv, no network.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-cuda check bench bench-gpu bench-gpu-smoke sweep clean
+.PHONY: help ready demo test test-rest test-whole test-all test-cuda check docs figures package matrix bench bench-gpu bench-gpu-smoke sweep clean
 
 ifdef PYTHON
 PY := $(PYTHON)
 READY :=
+DOCS_READY :=
+RELEASE_READY :=
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(CURDIR)/.venv/bin/python
 READY := .venv/.ready
+DOCS_READY := .venv/.docs
+RELEASE_READY := .venv/.release
 endif
 
 WORKERS ?= 2
+TORCH ?= 2.13.0
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,29 +26,62 @@ help:  ## list the targets
 .venv/.ready: pyproject.toml
 	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is older than 3.11: use PYTHON=...")'
 	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet torch==2.13.0
+	.venv/bin/python -m pip install --quiet torch==$(TORCH)
 	.venv/bin/python -m pip install --quiet -e '.[cli,dev]'
 	@touch $@
+
+.venv/.docs: .venv/.ready
+	.venv/bin/python -m pip install --quiet -e '.[docs]'
+	@touch $@
+
+.venv/.release: .venv/.ready
+	.venv/bin/python -m pip install --quiet -e '.[release]'
+	@touch $@
+
+ready: $(READY) $(DOCS_READY)  ## make .venv with what the other targets need
 
 demo: $(READY)  ## train a real model twice, plain and inside half of its memory, and compare
 	$(PY) -m torchdelta demo
 
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+# Tests start some hundred Python processes: each would compile the package again where bytecode is not kept.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
-test: $(READY)  ## run the tests of every part, with a sample of the long lists (WORKERS=2 processes; 5 to 7 minutes)
-	$(PYTEST) -m "not rest"
+test: $(READY)  ## run the tests of every part, with a sample of the long lists (WORKERS=2 processes; 6 minutes)
+	$(PYTEST) -m "not rest and not whole"
 
-test-rest: $(READY)  ## run what `make test` leaves out: the whole lists, slow processes, long searches
-	$(PYTEST) -m rest
+test-rest: $(READY)  ## run what `make test` leaves out: more of the lists, slow processes, searches
+	$(PYTEST) -m "rest and not whole"
 
-test-all: $(READY)  ## run both
-	$(PYTEST)
+test-whole: $(READY)  ## run what both leave out: the long lists to their ends, the longest searches
+	$(PYTEST) -m whole
 
-check: $(READY)  ## format, lint, types, import direction, exports
+test-all: $(READY)  ## run `test` and `test-rest` in one go
+	$(PYTEST) -m "not whole"
+
+check: $(READY)  ## format, lint, types (of the public interface, too), import direction, exports
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright --pythonpath $(PY)
+	$(PY) -m tools.public_types
 	$(PY) -m pytest -q tests/test_imports.py tests/test_exports.py
+
+docs: $(DOCS_READY)  ## build the documents into build/docs; a warning or a broken link is an error
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
+	@echo "build/docs/index.html"
+
+FOLLOWED := $(addprefix benchmarks/results/,following.json following-bert-like.json following-resnet50.json)
+
+figures: $(READY)  ## put the figures of benchmarks/results/ into README, documents and pictures
+	$(PY) -m benchmarks following --picture $(FOLLOWED)
+	$(PY) -m tools.figures --write
+
+package: $(RELEASE_READY)  ## build the sdist and the wheel into dist/, and test what is in them
+	rm -rf dist
+	$(PY) -m build --outdir dist
+	TORCHDELTA_DIST=dist $(PY) -m pytest -q tests/package
+
+matrix: package  ## try the wheel on every combination of Python and torch that can be had: docs/reference/compatibility.md
+	$(PY) -m tools.matrix
 
 bench: $(READY)  ## measure: writes into benchmarks/results/
 	$(PY) -m benchmarks all

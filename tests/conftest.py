@@ -1,18 +1,25 @@
 """What every test shares: subprocesses find the package where this checkout has it, and tests find their device.
 
-`rest` marks what `make test` leaves to `make test-rest` (tests/sampling.py chooses among parameters).
+`rest` marks what `make test` leaves to `make test-rest`, `whole` what both leave to `make test-whole`
+(tests/sampling.py chooses among parameters).
 
 Two more say what a test needs. `cuda`: a CUDA device. `accelerator`: any device with streams and autograd threads of
 its own, which is CUDA, or the stand-in that is built from C++ where there is none. Both are left out where the device
-is not there. TORCHDELTA_TEST_DEVICE ("cpu", "cuda" or "standin") says what the steps of same_bits/ and accelerator/ run
-on; with "cuda", those of same_bits/ count as `cuda` as well.
+is not there. TORCHDELTA_TEST_DEVICE ("cpu", "cuda", "standin" or "racecheck") says what the steps of same_bits/ and
+accelerator/ run on; with "cuda", those of same_bits/ count as `cuda` as well. "racecheck" is the accelerator that
+computes late (tests/racecheck): with it, each test is one schedule, and fails if its accesses to memory are unordered.
 """
 
+import gc
 import importlib
 import os
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.collector import leave_out
 
 _SRC = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SRC, os.environ.get("PYTHONPATH")]))
@@ -22,9 +29,40 @@ if _DEVICE == "standin":
     from tests.accelerator import standin
 
     standin.load()  # before the first backward
+if _DEVICE == "racecheck":
+    from tests.racecheck import device as racecheck
+
+    racecheck.load()
+else:
+    collect_ignore = ["racecheck"]  # unfinished: run it with TORCHDELTA_TEST_DEVICE=racecheck
 if _DEVICE != "cuda":
     # On a machine with a GPU too, what is written for the CPU runs on the CPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Collect no garbage while the test files import what they need: each collection would visit a million objects."""
+    gc.disable()
+
+
+@pytest.fixture(autouse=_DEVICE == "racecheck")
+def drawn_schedule(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the device work in an order that the test's name draws, and look for races afterwards."""
+    extension = racecheck.load()
+    extension.reset()
+    extension.take_complaints()
+    extension.set_mode(1, zlib.crc32(request.node.nodeid.encode()))
+    yield
+    extension.settle()
+    extension.set_mode(0, 0)
+    assert extension.take_complaints() == []
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the test files have imported out of the collections in tests."""
+    leave_out()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -39,6 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         has_device = True
         if item.get_closest_marker("cuda") is not None:
             has_device = has_cuda
+        elif item.get_closest_marker("racecheck") is not None:
+            has_device = _DEVICE == "racecheck"
         elif item.get_closest_marker("accelerator") is not None:
             has_device = _DEVICE != "cpu"
         (kept if has_device else left_out).append(item)

@@ -25,9 +25,12 @@ MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
     "names": set(),
-    "config": {"errors", "names", "units"},
+    "settings_file": {"errors"},
+    "config": {"errors", "names", "settings_file", "units"},
+    "settings": {*BASE, "settings_file"},
     "host": BASE,
-    "summary": BASE,
+    "html_table": set(),
+    "summary": {*BASE, "html_table"},
     "aten": {*BASE, "_torch"},
     "modules": {*BASE, "_torch"},
     "trace": {*BASE, "_torch", "aten", "modules"},  # for its symbolic part
@@ -56,13 +59,14 @@ MAY_IMPORT = {
         "plan",
         "pool",
     },
-    "budget": {*BASE, "host", "summary", "runtime", "trace", "plan"},
+    "budget": {*BASE, "host", "settings", "summary", "runtime", "trace", "plan"},
     "__init__": {*BASE, "summary", "runtime", "budget", "planners"},
     # Leaves: nothing above imports them.
     "cli": {
         *BASE,
         "__init__",
         "host",
+        "settings",
         "summary",
         "native",
         "runtime",
@@ -75,6 +79,7 @@ MAY_IMPORT = {
         "planners",
         "pool",
     },
+    "integrations": {*BASE, "notices", "summary", "runtime", "budget", "trace", "machine", "plan", "planners"},
     "__main__": {"cli"},
 }
 # Rooms that must start without torch; a module or package in one may be named as "room.module" in NEEDS_TORCH.
@@ -84,7 +89,10 @@ TORCH_FREE = {
     "errors",
     "names",
     "config",
+    "settings_file",
+    "settings",
     "host",
+    "html_table",
     "summary",
     "trace",
     "machine",
@@ -94,7 +102,7 @@ TORCH_FREE = {
     "planners",
     "pool",
 }
-NEEDS_TORCH = {"trace.symbolic", "machine.probe"}
+NEEDS_TORCH = {"trace.symbolic", "machine.probe", "machine.share"}
 NEEDS_NUMPY = {"simulate", "planners", "pool"}  # the extra `plan`
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.collector import give_back
 from tests.same_bits.judge import DEVICE, comparable_conditions
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def device() -> Iterator[torch.device]:
     """Give the device with its index; factories make their tensors there."""
     with comparable_conditions(), torch.device(DEVICE):
         yield torch.device(DEVICE, 0)
-    gc.unfreeze()
+    give_back()
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Builds the stand-in accelerator (standin.cpp) once and puts it on torch as the device "standin".
+"""Builds a stand-in accelerator from C++ once, and puts it on torch as a device: standin.cpp as "standin".
+
+tests/racecheck/device.py does the same with an accelerator that computes late.
 
 It must be loaded before the first backward of a process: then the autograd engine starts its threads for devices.
 """
@@ -15,9 +17,12 @@ import sysconfig
 import tempfile
 import types
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NUM_DEVICES = 2
 _SOURCE = Path(__file__).with_name("standin.cpp")
@@ -28,19 +33,21 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def built() -> Path:
+def built(source: Path = _SOURCE) -> Path:
     """Return the extension module, building it where that is still to be done (about 20 seconds)."""
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    digest = hashlib.sha256()
+    for file in sorted({source, _SOURCE.with_name("shared.h"), *source.parent.glob("*.h")}):
+        digest.update(file.read_bytes())
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     directory = Path(tempfile.gettempdir()) / f"torchdelta-standin-{os.getuid()}"
-    path = directory / f"standin-{digest}-torch{torch.__version__}{suffix}"
+    path = directory / f"{source.stem}-{digest.hexdigest()[:12]}-torch{torch.__version__}{suffix}"
     if not path.exists():
         directory.mkdir(mode=0o700, exist_ok=True)
-        _build(path)
+        _build(source, path)
     return path
 
 
-def _build(path: Path) -> None:
+def _build(source: Path, path: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     found = compiler()
@@ -51,7 +58,7 @@ def _build(path: Path) -> None:
             *(found, "-std=c++20", "-O1", "-DNDEBUG", "-shared", "-fPIC"),
             *(f"-I{place}" for place in (*include_paths(device_type="cpu"), sysconfig.get_path("include"))),
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(str(_SOURCE), "-o", str(made)),
+            *(str(source), "-o", str(made)),
             *(f"-L{place}" for place in library_paths(device_type="cpu")),
             *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
         ]
@@ -61,14 +68,18 @@ def _build(path: Path) -> None:
 
 def load() -> Any:
     """Put the stand-in on torch and on torchdelta; returns torch's module for it."""
-    path = built()
-    loader = importlib.machinery.ExtensionFileLoader("standin", str(path))
-    spec = importlib.util.spec_from_file_location("standin", path, loader=loader)
+    return put_on_torch("standin", _SOURCE, _engine)[0]
+
+
+def put_on_torch(name: str, source: Path, engine: Callable[[torch.device], Any]) -> tuple[Any, Any]:
+    """Put an accelerator on torch and on torchdelta under a name; returns torch's module for it, and the extension."""
+    loader = importlib.machinery.ExtensionFileLoader(name, str(built(source)))
+    spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
     assert spec is not None
     extension = importlib.util.module_from_spec(spec)
     loader.exec_module(extension)
-    torch.utils.rename_privateuse1_backend("standin")
-    module = types.ModuleType("standin")
+    torch.utils.rename_privateuse1_backend(name)
+    module = types.ModuleType(name)
     generators = tuple(extension.default_generator(index) for index in range(NUM_DEVICES))
     vars(module).update(
         default_generators=generators,
@@ -80,14 +91,14 @@ def load() -> Any:
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         _is_in_bad_fork=lambda: False,
     )
-    torch._register_device_module("standin", module)
+    torch._register_device_module(name, module)
     torch.utils.generate_methods_for_privateuse1_backend()
     from torchdelta.runtime import tiers
     from torchdelta.runtime.device import memory
 
-    memory.ACCELERATORS.add("standin")
-    tiers.ENGINES["standin"] = _engine
-    return module
+    memory.ACCELERATORS.add(name)
+    tiers.ENGINES[name] = engine
+    return module, extension
 
 
 def _engine(device: torch.device) -> Any:

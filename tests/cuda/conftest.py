@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.collector import give_back
 from tests.same_bits.judge import comparable_conditions, on_device
 
 if TYPE_CHECKING:
@@ -18,4 +18,4 @@ def _on_cuda() -> Iterator[None]:
     """Make tensors on the device, with fixed algorithms."""
     with comparable_conditions(), on_device():
         yield
-    gc.unfreeze()
+    give_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ from tests.faults.programs import (
 )
 from tests.faults.switches import disabled
 from tests.following import following_drawn
+from tests.sampling import sample
 from torchdelta.errors import TierIOError
 from torchdelta.runtime.tiers.copier import CopyTransfer
 from torchdelta.runtime.tiers.disk import DiskTier
@@ -82,8 +84,7 @@ FAILURES: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(("name", "condition"), sample(itertools.product(FAILURES, CONDITIONS), 8))
 def test_training_outlives_a_disk_that_fails(name: str, condition: str, plain: Report, tmp_path: Path) -> None:
     """What fails in one step stays, or is recomputed; nothing is raised, and later steps swap again."""
     ours = run(FAILURES[name], CONDITIONS[condition](tmp_path))

@@ -139,6 +139,7 @@ def test_an_interrupt_anywhere_in_the_runtime(policy: str, tier: str) -> None:
     assert broken_places(policy, tier, NUM_PLACES) == []
 
 
+@pytest.mark.rest
 def test_without_sections_an_interrupt_divides_the_books() -> None:
     """The control: the same places, with interrupts handled at once wherever they come.
 

@@ -114,6 +114,7 @@ def test_control_without_the_handling_workers_run_inside_the_budget(tmp_path: Pa
     assert num_on > 0
 
 
+@pytest.mark.rest
 def test_a_forked_child_may_leave_the_scope_and_open_its_own(tmp_path: Path) -> None:
     """`os.fork()` inside a `with`: the child leaves the block without an error, and the parent goes on."""
     code = """

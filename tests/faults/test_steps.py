@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from tests.faults.programs import (
 from tests.faults.switches import disabled
 from tests.following import following_drawn
 from tests.same_bits.judge import Bits, bits_of, seed_everything
+from tests.sampling import sample
 from torchdelta import MemoryBudget
 from torchdelta.runtime import current, patches, session
 from torchdelta.runtime.memory import replay
@@ -84,9 +86,8 @@ def plain_with(place: str, kind: str) -> Report:
     return _plain[place, kind]
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("place", PLACES)
+# An odd stride, so that the sample has all places, kinds and conditions.
+@pytest.mark.parametrize(("place", "kind", "condition"), sample(itertools.product(PLACES, ERRORS, CONDITIONS), 29))
 def test_a_fault_in_a_step(place: str, kind: str, condition: str, tmp_path: Path) -> None:
     """The step is lost as plain loses it, and nothing else is."""
     plain = plain_with(place, kind)
@@ -104,7 +105,7 @@ def num_followed_steps(ours: Report) -> int:
     return ours.budget._past[-1].follower.num_followed_steps  # noqa: SLF001 - no summary counts it
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", sample(PLACES, 4))
 def test_control_without_the_release_memory_stays(place: str, tmp_path: Path) -> None:
     """The negative control: handles that nobody counts out keep what they held."""
     with disabled("release"):

@@ -28,6 +28,7 @@ def test_every_transformers_model_is_listed() -> None:
     assert "BertPreTrainedModel" not in subjects
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore")
 def test_every_module_of_torch_has_samples_or_a_reason() -> None:
     """A new module of torch without samples fails here and not unseen."""

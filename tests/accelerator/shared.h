@@ -1,0 +1,102 @@
+// What both stand-ins for an accelerator have: views of memory, and each device's own random numbers.
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/NativeFunctions.h>
+#include <ATen/native/Resize.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <optional>
+#include <vector>
+
+namespace standin {
+
+constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kNumDevices = 2;
+
+inline thread_local c10::DeviceIndex current_device = 0;
+inline thread_local c10::StreamId current_stream[kNumDevices] = {0, 0};
+
+// A device's own stream of random numbers, drawn by a CPU generator that is never the CPU's default one.
+struct Generator final : c10::GeneratorImpl {
+  explicit Generator(c10::DeviceIndex index)
+      : c10::GeneratorImpl({kDevice, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        inner(at::detail::createCPUGenerator()) {}
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t) override { TORCH_CHECK(false, "no offset"); }
+  uint64_t get_offset() const override { TORCH_CHECK(false, "no offset"); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
+  Generator* clone_impl() const override {
+    auto* copy = new Generator(device_.index());
+    copy->inner = inner.clone();
+    return copy;
+  }
+  mutable at::Generator inner;
+};
+
+inline at::Generator& default_generator(c10::DeviceIndex index) {
+  static auto* generators = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (c10::DeviceIndex i = 0; i < kNumDevices; ++i) made->push_back(at::make_generator<Generator>(i));
+    return made;
+  }();
+  return generators->at(index < 0 ? current_device : index);
+}
+
+// The same memory as another tensor, of the CPU; the caller keeps the first one alive.
+inline at::Tensor alias_on_cpu(const at::Tensor& tensor) {
+  auto storage = c10::Storage(
+      c10::Storage::use_byte_size_t(),
+      tensor.storage().nbytes(),
+      c10::DataPtr(tensor.storage().mutable_data(), c10::Device(c10::kCPU)));
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
+  return alias;
+}
+
+inline at::Tensor on_cpu(const at::Tensor& tensor) {
+  return tensor.device().type() == kDevice ? alias_on_cpu(tensor) : tensor;
+}
+
+inline const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+inline at::Tensor as_strided(
+    const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      tensor,
+      C10_AS_INTARRAYREF_SLOW(size),
+      C10_AS_INTARRAYREF_SLOW(stride),
+      offset.has_value() ? std::make_optional(offset->expect_int()) : std::nullopt);
+}
+
+inline at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef size) {
+  return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+inline at::Tensor reshape_alias(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+inline at::Tensor& set_source_tensor(at::Tensor& tensor, const at::Tensor& source) {
+  return at::native::set_tensor_(tensor, source);
+}
+
+inline at::Tensor& set_source_storage(at::Tensor& tensor, at::Storage source) { return at::native::set_(tensor, source); }
+
+inline at::Tensor& set_source_storage_view(
+    at::Tensor& tensor, at::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  return at::native::set_storage_cpu_(tensor, std::move(storage), offset, size, stride);
+}
+
+}  // namespace standin

@@ -1,0 +1,65 @@
+"""The wheel at work: trained with, without a compiler, and imported."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SMOKE = Path(__file__).parents[2] / "tools" / "matrix" / "smoke.py"
+
+
+def run(installed, *arguments, **environment):
+    """Run Python with the wheel's content on its path instead of this checkout's."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=installed,
+        env=os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_it_trains_inside_a_budget_without_a_compiler(installed, tmp_path):
+    """Native parts are absent, and one log line says so; losses and parameters are equal bit for bit."""
+    done = run(installed, SMOKE, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    result = json.loads(done.stdout)
+    assert result["is_equal"]
+    assert result["peak_bytes"] <= result["budget_bytes"] < result["plain_peak_bytes"]
+    assert "no-such-compiler" in result["native"]
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("torchdelta")
+    assert "no-such-compiler" in lines[0]
+
+
+def test_the_command_needs_its_extra_and_says_so(installed):
+    """Without typer the command line is one line that names what to install."""
+    code = "import sys; sys.modules['typer'] = None; from torchdelta.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "torchdelta[cli]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_it_costs_next_to_nothing(installed):
+    """`import torchdelta` loads one module: no torch, no msgspec, nothing slow of the standard library."""
+    code = (
+        "import sys; before = set(sys.modules); import torchdelta; "
+        "print(torchdelta.__file__); print(sorted(set(sys.modules) - before))"
+    )
+    where, brought = run(installed, "-c", code).stdout.splitlines()
+    assert Path(where).is_relative_to(installed)
+    names = ast.literal_eval(brought)
+    assert [name for name in names if name.startswith("torchdelta")] == ["torchdelta"]
+    loaded = {name.partition(".")[0] for name in names} - {"torchdelta"}
+    assert loaded <= set(sys.stdlib_module_names)
+    assert loaded & {"ctypes", "subprocess", "logging", "dataclasses", "inspect", "asyncio", "multiprocessing"} == set()

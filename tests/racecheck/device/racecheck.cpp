@@ -1,0 +1,328 @@
+// An accelerator that computes and copies late, in an order that a scheduler chooses, and reports every race.
+//
+// Beside tests/accelerator/standin.cpp, whose kernels have run when their call returns. Here a kernel is an entry of
+// its stream's queue; memory that is freed has a new user at once; and a checker compares each access with the earlier
+// ones. See docs/design for what that proves.
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <Python.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/Generator.h>
+
+#include "kernels.h"
+
+namespace {
+
+using namespace racecheck;
+
+c10::StreamId next_stream = 1;
+constexpr c10::StreamId kNumStreams = 32;  // as many as CUDA has in its pool: the next stream is the first again
+
+struct Event {
+  std::shared_ptr<Mark> mark;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto previous = current_device;
+    current_device = device.index() < 0 ? previous : device.index();
+    return {kDevice, previous};
+  }
+  c10::Device getDevice() const override { return {kDevice, current_device}; }
+  void setDevice(c10::Device device) const override { exchangeDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { exchangeDevice(device); }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device), current_stream[with_index(device).index()]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, with_index(device));
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    const Lock guard(queues.lock);
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device), (next_stream++ - 1) % kNumStreams + 1);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto previous = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return previous;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    const Lock guard(queues.lock);
+    if (*event == nullptr) *event = new Event;
+    static_cast<Event*>(*event)->mark = queues.mark(key_of(stream.device_index(), stream.id()));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    const Lock guard(queues.lock);
+    if (event != nullptr) queues.follow(key_of(stream.device_index(), stream.id()), static_cast<Event*>(event)->mark);
+  }
+  bool queryEvent(void* event) const override {
+    const Lock guard(queues.lock);
+    return event == nullptr || queues.is_reached(static_cast<Event*>(event)->mark);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    allocator.recordStream(data, stream);  // the autograd engine does, for what crosses streams
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void synchronizeEvent(void* event) const override {
+    const Lock guard(queues.lock);
+    if (event != nullptr) queues.wait(static_cast<Event*>(event)->mark);
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    const Lock guard(queues.lock);
+    queues.wait_for_stream(key_of(stream.device_index(), stream.id()));
+  }
+  void synchronizeDevice(c10::DeviceIndex) const override {
+    const Lock guard(queues.lock);
+    queues.settle();
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    const Lock guard(queues.lock);
+    return queues.is_reached(queues.mark(key_of(stream.device_index(), stream.id())));
+  }
+  double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+    const Lock guard(queues.lock);
+    const auto &start = static_cast<Event*>(first)->mark, &end = static_cast<Event*>(second)->mark;
+    TORCH_CHECK(start->is_reached && end->is_reached, "both events must be reached before their times are compared");
+    return 1e3 * (end->time_s - start->time_s);
+  }
+
+ private:
+  static c10::Device with_index(c10::Device device) {
+    return {kDevice, device.index() < 0 ? current_device : device.index()};
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Generator>(index < 0 ? current_device : index);
+  }
+  at::Device getDeviceFromPtr(void*) const override { return {kDevice, current_device}; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current_device, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size_bytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    const c10::OptionalDeviceGuard guard(impl->device());
+    c10::DataPtr data = allocator.allocate(size_bytes);
+    const size_t copied_bytes = std::min(size_bytes, impl->nbytes());
+    if (impl->data() != nullptr && copied_bytes > 0) {
+      const auto from = reinterpret_cast<uintptr_t>(impl->data()), to = reinterpret_cast<uintptr_t>(data.get());
+      const Lock lock(queues.lock);
+      queues.queue(
+          current_key(current_device), "a resize", {{from, from + copied_bytes, false}, {to, to + copied_bytes, true}},
+          [from, to, copied_bytes] {
+            std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), copied_bytes);
+          });
+    }
+    impl->set_data_ptr_noswap(std::move(data));
+    impl->set_nbytes(size_bytes);
+  }
+};
+
+at::Tensor empty(
+    c10::IntArrayRef size,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>,
+    std::optional<c10::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(
+      size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    c10::IntArrayRef size,
+    c10::IntArrayRef stride,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(
+      size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  if (source.sizes() != target.sizes()) target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  allocator.recordStream(tensor.storage().data_ptr(), stream);
+}
+
+c10::OperatorHandle op_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+void convolution(const c10::OperatorHandle&, Stack* stack) { launch(op_named("aten::convolution"), stack); }
+
+void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
+  constexpr size_t kNumArguments = 10;  // then the sizes of the bias stand behind the weight
+  const auto gradient = (*stack)[stack->size() - kNumArguments].toTensor();
+  stack->insert(stack->end() - (kNumArguments - 3), c10::IValue(std::vector<int64_t>{gradient.size(1)}));
+  launch(op_named("aten::convolution_backward"), stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", as_strided);
+  m.impl("resize_", resize);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("set_.source_Tensor", set_source_tensor);
+  m.impl("set_.source_Storage", set_source_storage);
+  m.impl("set_.source_Storage_storage_offset", set_source_storage_view);
+  m.impl("view", view);
+  m.impl("record_stream", record_stream);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&launch>()); }
+
+// -- for Python
+
+PyObject* nothing() { Py_RETURN_NONE; }
+
+PyObject* python_generator(PyObject*, PyObject* index) {
+  return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(PyLong_AsLong(index))));
+}
+
+PyObject* set_mode(PyObject*, PyObject* arguments) {
+  int mode;
+  unsigned long long seed;
+  if (!PyArg_ParseTuple(arguments, "iK", &mode, &seed)) return nullptr;
+  const Lock guard(queues.lock);
+  queues.set_mode(static_cast<Mode>(mode), seed);
+  return nothing();
+}
+
+PyObject* set_script(PyObject*, PyObject* answers) {
+  std::vector<int> script;
+  for (Py_ssize_t i = 0; i < PyList_Size(answers); ++i) {
+    script.push_back(static_cast<int>(PyLong_AsLong(PyList_GetItem(answers, i))));
+  }
+  const Lock guard(queues.lock);
+  queues.set_script(std::move(script));
+  return nothing();
+}
+
+// The questions of this run: what each was answered, and what stood in the device when it was asked.
+PyObject* questions(PyObject*, PyObject*) {
+  const Lock guard(queues.lock);
+  auto* made = PyList_New(0);
+  for (size_t i = 0; i < queues.answers().size(); ++i) {
+    auto* one = Py_BuildValue("(iK)", queues.answers()[i], static_cast<unsigned long long>(queues.keys()[i]));
+    PyList_Append(made, one);
+    Py_DECREF(one);
+  }
+  return made;
+}
+
+PyObject* take_complaints(PyObject*, PyObject*) {
+  const Lock guard(queues.lock);
+  auto* made = PyList_New(0);
+  for (const auto& text : queues.checker.take_complaints()) {
+    auto* one = PyUnicode_FromString(text.c_str());
+    PyList_Append(made, one);
+    Py_DECREF(one);
+  }
+  return made;
+}
+
+PyObject* counts(PyObject*, PyObject*) {
+  const Lock guard(queues.lock);
+  std::string names;
+  for (const auto& name : names_at_launch) names += name + " ";
+  return Py_BuildValue(
+      "{s:K,s:K,s:K,s:K,s:K,s:K,s:s}", "num_kernels", static_cast<unsigned long long>(queues.num_kernels), "num_marks",
+      static_cast<unsigned long long>(queues.num_marks), "num_questions",
+      static_cast<unsigned long long>(queues.num_questions), "num_reused",
+      static_cast<unsigned long long>(allocator.num_reused), "num_at_launch",
+      static_cast<unsigned long long>(num_at_launch.load()), "log", static_cast<unsigned long long>(queues.log),
+      "names_at_launch", names.c_str());
+}
+
+PyObject* pin(PyObject*, PyObject* arguments) {
+  unsigned long long start, size_bytes;
+  if (!PyArg_ParseTuple(arguments, "KK", &start, &size_bytes)) return nullptr;
+  const Lock guard(queues.lock);
+  queues.checker.begin(start, start + size_bytes, kHost, queues.host);
+  return nothing();
+}
+
+PyObject* unpin(PyObject*, PyObject* start) {
+  const Lock guard(queues.lock);
+  queues.checker.unpin(PyLong_AsUnsignedLongLong(start), queues.host);
+  queues.run_all();  // the memory is unmapped next: a copy that is late would end the process
+  return nothing();
+}
+
+PyObject* on_host(PyObject*, PyObject* arguments) {
+  unsigned long long start, size_bytes;
+  int is_write;
+  const char* what;
+  if (!PyArg_ParseTuple(arguments, "KKps", &start, &size_bytes, &is_write, &what)) return nullptr;
+  const Lock guard(queues.lock);
+  queues.on_host({start, start + size_bytes, is_write != 0}, what);
+  return nothing();
+}
+
+PyObject* settle(PyObject*, PyObject*) {
+  const Lock guard(queues.lock);
+  queues.settle();
+  return nothing();
+}
+
+PyObject* reset(PyObject*, PyObject*) {
+  const Lock guard(queues.lock);
+  queues.settle();
+  allocator.forget();
+  queues.reset();
+  next_stream = 1;
+  return nothing();
+}
+
+PyMethodDef methods[] = {
+    {"default_generator", python_generator, METH_O, "Return the generator that a device draws from."},
+    {"set_mode", set_mode, METH_VARARGS, "Say who chooses the order: 0 nobody, 1 a seed, 2 a script."},
+    {"set_script", set_script, METH_O, "Say what the next questions about events find; afterwards: not reached."},
+    {"questions", questions, METH_NOARGS, "Return what was asked since `set_script`: answers and states."},
+    {"take_complaints", take_complaints, METH_NOARGS, "Return the races and uses after free, and forget them."},
+    {"counts", counts, METH_NOARGS, "Return what was queued so far."},
+    {"pin", pin, METH_VARARGS, "Let copies use this host memory without waiting for the host."},
+    {"unpin", unpin, METH_O, "Undo `pin`; a copy that may still use the memory is reported."},
+    {"on_host", on_host, METH_VARARGS, "Note that the host itself reads or writes pinned memory."},
+    {"settle", settle, METH_NOARGS, "Run all that is queued."},
+    {"reset", reset, METH_NOARGS, "Run all that is queued, and forget the past."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "racecheck", nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_racecheck() {
+  Queues::pristine();
+  Queues::pristine_keys();
+  c10::SetAllocator(kDevice, &allocator);
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,58 @@
+"""The tests of this folder and of accelerator/ on the accelerator that computes late, in processes of their own.
+
+Processes of their own, because the autograd engine starts its threads for devices at the first backward of a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import standin
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.skipif(standin.compiler() is None, reason="no C++ compiler to build the accelerator with"),
+    pytest.mark.skipif("TORCHDELTA_TEST_DEVICE" in os.environ, reason="these tests run on a device already"),
+]
+
+
+def run_late(*words: str) -> None:
+    """Run tests on the accelerator that computes late."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=120", *words],
+        cwd=REPOSITORY,
+        env=os.environ | {"TORCHDELTA_TEST_DEVICE": "racecheck"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_a_sample_of_the_race_check() -> None:
+    """Controls, some hundred schedules, every schedule of the smallest steps, and the mutants of pinned memory."""
+    run_late("-m", "not rest", "tests/racecheck")
+
+
+@pytest.mark.rest
+def test_more_of_the_race_check() -> None:
+    """More schedules, larger steps, and every mutant."""
+    run_late("-m", "rest", "tests/racecheck")
+
+
+@pytest.mark.rest
+def test_the_accelerators_tests_late() -> None:
+    """What is tested on the stand-in that computes at once holds where kernels and copies are late, without a race."""
+    run_late("tests/accelerator")
+
+
+@pytest.mark.rest
+def test_following_late() -> None:
+    """Training loops under every decision and under drawn plans give the plain bits where everything is late."""
+    run_late("tests/same_bits/test_training.py", "tests/same_bits/test_unseen_writes.py")

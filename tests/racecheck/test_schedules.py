@@ -1,0 +1,48 @@
+"""The paths of the library under random schedules; `python -m tests.racecheck schedules` plays ten thousand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.racecheck.schedules import ALL_PATHS, play
+
+if TYPE_CHECKING:
+    from tests.racecheck.paths import Bench
+    from tests.racecheck.schedules import Path
+
+pytestmark = pytest.mark.racecheck
+NUM_SAMPLED = 4
+NUM_MORE = 40
+
+
+def assert_clean(bench: Bench, path: Path, seeds: range) -> None:
+    """Play schedules of a path."""
+    for seed in seeds:
+        shown = play(bench, path, seed)
+        assert shown.found == (), f"seed {seed}"
+
+
+@pytest.mark.parametrize("path", ALL_PATHS, ids="/".join)
+def test_our_paths_are_clean(bench: Bench, path: Path) -> None:
+    """The plain run's bits, no race and no use after free, in whatever order the device works."""
+    assert_clean(bench, path, range(NUM_SAMPLED))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("path", ALL_PATHS, ids="/".join)
+def test_our_paths_are_clean_in_more_schedules(bench: Bench, path: Path) -> None:
+    """The same for ten times as many orders."""
+    assert_clean(bench, path, range(NUM_SAMPLED, NUM_SAMPLED + NUM_MORE))
+
+
+def test_kernels_are_late(bench: Bench) -> None:
+    """Nothing runs at its launch for want of a meta kernel, and freed memory is handed on: the check checks."""
+    before = bench.extension.counts()
+    for budget in ("swap", "recompute", "followed"):
+        assert bench.play("residual", budget, 1).found == ()
+    after = bench.extension.counts()
+    assert after["num_at_launch"] == before["num_at_launch"], after["names_at_launch"]
+    assert after["num_reused"] > before["num_reused"] + 100
+    assert after["num_kernels"] > before["num_kernels"] + 300
