@@ -20,7 +20,9 @@ from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import without_mode
 from torchdelta._torch.tensors import is_leaf
+from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.instances import instances_of
+from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES
 from torchdelta.runtime.survey.first_step import FirstStep, foresee_first_step
 from torchdelta.runtime.survey.inventory import HELD, SMALL, STATES, TEMPORARIES
 
@@ -104,6 +106,7 @@ class RunNeed:
         small_bytes = _SMALL_BYTES + _SMALL_BYTES_PER_LEAF * len(trained)
         small_bytes += int(_MARGIN * self._without_gradients_bytes)
         outputs_bytes = 0 if is_lower_bound or not self._is_first_pass else self._held_outputs_bytes()
+        small_bytes += 0 if is_lower_bound else self._random_states_bytes()
         state_bytes = sum(step.state_bytes for _, step in steps)
         later_bytes = state_bytes + small_bytes
         freeing_bytes = max(self._forward_bytes + outputs_bytes, self._backward_bytes) + later_bytes
@@ -169,6 +172,13 @@ class RunNeed:
                 if record is not None:
                     found[record.id] = record.size_bytes
         return sum(found.values())
+
+
+    def _random_states_bytes(self) -> int:
+        """Return the bytes of the generators' states that stay recorded beside the next pass, as for a random input."""
+        if self._ledger.device.type != "cpu":
+            return 0  # a state is kept on the host
+        return RANDOM_STATE_BYTES * sum(entry.random_state is not None for entry in instances_of(OpEntry))
 
 
 def _outer_optimizers() -> list[torch.optim.Optimizer]:
