@@ -93,6 +93,7 @@ def test_autoswap_saves_something_without_waiting():
     assert 0 < max(row["reduction"].values()) < 1
 
 
+@pytest.mark.rest
 def test_a_batch_is_also_held_against_gradient_accumulation():
     """Whose optimizer steps once a batch, too: that plain is faster a sample, so the slowdown against it is larger."""
     row = tables.batches(subjects.Case(model="alexnet", machine_name="t4"), "fast")

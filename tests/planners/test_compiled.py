@@ -30,7 +30,7 @@ for package in (torchdelta.planners.default, torchdelta.simulate):
 """
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 def test_each_function_is_compiled_for_one_signature(tmp_path):
     """A constant that is handed over as a literal would make another one."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # what is read from a cache hides what it calls

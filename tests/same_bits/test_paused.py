@@ -30,7 +30,7 @@ def _imported() -> None:
     differentiable_operators()
 
 
-@pytest.mark.parametrize("chunk", sample(range(NUM_CHUNKS), 1))
+@pytest.mark.parametrize("chunk", sample(range(NUM_CHUNKS), 1, 4))
 def test_every_operator_leaves_the_same_bits_unrecorded(chunk: int) -> None:
     """Where plain raises, ours raises the same; saved tensors leave once recording resumes."""
     found, num_finished = judge_all_paused(
@@ -43,7 +43,7 @@ def test_every_operator_leaves_the_same_bits_unrecorded(chunk: int) -> None:
     assert num_finished >= 80
 
 
-@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 4))
+@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 4, 12))
 def test_drawn_loops_leave_the_same_bits_with_many_pauses(seed: int) -> None:
     """Branches, views, in-place ops, kept graphs, and steps that differ."""
     plain = train(seed)

@@ -48,7 +48,7 @@ def test_the_second_process_compiles_nothing(tmp_path):
     assert run_program(tmp_path) == (folder, 1, 0)
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 def test_without_a_folder_each_process_compiles(tmp_path):
     """A file stands where the folder would be: nothing is kept, and nothing fails."""
     (tmp_path / "compiled").write_text("no folder")
