@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta.cli.step import print_result
+from torchdelta.cli.errors import print_result
 from torchdelta.machine.interval import Interval, range_text
 from torchdelta.machine.model import Machine
 from torchdelta.trace.model import Trace
