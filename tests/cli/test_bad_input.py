@@ -78,6 +78,9 @@ def folder(tmp_path, monkeypatch):
     larger = (structs.replace(buffer, size_bytes=2 * buffer.size_bytes) for buffer in STEP.buffers)
     write_trace(structs.replace(STEP, buffers=tuple(larger)), "larger.trace")
     (tmp_path / "endless.jsonl").write_text('{"op": "alloc", "id": 1, "size_bytes": 1%s, "time_s": 0.0}' % ("0" * 400))
+    damaged_gzip = gzip.compress(b"") + b"\x1f\x8b\x08" + b"\0" * 7 + b"\xff" * 20  # a member that cannot be inflated
+    for suffix in ("jsonl", "pickle", "json"):
+        (tmp_path / f"damaged.{suffix}.gz").write_bytes(damaged_gzip)
     lives = "".join(
         f"b{i},{start},{end},4096\n" for i, (start, end) in enumerate([(0, 3), (3, 9), (0, 9), (9, 21), (0, 21)])
     )
@@ -244,6 +247,9 @@ CASES = {
         USAGE,
     ),
     "events of sizes without end": (("trace", "endless.jsonl", "--whole", "-o", "x.trace"), "more than 4 EiB", USAGE),
+    "a damaged log": (("trace", "damaged.jsonl.gz", "-o", "x.trace"), "cannot read the event log: Error -3", USAGE),
+    "a damaged snapshot": (("trace", "damaged.pickle.gz", "-o", "x.trace"), "cannot read the snapshot: Error", USAGE),
+    "a damaged profile": (("trace", "damaged.json.gz", "-o", "x.trace"), "cannot read the profile: Error -3", USAGE),
     "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return", USAGE),
     "a function that leaves": (fit("bad_models:leaving"), "leaving cannot be called: SystemExit: 3", USAGE),
     "a function of one batch": (fit("bad_models:fixed"), "gives the same step at batch sizes 2 and 4", USAGE),

@@ -223,22 +223,6 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Life(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What has to be placed in memory, and when: a half-open interval of moments.
-
-    Attributes:
-        id: Of the buffer or of the storage, as the function that made it says.
-        start_op: First moment alive, never below 0.
-        end_op: First moment no longer alive; equal to `start_op` for a buffer that op 0 overwrites.
-        size_bytes: Bytes in between.
-    """
-
-    id: int
-    start_op: int
-    end_op: int
-    size_bytes: int
-
-
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """The trace in a few numbers.
 
@@ -298,31 +282,6 @@ def live_buffers(trace: Trace, op: int) -> tuple[Buffer, ...]:
     """Return the buffers that are alive at an op, largest first, then by id: their sizes add up to the load there."""
     live = (buffer for buffer in trace.buffers if buffer.birth_op <= op < buffer.death_op)
     return tuple(sorted(live, key=lambda buffer: (-buffer.size_bytes, buffer.id)))
-
-
-def buffer_lives(trace: Trace) -> tuple[Life, ...]:
-    """Return each buffer's life within the step, by buffer id."""
-    return tuple(
-        Life(id=buffer.id, start_op=max(buffer.birth_op, 0), end_op=buffer.death_op, size_bytes=buffer.size_bytes)
-        for buffer in trace.buffers
-    )
-
-
-def storage_lives(trace: Trace) -> tuple[Life, ...]:
-    """Return each storage's life within the step, by storage id, at the size of its largest version.
-
-    This is what an allocator sees, and what the pool places. Its load equals `load_curve` unless a storage is resized.
-    """
-    versions = storage_versions(trace)
-    return tuple(
-        Life(
-            id=storage_id,
-            start_op=max(versions[storage_id][0].birth_op, 0),
-            end_op=versions[storage_id][-1].death_op,
-            size_bytes=max(buffer.size_bytes for buffer in versions[storage_id]),
-        )
-        for storage_id in sorted(versions)
-    )
 
 
 def counts(trace: Trace) -> Counts:

@@ -23,18 +23,17 @@ with, but for `MAX_GROWTH` of what it adds in between. (In a log with evaluation
 short, but it reaches the peak; layers of a forward leave behind what they save.) The rule and its numbers are ours.
 """
 
-import gzip
 import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from torchdelta.errors import TraceFileError
 from torchdelta.trace.imports.iteration import MIN_REPEATS, Iteration, find_iteration, signatures
+from torchdelta.trace.imports.plain_or_gzip import opened
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Phase, SavedTensor, Trace
 from torchdelta.trace.validate import validate
 from torchdelta.units import format_bytes
@@ -42,7 +41,6 @@ from torchdelta.units import format_bytes
 __all__ = ["Event", "read_event_log", "read_events", "trace_of_events"]
 
 _MAX_LINE_BYTES: Final = 2**20
-_GZIP_MAGIC: Final = b"\x1f\x8b"
 
 # See [Note: layers that look like steps].
 MIN_PEAK_SHARE: Final = 0.95
@@ -102,29 +100,22 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
     events: list[Event] = []
     sizes_bytes: dict[int | str, int] = {}
     freed: set[int | str] = set()
-    try:
-        with Path(path).open("rb") as raw:
-            is_gzip = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-            raw.seek(0)
-            stream = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
-            number = 0
-            while line := stream.readline(_MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > _MAX_LINE_BYTES:
-                    raise TraceFileError(f"{path}: line {number}: longer than {_MAX_LINE_BYTES} bytes")
-                if not line.strip():
-                    continue
-                try:
-                    event = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise TraceFileError(f"{path}: line {number}: no event: {' '.join(str(error).split())}") from error
-                wrong = _fault(event, events[-1] if events else None, sizes_bytes, freed)
-                if wrong is not None:
-                    raise TraceFileError(f"{path}: line {number}: {wrong}")
-                events.append(event)
-    except (OSError, EOFError) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TraceFileError(f"{path}: cannot read the event log: {text}") from error
+    number = 0
+    with opened(path, "event log") as stream:
+        while line := stream.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > _MAX_LINE_BYTES:
+                raise TraceFileError(f"{path}: line {number}: longer than {_MAX_LINE_BYTES} bytes")
+            if not line.strip():
+                continue
+            try:
+                event = decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise TraceFileError(f"{path}: line {number}: no event: {' '.join(str(error).split())}") from error
+            wrong = _fault(event, events[-1] if events else None, sizes_bytes, freed)
+            if wrong is not None:
+                raise TraceFileError(f"{path}: line {number}: {wrong}")
+            events.append(event)
     return events
 
 
