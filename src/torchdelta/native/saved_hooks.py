@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import load
-from torchdelta.native.counting import is_switched_off
+from torchdelta.native.build import is_switched_off, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
