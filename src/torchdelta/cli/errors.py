@@ -163,13 +163,7 @@ def print_result(text: str) -> None:
 
 
 def one_of(kind: str, word: str, known: Iterable[_Name]) -> _Name:
-    """Return the name that is spelled so, or fail with the nearest one.
-
-    Args:
-        kind: What it is the name of, such as "effort".
-        word: What the user wrote.
-        known: All names.
-    """
+    """Return the name that is spelled so, or fail with the nearest one."""
     names = {str(name): name for name in known}
     if word not in names:
         fail(unknown_name(kind, word, names))

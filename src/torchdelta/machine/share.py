@@ -94,14 +94,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def measure_share(device: str, machine: Machine, *, measured_at: str, quick: bool = False) -> Share:
-    """Time the kernels on a device whose machine was measured.
-
-    Args:
-        device: "cpu" or "cuda".
-        machine: What `probe` returned for it.
-        measured_at: When it was measured, in ISO 8601; the day of it is shared.
-        quick: Small sizes and short rounds, for tests.
-    """
+    """Time the kernels on a device whose machine was measured."""
     seconds_of = timer_of(device, quick=quick)
     kernels = tuple(
         msgspec.structs.replace(kernel, time_s=_rounded(seconds_of(run)))

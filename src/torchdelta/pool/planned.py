@@ -37,12 +37,6 @@ MAX_TRIES = 12
 def lives_of_plan(trace: Trace, plan: Plan, *, alignment_bytes: int = 1, capacity_bytes: int | None = None) -> Instance:
     """Return the lives of a step that follows a plan.
 
-    Args:
-        trace: The step.
-        plan: A valid plan of it.
-        alignment_bytes: As in `make_instance`.
-        capacity_bytes: As in `make_instance`.
-
     Raises:
         PoolError: As `make_instance`.
     """

@@ -41,9 +41,6 @@ def last_found_ops(trace: Trace) -> list[int]:
 
     A version that an op overwrites is there until that op runs, so a replay immediately before the op finds it. Every
     other buffer is freed before the op at which it is dead.
-
-    Args:
-        trace: A valid trace.
     """
     last = [buffer.death_op - 1 for buffer in trace.buffers]
     for versions in storage_versions(trace).values():

@@ -146,14 +146,7 @@ def least_peak(problem: PlanningProblem) -> int:
 
 
 def choose(problem: PlanningProblem, budget_bytes: int, effort: Effort, *, start: Codes | None = None) -> Codes:
-    """Return the best codes found; they may pass the budget if nothing else was found.
-
-    Args:
-        problem: Of any class.
-        budget_bytes: The budget.
-        effort: How long to think.
-        start: Codes to start from as well.
-    """
+    """Return the best codes found, also from a given start; they may pass the budget if nothing else was found."""
     keep = problem.keep_all()
     limits = problem.limits(budget_bytes)
     if not len(keep) or problem.score(keep, budget_bytes).is_feasible:

@@ -61,13 +61,8 @@ class Play:
     ) -> None:
         """Prepare a play.
 
-        Args:
-            step: The step.
-            machine: Whose links are used.
-            limit_bytes: The most bytes on the device.
-            policy: Who leaves, and how.
-            soft: Evict after each op and not before it, and go on where nothing is left to evict.
-            synchronous: Whether compute waits for every copy as soon as it is queued.
+        Where it is `soft` it evicts after each op and not before it, and goes on where nothing is left to
+        evict. Where it is `synchronous` compute waits for every copy as soon as it is queued.
         """
         num_buffers, num_ops = len(step.trace.buffers), step.num_ops
         self.step, self.program = step, PlayedProgram(step.trace)

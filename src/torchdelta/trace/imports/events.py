@@ -199,11 +199,7 @@ def trace_of_events(
 def _no_step(found: Iteration, loads: Sequence[int], log_peak_bytes: int, num_events: int) -> str | None:
     """Return why a repetition is no step of a log, None if it is one: see [Note: layers that look like steps].
 
-    Args:
-        found: The repetition.
-        loads: Bytes in use before each event of its iteration, and after the last one.
-        log_peak_bytes: The most in the log.
-        num_events: Of the log.
+    `loads` are the bytes in use before each event of its iteration, and after the last one.
     """
     peak_bytes = max(loads)
     if peak_bytes >= MIN_PEAK_SHARE * log_peak_bytes:

@@ -155,11 +155,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile_file(path: str | os.PathLike[str], *, whole: bool = False) -> Profile:
-    """Read one step of a profile: the middle one of those that `prof.step()` has marked.
-
-    Args:
-        path: The file.
-        whole: Take all of it as one step.
+    """Read one step of a profile: the middle one of those that `prof.step()` has marked, or all of it (`whole`).
 
     Raises:
         TraceFileError: It cannot be read, is cut short, is no profile, or has no marked steps or no ops in them.
