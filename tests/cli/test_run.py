@@ -320,7 +320,7 @@ def test_settings_come_from_a_file_and_the_environment(script, tmp_path):
         ('polcy = "lru"', [], "torchdelta.toml: unknown key 'polcy': did you mean policy?"),
         ("arena = 1", [], "torchdelta.toml: arena=1 is not allowed: use True or False"),
         ("memory_budget = ", [], "torchdelta.toml: not TOML: "),
-        ("", ["--config", "no.toml"], "no settings file 'no.toml'"),
+        ("", ["--config", "no.toml"], "cannot read 'no.toml': there is no such file"),
         ("", [], "missing option '--memory-budget': give it"),
     ],
 )

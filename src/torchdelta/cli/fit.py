@@ -142,7 +142,7 @@ class _FitQuestion:
         self.planner, self.say = planner, say
         self.decision_class: DecisionClass | None = decision_class
         say("tracing")
-        build = function_named(function, optimizer=optimizer)
+        build = function_named(function)
         from torchdelta.trace.symbolic import trace_step
 
         options: dict[str, Any] = {"optimizer": optimizer}

@@ -110,14 +110,11 @@ def class_named(word: str | None) -> DecisionClass | None:
     return None if word is None else one_of("class", word, get_args(DecisionClass))
 
 
-def function_named(function: str, *, optimizer: str, device: str = "cuda") -> Callable[..., Any]:
-    """Import the function that builds a step; fail where there is none, or no such optimizer or device."""
+def function_named(function: str) -> Callable[..., Any]:
+    """Import the function that builds a step."""
     # Imported late, so that --help and other wrong usage do not wait for torch.
     from torchdelta.trace.symbolic.load import load_function
-    from torchdelta.trace.symbolic.step import DEVICES, OPTIMIZERS
 
-    one_of("optimizer", optimizer, OPTIMIZERS)
-    one_of("device", device, DEVICES)
     with own_stdout():
         return load_function(function)
 

@@ -62,14 +62,13 @@ def pool(
     capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity), name="capacity")
     with progress() as say:
         from torchdelta.pool.csv_file import read_offsets, write_placement
-        from torchdelta.pool.model import check_alignment, footprint_bytes
+        from torchdelta.pool.model import footprint_bytes
         from torchdelta.pool.picture import svg
         from torchdelta.pool.solvers import check_options, compile_solvers, solve
         from torchdelta.pool.validate import check
 
         chosen = "fast" if fast else solver
         check_options(chosen, seed=seed, time_limit_s=time_limit)
-        check_alignment(alignment)
         say("reading")
         instance = _read(file, alignment_bytes=alignment, capacity_bytes=capacity_bytes)
         if validate is not None:

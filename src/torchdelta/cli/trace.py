@@ -95,7 +95,7 @@ def trace(
     step = _imported(function, whole=whole)
     match: Match | None = None
     if step is None:
-        build = function_named(function, optimizer=optimizer, device=device)
+        build = function_named(function)
         from torchdelta.trace.symbolic import traced_step
 
         options: dict[str, Any] = {"optimizer": optimizer, "comment": function, "with_growth": False}

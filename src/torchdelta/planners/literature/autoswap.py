@@ -48,11 +48,7 @@ Codes = NDArray[np.int8]
 
 def _planner(score: Score) -> Planner:
     def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-        """Swap from the top of the score until the step fits, waiting where the budget asks for it.
-
-        Raises:
-            InfeasibleError: Swapping every candidate is not enough.
-        """
+        """Swap from the top of the score until the step fits, waiting where the budget asks for it."""
         problem = PlanningProblem.of(trace, machine, decision_class="all")
         candidates = Candidates(trace, machine, problem.gaps)
         found = choose_within_budget(

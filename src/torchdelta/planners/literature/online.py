@@ -40,14 +40,7 @@ class NoCandidateError(Exception):
 
 
 class Play:
-    """The state of the play. Mutable; a policy reads it.
-
-    Attributes:
-        step: What is played.
-        program: The record of what happened.
-        clock_s: Time since the start, replays and waits included.
-        last_access_s: When each buffer was last read, written or brought back.
-    """
+    """The state of the play; a policy reads it as `online_policy.State`. Mutable; `program` is the record."""
 
     def __init__(
         self,

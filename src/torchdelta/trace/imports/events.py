@@ -26,6 +26,7 @@ short, but it reaches the peak; layers of a forward leave behind what they save.
 import math
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, Literal
 
@@ -38,7 +39,7 @@ from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Phase, Saved
 from torchdelta.trace.validate import validate
 from torchdelta.units import format_bytes
 
-__all__ = ["Event", "read_event_log", "read_events", "trace_of_events"]
+__all__ = ["Event", "read_event_log", "read_events", "trace_of_events", "whole_buffer"]
 
 _MAX_LINE_BYTES: Final = 2**20
 
@@ -64,16 +65,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     time_s: float = 0.0
 
 
+@dataclass(slots=True)
 class _Block:
     """A block while the step is built: its versions are the buffers."""
 
-    __slots__ = ("is_written", "size_bytes", "storage_id", "version")
-
-    def __init__(self, storage_id: int, size_bytes: int, version: int, *, is_written: bool) -> None:
-        self.storage_id = storage_id
-        self.size_bytes = size_bytes
-        self.version = version
-        self.is_written = is_written
+    storage_id: int
+    size_bytes: int
+    version: int
+    is_written: bool
 
 
 def read_event_log(path: str | os.PathLike[str], *, whole: bool = False) -> Trace:
@@ -300,11 +299,13 @@ class _Builder:
                 for id_, (storage_id, size_bytes, birth_op) in enumerate(self._births)
             ),
             ops=tuple(msgspec.structs.replace(op, phase=phase) for op, phase in zip(self._ops, phases, strict=True)),
-            saved_tensors=tuple(self._saved(saved_ids)),
+            saved_tensors=tuple(
+                whole_buffer(id_, self._births[id_][1], self._births[id_][2]) for id_ in sorted(saved_ids)
+            ),
         )
 
     def _new_block(self, size_bytes: int, birth_op: int, *, is_written: bool) -> _Block:
-        block = _Block(self._num_storages, size_bytes, len(self._births), is_written=is_written)
+        block = _Block(self._num_storages, size_bytes, len(self._births), is_written)
         self._num_storages += 1
         self._births.append((block.storage_id, size_bytes, birth_op))
         return block
@@ -348,10 +349,10 @@ class _Builder:
                 highest, peak_op = load, index
         return peak_op
 
-    def _saved(self, saved_ids: set[int]) -> Iterable[SavedTensor]:
-        for id_ in sorted(saved_ids):
-            _, size_bytes, birth_op = self._births[id_]
-            yield SavedTensor(op=birth_op + 1, buffer_id=id_, shape=(size_bytes,), stride=(1,), offset=0, dtype="uint8")
+
+def whole_buffer(buffer_id: int, size_bytes: int, birth_op: int) -> SavedTensor:
+    """Return a buffer as a saved tensor, of which nobody has said what it looks at."""
+    return SavedTensor(op=birth_op + 1, buffer_id=buffer_id, shape=(size_bytes,), stride=(1,), offset=0, dtype="uint8")
 
 
 def _alive_before(before: Iterable[Event], inside: Iterable[Event]) -> dict[int | str, int]:

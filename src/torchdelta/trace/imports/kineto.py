@@ -20,6 +20,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -247,15 +248,13 @@ def _threads(inside: list[tuple[float, _Event]]) -> Iterable[list[tuple[float, _
     return threads.values()
 
 
+@dataclass(slots=True)
 class _Around:
     """An event while what lies within it is read."""
 
-    __slots__ = ("device_s", "end_us", "event")
-
-    def __init__(self, event: _Event, end_us: float) -> None:
-        self.event = event
-        self.end_us = end_us
-        self.device_s = 0.0
+    event: _Event
+    end_us: float
+    device_s: float = 0.0
 
 
 class _Reader:
