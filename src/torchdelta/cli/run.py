@@ -134,19 +134,13 @@ def run(
     arguments_given |= {"decision_class": decision_class, "tier": tier, "swap_dir": swap_dir, "arena": arena}
     arguments_given |= {"host_budget": host_budget, "disk_budget": disk_budget}
     try:
-        settings = resolve_settings(
-            {key: value for key, value in arguments_given.items() if value is not None}, file=config
-        )
+        given = {key: value for key, value in arguments_given.items() if value is not None}
+        settings = resolve_settings(given, file=config)
         if settings.memory_budget is None:
             fail(_NO_BUDGET)
         wanted = settings.memory_budget
         wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
-        budget = MemoryBudget(
-            wanted,
-            settings.config,
-            plan=plan,
-            trace_out=trace_out,
-        )
+        budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         fail(str(error), EXIT_INFEASIBLE if isinstance(error, BudgetError) else EXIT_USAGE)

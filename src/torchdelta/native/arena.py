@@ -140,11 +140,7 @@ class ArenaFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaStatus(NativeStatus):
-    """Whether arenas are available, and what those of this process have done.
-
-    Attributes:
-        figures: All zero before the first arena.
-    """
+    """Whether arenas are available, and what those of this process have done: nothing before the first arena."""
 
     figures: ArenaFigures
 

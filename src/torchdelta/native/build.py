@@ -9,6 +9,7 @@ Only then it is renamed, so that a file under the final name is always complete 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -38,6 +39,7 @@ __all__ = [
     "import_module",
     "is_switched_off",
     "load",
+    "loaded",
     "self_test",
     "status_before_use",
     "status_in_use",
@@ -121,6 +123,15 @@ def load(source: Path, module_name: str, self_test_code: str) -> Any:
         return import_module(path, module_name)
     except (OSError, ImportError) as error:
         raise NativeError(f"{source.name} cannot be built or loaded: {error}") from error
+
+
+@functools.cache
+def loaded(source: Path, module_name: str, self_test_code: str) -> Any:
+    """Return the module as `load` does, or the NativeError that explains why there is none; once per process."""
+    try:
+        return load(source, module_name, self_test_code)
+    except NativeError as error:
+        return error
 
 
 def import_module(path: Path, module_name: str) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import NativeStatus, is_switched_off, load, status_before_use, status_in_use
+from torchdelta.native.build import NativeStatus, is_switched_off, loaded, status_before_use, status_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,13 +148,9 @@ class LimitedCounter(Counter, Protocol):
         """Call none, and refuse none."""
 
 
-@functools.cache
 def loaded_module() -> Any:
     """Return the module, built and imported but not installed, or the NativeError that explains why there is none."""
-    try:
-        return load(_SOURCE, _MODULE_NAME, _SELF_TEST)
-    except NativeError as error:
-        return error
+    return loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
 
 
 @functools.cache

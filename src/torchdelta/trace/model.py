@@ -228,10 +228,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_ops: Ops, pseudo-ops included.
-        num_ops_by_phase: The same, apart.
         num_buffers: Versions of content.
-        num_storages: Allocations.
-        num_saved_tensors: Views that autograd saved.
         before_step_bytes: Bytes that are alive when the step begins.
         saved_bytes: Bytes of the distinct buffers born in the step that autograd saved.
         bytes_by_kind: Bytes of all storages, each once at its largest version and under that version's kind.
@@ -240,10 +237,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_ops: int
-    num_ops_by_phase: dict[Phase, int]
     num_buffers: int
-    num_storages: int
-    num_saved_tensors: int
     before_step_bytes: int
     saved_bytes: int
     bytes_by_kind: dict[BufferKind, int]
@@ -287,16 +281,12 @@ def live_buffers(trace: Trace, op: int) -> tuple[Buffer, ...]:
 def counts(trace: Trace) -> Counts:
     """Return the trace in a few numbers."""
     bytes_by_kind: Counter[BufferKind] = Counter()
-    versions = storage_versions(trace)
-    for buffers in versions.values():
+    for buffers in storage_versions(trace).values():
         largest = max(buffers, key=lambda buffer: buffer.size_bytes)
         bytes_by_kind[largest.kind] += largest.size_bytes
     return Counts(
         num_ops=len(trace.ops),
-        num_ops_by_phase=dict(Counter(op.phase for op in trace.ops)),
         num_buffers=len(trace.buffers),
-        num_storages=len(versions),
-        num_saved_tensors=len(trace.saved_tensors),
         before_step_bytes=sum(b.size_bytes for b in trace.buffers if b.birth_op == BEFORE_STEP),
         saved_bytes=sum(b.size_bytes for b in trace.buffers if b.saved and b.birth_op != BEFORE_STEP),
         bytes_by_kind=dict(bytes_by_kind),

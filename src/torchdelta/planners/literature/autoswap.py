@@ -67,11 +67,7 @@ for _score in SCORES:
 
 
 class Candidates:
-    """The gaps that span the peak, and their scores.
-
-    Attributes:
-        gaps: The gaps.
-    """
+    """The gaps that span the peak, and their scores."""
 
     def __init__(self, trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> None:
         """Score those of some gaps that span the peak of the plain load and hold at least `MIN_BYTES`."""
