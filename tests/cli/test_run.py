@@ -236,7 +236,7 @@ def test_a_wrong_value_is_one_line_and_code_2(script, monkeypatch, options, mess
             "torchdelta run: unknown TORCHDELTA_LOG_LEVEL 'LOUD': use DEBUG, INFO",
             marks=pytest.mark.rest,
         ),
-        pytest.param([], {}, "torchdelta run: missing option '--memory-budget'", marks=pytest.mark.rest),
+        pytest.param([], {}, "torchdelta run: no memory budget is given: pass one", marks=pytest.mark.rest),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(script, options, env, message):
@@ -321,7 +321,7 @@ def test_settings_come_from_a_file_and_the_environment(script, tmp_path):
         ("arena = 1", [], "torchdelta.toml: arena=1 is not allowed: use True or False"),
         ("memory_budget = ", [], "torchdelta.toml: not TOML: "),
         ("", ["--config", "no.toml"], "cannot read 'no.toml': there is no such file"),
-        ("", [], "missing option '--memory-budget': give it"),
+        ("", [], "no memory budget is given: pass one ('8GiB'; --memory-budget 8GiB), or set"),
     ],
 )
 def test_wrong_settings_are_one_line_and_code_2(script, tmp_path, monkeypatch, text, options, message):

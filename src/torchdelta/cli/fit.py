@@ -30,6 +30,7 @@ from torchdelta.cli.prediction import (
     interval_facts,
     launches_left_out_s,
     launches_note,
+    tensor_line,
     tensors_at_peak,
     time_text,
 )
@@ -271,9 +272,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if facts["launches_left_out_s"]:
         lines.insert(2, f"note           {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
     lines[2:2] = extrapolation_lines(facts, width=15)
-    for tensor in facts["least_budget_tensors"]:
-        made_by = f", made by {tensor['made_by']}" if tensor["made_by"] else ""
-        lines.append(f"  {format_bytes(tensor['size_bytes']):>11}  {tensor['kind']}{made_by}")
+    lines += [tensor_line(tensor) for tensor in facts["least_budget_tensors"]]
     lines.append(f"largest batch  {facts['largest_plain_batch']} plain")
     for name, size in facts["largest_batch"].items():
         if name.endswith("_slowdown"):

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
@@ -19,11 +19,6 @@ from torchdelta.errors import TorchdeltaError
 from torchdelta.settings import resolve_settings
 
 __all__ = ["run"]
-
-_NO_BUDGET: Final = (
-    "missing option '--memory-budget': give it, such as --memory-budget 8GiB, or set TORCHDELTA_MEMORY_BUDGET, or "
-    "memory_budget in torchdelta.toml"
-)
 
 
 def run(
@@ -136,9 +131,7 @@ def run(
     try:
         given = {key: value for key, value in arguments_given.items() if value is not None}
         settings = resolve_settings(given, file=config)
-        if settings.memory_budget is None:
-            fail(_NO_BUDGET)
-        wanted = settings.memory_budget
+        wanted = settings.required_budget()
         wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
         budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
         budget.start()
