@@ -108,7 +108,7 @@ def test_an_unknown_planner_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('began')")
     done = inside("run", "--memory-budget", "1GiB", "--planner", "belady", "train.py", code=2)
-    assert "planner='belady' is not allowed: use 'autoswap-aoa'" in done.stderr
+    assert "planner='belady' is not allowed: use 'auto', 'autoswap-aoa'" in done.stderr
 
 
 def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
