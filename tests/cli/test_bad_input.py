@@ -314,3 +314,11 @@ def test_what_the_model_prints_is_no_answer(folder):
     assert done.exit_code == 0
     assert json.loads(done.stdout)["path"] == "t.trace"
     assert done.stderr == "imported\n1\n"
+
+
+def test_no_command_at_all_shows_the_help():
+    """Once, and no line that says nothing."""
+    done = CliRunner().invoke(make_app(), [])
+    assert done.exit_code == 2
+    assert done.output.count("Commands") == 1
+    assert "torchdelta: " not in done.output

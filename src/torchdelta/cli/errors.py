@@ -106,13 +106,11 @@ class OneLineGroup(TyperGroup):
         tell = getattr(error, "format_message", None)  # typer's own usage errors have no public class of their own
         if tell is None:
             message, code = _told(error)
-        elif "\n" in tell():  # no arguments at all: the help
-            typer.echo(tell(), err=True)
-            return EXIT_USAGE
         else:
+            text, code = tell(), EXIT_USAGE  # without any arguments it prints the help
             help_of = f"torchdelta {self._command}".strip()
-            said = _NEAREST.sub(r": did you mean \1?", f"{tell()[:1].lower()}{tell()[1:].rstrip('.')}")
-            message, code = f"{said} (see `{help_of} --help`)", EXIT_USAGE
+            said = _NEAREST.sub(r": did you mean \1?", f"{text[:1].lower()}{text[1:].rstrip('.')}")
+            message = f"{said} (see `{help_of} --help`)" if text else ""
         if message:
             typer.echo(f"{prefix(self._command)}: {' '.join(message.split()).removesuffix('.')}", err=True)
         return code
