@@ -1,12 +1,12 @@
 """Reads the files of other programs, gzip-compressed or not."""
 
 import gzip
+import io
 import os
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from torchdelta.errors import TraceFileError
 
@@ -16,7 +16,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], noun: str) -> Generator[IO[bytes]]:
+def opened(path: str | os.PathLike[str], noun: str) -> Generator[io.BufferedIOBase]:
     """Open a file to read it; `noun` names it in messages.
 
     Raises:
