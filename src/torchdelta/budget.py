@@ -221,21 +221,14 @@ class MemoryBudget:
 
     def summary(self) -> Summary:
         """Return the summary since the last start."""
-        session = self._session or (self._past[-1] if self._past else None)
-        if session is None:
-            msg = "this MemoryBudget was never started: there is no summary"
-            raise ScopeError(msg)
-        return session.summary()
+        return self._started("no summary").summary()
 
     def totals(self) -> Totals:
         """Return what was done since the last start, at the cost of reading a few numbers.
 
         The difference between two calls is what was done between them.
         """
-        session = self._session or (self._past[-1] if self._past else None)
-        if session is None:
-            msg = "this MemoryBudget was never started: there are no totals"
-            raise ScopeError(msg)
+        session = self._started("no totals")
         counters = session.counters
         return Totals(
             num_steps=session.steps.num_steps,
@@ -246,6 +239,16 @@ class MemoryBudget:
             num_followed_steps=session.follower.num_followed_steps,
         )
 
+    @property
+    def _latest(self) -> Session | None:
+        return self._session or (self._past[-1] if self._past else None)
+
+    def _started(self, without: str) -> Session:
+        if self._latest is None:
+            msg = f"this MemoryBudget was never started: there is {without}"
+            raise ScopeError(msg)
+        return self._latest
+
     def steps_since(self, index: int) -> tuple[StepSummary, ...]:
         """Return the complete steps from this index on since the last start, for a log that is written in every step.
 
@@ -254,7 +257,7 @@ class MemoryBudget:
         Args:
             index: Position of the first wanted step, from 0.
         """
-        session = self._session or (self._past[-1] if self._past else None)
+        session = self._latest
         return session.steps.summaries_since(index) if session is not None else ()
 
     def trace(self) -> Trace:
@@ -268,7 +271,7 @@ class MemoryBudget:
             ScopeError: The budget was never started, no step is complete yet, or the trace was dropped (the log says
                 why).
         """
-        session = self._session or (self._past[-1] if self._past else None)
+        session = self._latest
         trace = session.trace() if session is not None else None
         if trace is None:
             msg = (

@@ -16,11 +16,7 @@ def html_table(
 ) -> str:
     """Return a headline, labelled lines, and a table.
 
-    Args:
-        headline: One line.
-        facts: (label, text) of each line.
-        heads: Of the columns.
-        rows: Cells of each row; none: no table.
+    Facts are (label, text); without rows there is no table.
     """
     parts = [f"<p><b>torchdelta</b>: {escape(headline)}</p>"]
     if facts:

@@ -5,6 +5,8 @@ from difflib import get_close_matches
 
 __all__ = ["nearest", "unknown_name"]
 
+_MOST_SHOWN = 60  # characters of a name that is none
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that a misspelled one most likely means; None if none is like it. Case does not matter."""
@@ -29,10 +31,11 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, near: str | None
         "unknown effort '42': use fast or best"
     """
     words = tuple(known)
+    shown = repr(name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}...")
     near = near or nearest(name, words)
     if near is None:
-        return f"unknown {kind} {name!r}: use {_listed(words, 'or')}"
-    return f"unknown {kind} {name!r}: did you mean {near}? Known are {_listed(words, 'and')}"
+        return f"unknown {kind} {shown}: use {_listed(words, 'or')}"
+    return f"unknown {kind} {shown}: did you mean {near}? Known are {_listed(words, 'and')}"
 
 
 def _listed(words: tuple[str, ...], last: str) -> str:

@@ -77,8 +77,8 @@ class Settings:
         """
         if self.memory_budget is None:
             raise ConfigError(
-                "no memory budget is given: pass one ('8GiB'), or set TORCHDELTA_MEMORY_BUDGET, or memory_budget "
-                "in torchdelta.toml"
+                "no memory budget is given: pass one ('8GiB'; --memory-budget 8GiB), or set TORCHDELTA_MEMORY_BUDGET, "
+                "or memory_budget in torchdelta.toml"
             )
         return self.memory_budget
 

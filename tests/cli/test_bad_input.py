@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a command is given: one clear line, an exit code that is not 0, and nothing written."""
+"""Whatever is wrong with what a command is given: one clear line, exit code 2 or 78 (a budget), and nothing written."""
 
 import gzip
 import json
@@ -78,11 +78,15 @@ def folder(tmp_path, monkeypatch):
     larger = (structs.replace(buffer, size_bytes=2 * buffer.size_bytes) for buffer in STEP.buffers)
     write_trace(structs.replace(STEP, buffers=tuple(larger)), "larger.trace")
     (tmp_path / "endless.jsonl").write_text('{"op": "alloc", "id": 1, "size_bytes": 1%s, "time_s": 0.0}' % ("0" * 400))
+    damaged_gzip = gzip.compress(b"") + b"\x1f\x8b\x08" + b"\0" * 7 + b"\xff" * 20  # a member that cannot be inflated
+    for suffix in ("jsonl", "pickle", "json"):
+        (tmp_path / f"damaged.{suffix}.gz").write_bytes(damaged_gzip)
     lives = "".join(
         f"b{i},{start},{end},4096\n" for i, (start, end) in enumerate([(0, 3), (3, 9), (0, 9), (9, 21), (0, 21)])
     )
     (tmp_path / "lives.csv").write_text(f"id,lower,upper,size\n{lives}")
     (tmp_path / "directory").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     return tmp_path
 
 
@@ -96,7 +100,12 @@ def fit(function, *more):
     return ("fit", function, *ON, "--planner", "delta-2024", *more)
 
 
-FAILED, USAGE, INFEASIBLE = 1, 2, 78
+def run(*more):
+    """The words of `run`."""
+    return ("run", "--memory-budget", "1GiB", *more)
+
+
+USAGE, INFEASIBLE = 2, 78
 # For each command: what is given, what is said of it, and the exit code.
 CASES = {
     # Files that are not there or cannot be written, names that are not known, values that make no sense.
@@ -108,7 +117,14 @@ CASES = {
     "no event log": (("trace", "none.jsonl"), "cannot read 'none.jsonl': there is no such file", USAGE),
     "no lives": (("pool", "none.csv"), "cannot read 'none.csv': there is no such file", USAGE),
     "no placement": (("pool", "lives.csv", "--validate", "none.csv"), "cannot read 'none.csv'", USAGE),
-    "no script": (("run", "--memory-budget", "1GiB", "none.py"), "no script 'none.py'", USAGE),
+    "no script": (run("none.py"), "no script 'none.py'", USAGE),
+    "no name of a script": (run(""), "no script ''", USAGE),
+    "no plan to follow": (run("--plan", "none.plan", "bad_models.py"), "cannot read 'none.plan': there is no", USAGE),
+    "a directory of settings": (run("--config", "directory", "bad_models.py"), "cannot read 'directory': it is", USAGE),
+    "a trace-out into nowhere": (run("--trace-out", "no/x", "bad_models.py"), "there is no directory 'no'", USAGE),
+    "a link to itself": (("simulate", "loop", *ON), "'loop' cannot be used: Too many levels of symbolic links", USAGE),
+    "a name that is too long": (plan("n" * 300), "cannot be used: File name too long", USAGE),
+    "below a file": (("pool", "lives.csv/x"), "cannot read 'lives.csv/x': there is no such file", USAGE),
     "no module": (fit("bat_models:linear"), "no module 'bat_models'", USAGE),
     "no function": (fit("bad_models:lineer"), "bad_models has no function 'lineer': did you mean linear?", USAGE),
     "no disk": (("probe", "--quick", "--device", "cpu", "--disk", "no"), "'no' cannot be measured", USAGE),
@@ -119,7 +135,7 @@ CASES = {
     "a placement into nowhere": (("pool", "lives.csv", "-o", "no/x.csv"), "there is no directory 'no'", USAGE),
     "a picture into nowhere": (("pool", "lives.csv", "--svg", "no/x.svg"), "there is no directory 'no'", USAGE),
     "a summary into nowhere": (
-        ("run", "--memory-budget", "1GiB", "--summary-json", "no/x.json", "bad_models.py"),
+        run("--summary-json", "no/x.json", "bad_models.py"),
         "cannot write 'no/x.json': there is no directory 'no'",
         USAGE,
     ),
@@ -150,17 +166,28 @@ CASES = {
     "nearly a solver": (("pool", "lives.csv", "--solver", "smartpol"), "'smartpol': did you mean smartpool?", USAGE),
     "nearly a policy": (("demo", "--policy", "dtrr"), "policy='dtrr' is not allowed: did you mean 'dtr'?", USAGE),
     "nearly a policy to run": (
-        ("run", "--memory-budget", "1GiB", "--policy", "swaponly", "bad_models.py"),
+        run("--policy", "swaponly", "bad_models.py"),
         "policy='swaponly' is not allowed: did you mean 'swap-only'?",
         USAGE,
     ),
     "nearly a tier": (
-        ("run", "--memory-budget", "1GiB", "--tier", "dsk", "bad_models.py"),
+        run("--tier", "dsk", "bad_models.py"),
         "tier='dsk' is not allowed: did you mean 'disk'?",
         USAGE,
     ),
-    "nearly a command": (("plam",), "no such command 'plam'", USAGE),
-    "nearly an option": (plan("step.trace", "--efort", "best"), "no such option: --efort", USAGE),
+    "nearly a command": (("plam",), "no such command 'plam': did you mean 'plan'? (see `torchdelta --help`)", USAGE),
+    "nearly an option": (
+        plan("step.trace", "--efort", "best"),
+        "no such option: --efort: did you mean --effort? (see `torchdelta plan --help`)",
+        USAGE,
+    ),
+    "nearly a link": (plan("step.trace", "--link", "pcie4-x9"), "unknown link 'pcie4-x9': did you mean", USAGE),
+    "nearly a planner to run": (
+        run("--planner", "delta-224", "bad_models.py"),
+        "planner='delta-224' is not allowed: did you mean 'delta-2024'?",
+        USAGE,
+    ),
+    "a planner with a long name": (plan("step.trace", "--planner", "x" * 300), "'" + "x" * 60 + "...'", USAGE),
     "no machine at all": (("plan", "step.trace", "--memory-budget", "1GiB"), "missing option '--machine'", USAGE),
     "no machine and no plan": (("simulate", "step.trace"), "a machine is needed: --machine a100-80g", USAGE),
     "an option that is no number": (
@@ -168,9 +195,21 @@ CASES = {
         "invalid value for '--batch-size'",
         USAGE,
     ),
-    "no batch": (fit("bad_models:linear", "--batch-size", "0"), "batch size 0 is not allowed: use 1 or more", USAGE),
-    "no batch to trace": (("trace", "bad_models:linear", "--batch-size", "-1"), "batch size -1 is not", USAGE),
-    "no layers": (("demo", "--layers", "0"), "invalid value for '--layers'", USAGE),
+    "no batch": (
+        fit("bad_models:linear", "--batch-size", "0"),
+        "--batch-size 0 is not allowed: use 1 to 1000000",
+        USAGE,
+    ),
+    "no batch to trace": (("trace", "bad_models:linear", "--batch-size", "-1"), "--batch-size -1 is not", USAGE),
+    "a batch without end": (fit("bad_models:linear", "--batch-size", "9" * 40), "use 1 to 1000000", USAGE),
+    "no layers": (("demo", "--layers", "0"), "--layers 0 is not allowed: use 1 to 1000000", USAGE),
+    "layers without end": (("demo", "--layers", "9" * 40), "use 1 to 1000000", USAGE),
+    "a budget of nothing": (plan("step.trace", "--memory-budget", "0"), "0 bytes: a size is at least 1 byte", USAGE),
+    "a budget below nothing": (plan("step.trace", "--memory-budget", "-1GiB"), "(a size is positive)", USAGE),
+    "a budget that is no number": (run("--memory-budget", "nan", "bad_models.py"), "'nan' is not a size", USAGE),
+    "digits of another script": (plan("step.trace", "--memory-budget", "\u0663"), "is not a size", USAGE),
+    "a budget of thousands of digits": (run("--memory-budget", "9" * 5000, "bad_models.py"), "is not a size", USAGE),
+    "a time limit that is no number": (("pool", "lives.csv", "--time-limit", "nan"), "a time limit of nan s", USAGE),
     "a width between": (("demo", "--width", "100"), "--width 100 is not a multiple of 64", USAGE),
     "a budget without a unit": (plan("step.trace", "--memory-budget", "0.5"), "write '50%' for a share", USAGE),
     "a share above all": (("demo", "--memory-budget", "120%"), "'120%' is more than 100%", USAGE),
@@ -185,37 +224,40 @@ CASES = {
     "a seed below zero": (("pool", "lives.csv", "--seed", "-1"), "a seed of -1 makes no sense", USAGE),
     "a time limit below zero": (("pool", "lives.csv", "--time-limit", "-1"), "a time limit of -1.0 s", USAGE),
     # Files that are damaged, and steps that cannot be traced.
-    "a cut trace": (("simulate", "cut.trace", *ON), "the compressed data end too soon: the file was cut", FAILED),
-    "a trace without its end": (plan("short.trace"), "the file ends without an end record: it was cut short", FAILED),
-    "a newer trace": (plan("newer.trace"), "newer torchdelta: format version 9, this one reads 3", FAILED),
-    "a flipped bit": (plan("flipped.trace"), "flipped.trace: line", FAILED),
-    "a trace that is text": (plan("text.trace"), "text.trace: not a trace: the file is not gzip-compressed", FAILED),
-    "an empty trace file": (plan("empty.trace"), "empty.trace: the file is empty", FAILED),
+    "a cut trace": (("simulate", "cut.trace", *ON), "the compressed data end too soon: the file was cut", USAGE),
+    "a trace without its end": (plan("short.trace"), "the file ends without an end record: it was cut short", USAGE),
+    "a newer trace": (plan("newer.trace"), "newer torchdelta: format version 9, this one reads 3", USAGE),
+    "a flipped bit": (plan("flipped.trace"), "flipped.trace: line", USAGE),
+    "a trace that is text": (plan("text.trace"), "text.trace: not a trace: the file is not gzip-compressed", USAGE),
+    "an empty trace file": (plan("empty.trace"), "empty.trace: the file is empty", USAGE),
     "a cut plan": (
         ("simulate", "step.trace", "cut.plan"),
         "the compressed data end too soon: the file was cut",
-        FAILED,
+        USAGE,
     ),
-    "a plan without its end": (("simulate", "step.trace", "short.plan"), "without an end record: it was cut", FAILED),
-    "a newer plan": (("simulate", "step.trace", "newer.plan"), "newer torchdelta: format version 9", FAILED),
-    "a plan that is text": (("simulate", "step.trace", "text.plan"), "not a plan: the file is not gzip", FAILED),
-    "an empty plan file": (("simulate", "step.trace", "empty.plan"), "empty.plan: the file is empty", FAILED),
-    "a trace for a plan": (("simulate", "step.trace", "step.trace"), "its format is 'torchdelta-trace'", FAILED),
-    "a plan for a trace": (plan("step.plan"), "not a trace: its format is 'torchdelta-plan'", FAILED),
+    "a plan without its end": (("simulate", "step.trace", "short.plan"), "without an end record: it was cut", USAGE),
+    "a newer plan": (("simulate", "step.trace", "newer.plan"), "newer torchdelta: format version 9", USAGE),
+    "a plan that is text": (("simulate", "step.trace", "text.plan"), "not a plan: the file is not gzip", USAGE),
+    "an empty plan file": (("simulate", "step.trace", "empty.plan"), "empty.plan: the file is empty", USAGE),
+    "a trace for a plan": (("simulate", "step.trace", "step.trace"), "its format is 'torchdelta-trace'", USAGE),
+    "a plan for a trace": (plan("step.plan"), "not a trace: its format is 'torchdelta-plan'", USAGE),
     "a plan for a smaller step": (
         ("simulate", "larger.trace", "step.plan"),
         "the budget of 424.80 MiB is passed by 95.20 MiB at",
-        FAILED,
+        USAGE,
     ),
-    "events of sizes without end": (("trace", "endless.jsonl", "--whole", "-o", "x.trace"), "more than 4 EiB", FAILED),
-    "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return", FAILED),
-    "a function that leaves": (fit("bad_models:leaving"), "leaving cannot be called: SystemExit: 3", FAILED),
-    "a function of one batch": (fit("bad_models:fixed"), "gives the same step at batch sizes 2 and 4", FAILED),
-    "a step without backward": (fit("bad_models:forward"), "the step of bad_models:forward ran no backward", FAILED),
-    "a step that fails": (fit("bad_models:failing"), "failing cannot be traced: ValueError: of the step", FAILED),
-    "a step that asks": (fit("bad_models:asking"), "asking cannot be traced: it asks for the value", FAILED),
-    "lives that are no CSV": (("pool", "bad_models.py"), "bad_models.py has no column 'id'", FAILED),
-    "a placement that is none": (("pool", "lives.csv", "--validate", "lives.csv"), "no column 'offset'", FAILED),
+    "events of sizes without end": (("trace", "endless.jsonl", "--whole", "-o", "x.trace"), "more than 4 EiB", USAGE),
+    "a damaged log": (("trace", "damaged.jsonl.gz", "-o", "x.trace"), "cannot read the event log: Error -3", USAGE),
+    "a damaged snapshot": (("trace", "damaged.pickle.gz", "-o", "x.trace"), "cannot read the snapshot: Error", USAGE),
+    "a damaged profile": (("trace", "damaged.json.gz", "-o", "x.trace"), "cannot read the profile: Error -3", USAGE),
+    "a function that returns nothing": (fit("bad_models:nothing"), "returned NoneType: it must return", USAGE),
+    "a function that leaves": (fit("bad_models:leaving"), "leaving cannot be called: SystemExit: 3", USAGE),
+    "a function of one batch": (fit("bad_models:fixed"), "gives the same step at batch sizes 2 and 4", USAGE),
+    "a step without backward": (fit("bad_models:forward"), "the step of bad_models:forward ran no backward", USAGE),
+    "a step that fails": (fit("bad_models:failing"), "failing cannot be traced: ValueError: of the step", USAGE),
+    "a step that asks": (fit("bad_models:asking"), "asking cannot be traced: it asks for the value", USAGE),
+    "lives that are no CSV": (("pool", "bad_models.py"), "bad_models.py has no column 'id'", USAGE),
+    "a placement that is none": (("pool", "lives.csv", "--validate", "lives.csv"), "no column 'offset'", USAGE),
     # A budget that cannot be held.
     "a budget below the least": (
         plan("step.trace", "--memory-budget", "1MiB"),
@@ -223,6 +265,9 @@ CASES = {
         INFEASIBLE,
     ),
 }
+
+
+COMMANDS = {"run", "demo", "trace", "probe", "plan", "simulate", "fit", "pool", "env"}
 
 
 def refused(words):
@@ -233,8 +278,9 @@ def refused(words):
     *before, line = done.stderr.splitlines()
     # What a planner says before it starts is no part of the error.
     assert [said for said in before if "planning within" not in said and "compiling the planner" not in said] == []
-    assert line.startswith("torchdelta: ")
-    assert "torchdelta: torchdelta" not in line
+    command = f"torchdelta {words[0]}" if words[0] in COMMANDS else "torchdelta"
+    assert line.startswith(f"{command}: ")
+    assert not line.startswith(f"{command}: torchdelta")
     assert not line.endswith(".")
     return line, done.exit_code
 
@@ -268,3 +314,11 @@ def test_what_the_model_prints_is_no_answer(folder):
     assert done.exit_code == 0
     assert json.loads(done.stdout)["path"] == "t.trace"
     assert done.stderr == "imported\n1\n"
+
+
+def test_no_command_at_all_shows_the_help():
+    """Once, and no line that says nothing."""
+    done = CliRunner().invoke(make_app(), [])
+    assert done.exit_code == 2
+    assert done.output.count("Commands") == 1
+    assert "torchdelta: " not in done.output

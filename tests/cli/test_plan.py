@@ -12,7 +12,7 @@ import pytest
 from tests.cli.command import torchdelta as in_a_process
 from tests.cli.inside import inside as torchdelta
 from tests.planners.chains import MIB, chain
-from torchdelta.cli.step import say_if_compiling
+from torchdelta.cli.options import say_if_compiling
 from torchdelta.machine.catalog import find
 from torchdelta.plan.file import read_plan
 from torchdelta.plan.validate import validate
@@ -90,7 +90,7 @@ def test_an_answer_that_cannot_be_written_is_one_line(trace):
         command = (sys.executable, "-m", "torchdelta", "simulate", str(trace), *ON)
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "torchdelta: cannot write to stdout: No space left on device"
+    assert done.stderr.splitlines()[-1] == "torchdelta simulate: cannot write to stdout: No space left on device"
 
 
 def test_a_plan_over_the_end_of_the_step_goes_through_its_file(tmp_path):
@@ -184,7 +184,7 @@ def without_records(lines):
 @pytest.mark.parametrize("edit", [negative_life, cyclic_read])
 def test_a_trace_that_cannot_be_is_refused(tmp_path, edit):
     """One line that names the record."""
-    done = torchdelta("simulate", broken(tmp_path, edit), *ON, code=1)
+    done = torchdelta("simulate", broken(tmp_path, edit), *ON, code=2)
     assert len(done.stderr.splitlines()) == 1
     assert "broken.trace" in done.stderr
     assert done.stdout == ""
@@ -193,7 +193,7 @@ def test_a_trace_that_cannot_be_is_refused(tmp_path, edit):
 def test_an_empty_trace_is_refused(tmp_path):
     """There is nothing to plan."""
     path = broken(tmp_path, without_records)
-    done = torchdelta("plan", path, "--memory-budget", "1GiB", *KNAPSACK, code=1)
+    done = torchdelta("plan", path, "--memory-budget", "1GiB", *KNAPSACK, code=2)
     assert len(done.stderr.splitlines()) == 1
     assert "no ops" in done.stderr
 
@@ -228,12 +228,12 @@ def test_wrong_words_are_one_line(trace, arguments, said, code):
 def test_files_that_are_not_there_or_something_else_are_one_line(trace, tmp_path):
     """A missing trace, a plan that is a trace, a plan of another step."""
     torchdelta("simulate", tmp_path / "none.trace", *ON, code=2)
-    assert len(torchdelta("simulate", trace, trace, code=1).stderr.splitlines()) == 1
+    assert len(torchdelta("simulate", trace, trace, code=2).stderr.splitlines()) == 1
     other = tmp_path / "other.trace"
     write_trace(chain([(64 * MIB, 8e-3, 2e-3)] * 3), other)
     path = tmp_path / "other.plan"
     torchdelta("plan", other, "--memory-budget", "1GiB", *KNAPSACK, "-o", path)
-    done = torchdelta("simulate", trace, path, code=1)
+    done = torchdelta("simulate", trace, path, code=2)
     assert "belongs to another trace" in done.stderr.splitlines()[-1]
     assert "machine is needed" in torchdelta("simulate", trace, code=2).stderr
 

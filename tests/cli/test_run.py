@@ -151,7 +151,7 @@ def test_an_impossible_budget_is_one_line_and_its_own_code(script):
     """BudgetError that nobody catches: no traceback, exit code 78, and the least budget that would do."""
     path = script("import torch\ntorch.ones(64, 64, requires_grad=True).exp().sum().backward()\n")
     done = torchdelta("run", "--memory-budget", "2kB", path, code=78)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("torchdelta: ")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("torchdelta run: ")]
     assert len(lines) == 1
     assert " out of memory." in lines[0]
     assert "Traceback" not in done.stderr
@@ -199,17 +199,20 @@ def test_the_budget_can_come_from_the_environment(script):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory-budget", "0.8"], "torchdelta: budget 0.8 is ambiguous"),
-        (["--memory-budget", "much"], "torchdelta: budget 'much' is not a size"),
-        ([*BUDGET, "--policy", "belady"], "torchdelta: policy='belady' is not allowed: use 'torchdelta'"),
+        (["--memory-budget", "0.8"], "torchdelta run: budget 0.8 is ambiguous"),
+        (["--memory-budget", "much"], "torchdelta run: budget 'much' is not a size"),
+        ([*BUDGET, "--policy", "belady"], "torchdelta run: policy='belady' is not allowed: use 'torchdelta'"),
         (
             [*BUDGET, "--policy", "delta2022"],
-            "torchdelta: policy='delta2022' is not allowed: did you mean 'delta-2022'?",
+            "torchdelta run: policy='delta2022' is not allowed: did you mean 'delta-2022'?",
         ),
-        ([*BUDGET, "--summary-json", "no/s.json"], "torchdelta: cannot write 'no/s.json': there is no directory 'no'"),
-        ([*BUDGET, "--tier", "tape"], "torchdelta: tier='tape' is not allowed: use 'disk', 'memory'"),
-        ([*BUDGET, "--swap-dir", "/nonexistent"], "torchdelta: swap_dir='/nonexistent' is not a directory"),
-        ([*BUDGET, "--disk-budget", "50%"], "torchdelta: disk_budget '50%'"),
+        (
+            [*BUDGET, "--summary-json", "no/s.json"],
+            "torchdelta run: cannot write 'no/s.json': there is no directory 'no'",
+        ),
+        ([*BUDGET, "--tier", "tape"], "torchdelta run: tier='tape' is not allowed: use 'disk', 'memory'"),
+        ([*BUDGET, "--swap-dir", "/nonexistent"], "torchdelta run: swap_dir='/nonexistent' is not a directory"),
+        ([*BUDGET, "--disk-budget", "50%"], "torchdelta run: disk_budget '50%'"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_code_2(script, monkeypatch, options, message):
@@ -225,15 +228,15 @@ def test_a_wrong_value_is_one_line_and_code_2(script, monkeypatch, options, mess
     ("options", "env", "message"),
     [
         pytest.param(
-            ["--memory-budget", "much"], {}, "torchdelta: budget 'much' is not a size", marks=pytest.mark.rest
+            ["--memory-budget", "much"], {}, "torchdelta run: budget 'much' is not a size", marks=pytest.mark.rest
         ),
         pytest.param(
             BUDGET,
             {"TORCHDELTA_LOG_LEVEL": "LOUD"},
-            "torchdelta: TORCHDELTA_LOG_LEVEL: unknown level 'LOUD': use DEBUG, INFO",
+            "torchdelta run: unknown TORCHDELTA_LOG_LEVEL 'LOUD': use DEBUG, INFO",
             marks=pytest.mark.rest,
         ),
-        pytest.param([], {}, "torchdelta: missing option '--memory-budget'", marks=pytest.mark.rest),
+        pytest.param([], {}, "torchdelta run: no memory budget is given: pass one", marks=pytest.mark.rest),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(script, options, env, message):
@@ -317,8 +320,8 @@ def test_settings_come_from_a_file_and_the_environment(script, tmp_path):
         ('polcy = "lru"', [], "torchdelta.toml: unknown key 'polcy': did you mean policy?"),
         ("arena = 1", [], "torchdelta.toml: arena=1 is not allowed: use True or False"),
         ("memory_budget = ", [], "torchdelta.toml: not TOML: "),
-        ("", ["--config", "no.toml"], "no settings file 'no.toml'"),
-        ("", [], "missing option '--memory-budget': give it"),
+        ("", ["--config", "no.toml"], "cannot read 'no.toml': there is no such file"),
+        ("", [], "no memory budget is given: pass one ('8GiB'; --memory-budget 8GiB), or set"),
     ],
 )
 def test_wrong_settings_are_one_line_and_code_2(script, tmp_path, monkeypatch, text, options, message):

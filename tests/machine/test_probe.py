@@ -87,7 +87,7 @@ def test_the_command_measures_once(tmp_path):
     assert "GB/s" in text
     failed = runner.invoke(app, ["probe", "--device", "tpu"])
     assert failed.exit_code == 2
-    assert failed.stderr == "torchdelta: unknown device 'tpu': did you mean cpu? Known are cpu and cuda\n"
+    assert failed.stderr == "torchdelta probe: unknown device 'tpu': did you mean cpu? Known are cpu and cuda\n"
 
 
 def test_what_is_shared(tmp_path):

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from tests.simulate.test_against_validator import DISKY, some_codes
 from torchdelta import planners
-from torchdelta.errors import InfeasibleError, PoolError
+from torchdelta.errors import InfeasibleError
 from torchdelta.plan.over_end import parts_within_step
 from torchdelta.plan.validate import validate
 from torchdelta.pool.bounds import max_load_bytes
@@ -125,7 +125,7 @@ def test_plans_that_never_fit_end_in_an_error():
     size_bytes = peak(STEP, with_workspace=True).size_bytes
     plan = planners.get("keep")(STEP, MACHINE, size_bytes, "fast")
     asked = []
-    with pytest.raises(PoolError, match="the last of 12 plans"):
+    with pytest.raises(InfeasibleError, match="the last of 12 plans"):
         plan_within_footprint(STEP, size_bytes - 4 * MIB, lambda size: asked.append(size) or plan)
     assert len(asked) == 12
 
@@ -142,6 +142,6 @@ def test_a_planner_that_has_nothing_smaller_ends_in_an_error():
         return plan
 
     with pytest.raises(
-        PoolError, match=rf"needs {format_bytes(size_bytes)}, and for less no plan that small; .*extended"
+        InfeasibleError, match=rf"needs {format_bytes(size_bytes)}, and for less no plan that small; .*extended"
     ):
         plan_within_footprint(STEP, budget_bytes, choose)

@@ -10,8 +10,9 @@ from torchdelta import _torch
 HERE = Path(__file__).parent
 # Names without a test of their own in this folder. A name that gets one is taken off here.
 ELSEWHERE = {
-    # Types of our own.
+    # Of our own, without anything of torch's in them.
     "compiled.InputsOf",
+    "doors.together",
     "ops.Guarded",
     # They need an accelerator: tests/accelerator and tests/cuda.
     "device.allocator_statistics",

@@ -52,19 +52,24 @@ def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
     return undo
 
 
+def together(undos: list[Callable[[], None]]) -> Callable[[], None]:
+    """Return what undoes several replacements, the last one first."""
+
+    def undo() -> None:
+        for undo_one in reversed(undos):
+            undo_one()
+
+    return undo
+
+
 def patch_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace the one Python door to the autograd engine by `make(original)`; returns what undoes it.
 
     `Tensor.backward`, `autograd.backward`, `autograd.grad` and reentrant checkpointing all pass through
     `_engine_run_backward`.
     """
-    undos = [replace(module, "_engine_run_backward", make) for module in (torch.autograd.graph, torch.autograd)]
-
-    def undo() -> None:
-        for undo_one in undos:
-            undo_one()
-
-    return undo
+    modules = (torch.autograd.graph, torch.autograd)
+    return together([replace(module, "_engine_run_backward", make) for module in modules])
 
 
 def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
@@ -152,12 +157,6 @@ def patch_fsdp_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]
     def patch(module: Any) -> Callable[[], None] | None:
         kind = getattr(module, "FSDPParamGroup", None)
         names = [name for name in FSDP_STEPS_OF_BACKWARD if kind is not None and name in vars(kind)]
-        undos = [replace(kind, name, make) for name in names]
-
-        def undo() -> None:
-            for undo_one in undos:
-                undo_one()
-
-        return undo
+        return together([replace(kind, name, make) for name in names])
 
     return patch_when_imported(_FSDP_GROUP, patch)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch.doors import replace
+from torchdelta._torch.doors import replace, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,20 +58,9 @@ def patch_raw_access(*, reads: Make, exports: Make, copies: Make, saves: Make) -
         replace(script, "save_to_buffer", copies),
         replace(torch.serialization, "_save", saves),
     ]
-
-    def undo() -> None:
-        for undo_one in reversed(undos):
-            undo_one()
-
-    return undo
+    return together(undos)
 
 
 def patch_storage_reads(*, sizes: Make, reads: Make) -> Callable[[], None]:
     """Replace what `torch.save` asks storage objects while it runs; returns what undoes it."""
-    undos = [replace(torch.UntypedStorage, "nbytes", sizes), replace(torch.UntypedStorage, "cpu", reads)]
-
-    def undo() -> None:
-        for undo_one in undos:
-            undo_one()
-
-    return undo
+    return together([replace(torch.UntypedStorage, "nbytes", sizes), replace(torch.UntypedStorage, "cpu", reads)])

@@ -53,11 +53,7 @@ def open_arena(
 ) -> Placing | Region:
     """Return the arena for a device: planned addresses on CPU, one segment on CUDA.
 
-    Args:
-        config: The options of the budget.
-        device: The device whose allocations are placed.
-        trace: Returns the trace of the first step, None until it is complete.
-        room_bytes: Returns the bytes that the budget leaves now.
+    `trace` gives the trace of the first step, None until it is complete; `room_bytes` what the budget leaves now.
     """
     if config.arena and device.type == "cuda":
         return Region(device, trace=trace, room_bytes=room_bytes)

@@ -42,13 +42,7 @@ _logger = logging.getLogger("torchdelta")
 
 
 class Region:
-    """The region of one session: made after its first step, freed when it stops. Mutable.
-
-    Args:
-        device: A CUDA device.
-        trace: Returns the trace of the first step, None until it is complete.
-        room_bytes: Returns the bytes that the budget leaves now.
-    """
+    """The region of one session on a CUDA device: made after its first step, freed when it stops. Mutable."""
 
     def __init__(
         self, device: torch.device, *, trace: Callable[[], Trace | None], room_bytes: Callable[[], int]

@@ -117,26 +117,19 @@ def bound(
     load = load_curve(trace, with_workspace=True) if load_bytes is None else load_bytes
     everyone = saved_candidates(trace)
     plain_time_s = math.fsum(op.time_s for op in trace.ops)
-    least = load_without(trace, load, everyone)
-    if max(least) > budget_bytes:
-        return Bound(
-            decision_class="saved",
-            budget_bytes=budget_bytes,
-            feasible=False,
-            time_s=math.inf,
-            plain_time_s=plain_time_s,
-        )
-    small = tuple(c for c in everyone if c.size_bytes < min_candidate_bytes)
-    load = load_without(trace, load, small)
-    moments = choose_moments(trace, load, budget_bytes, num_moments)
     nothing = Bound(
         decision_class="saved",
         budget_bytes=budget_bytes,
         feasible=True,
         time_s=plain_time_s,
         plain_time_s=plain_time_s,
-        moments=moments,
     )
+    if max(load_without(trace, load, everyone)) > budget_bytes:
+        return msgspec.structs.replace(nothing, feasible=False, time_s=math.inf)
+    small = tuple(c for c in everyone if c.size_bytes < min_candidate_bytes)
+    load = load_without(trace, load, small)
+    moments = choose_moments(trace, load, budget_bytes, num_moments)
+    nothing = msgspec.structs.replace(nothing, moments=moments)
     if not moments:
         return nothing
     rows = Rows(trace, everyone, min_candidate_bytes, moments, integral=integral)

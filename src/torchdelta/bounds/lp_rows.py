@@ -42,7 +42,7 @@ class Rows:
         self.moments = moments
         self.everyone = everyone
         # Who is away at none of the moments relieves none of them, but may be a parent or a cause of reruns: left out.
-        self.chosen = [i for i, c in enumerate(everyone) if c.size_bytes >= min_candidate_bytes and self._spans(c)]
+        self.chosen = [i for i, c in enumerate(everyone) if c.size_bytes >= min_candidate_bytes and self._moments_of(c)]
         self.start_s = [0.0, *accumulate(op.time_s for op in trace.ops)]  # of each op in the plain step
         self.unit_s = max(self.start_s[-1], 1e-9) / 1000
         self.program = program = LinearProgram()
@@ -89,9 +89,6 @@ class Rows:
         """Return the shares of a candidate that a solution has swapped out, and has dropped, at a moment."""
         swapped = sum(factor * values[variable] for variable, factor in self._away_s(i, m))
         return min(swapped, 1.0), min(values[self.away_r[i, m]], 1.0)
-
-    def _spans(self, candidate: Candidate) -> bool:
-        return bool(self._moments_of(candidate))
 
     def _moments_of(self, candidate: Candidate) -> tuple[int, ...]:
         first = bisect_right(self.moments, candidate.last_use_op)

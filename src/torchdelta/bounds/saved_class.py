@@ -74,13 +74,7 @@ def saved_candidates(trace: Trace) -> tuple[Candidate, ...]:
 
 
 def load_without(trace: Trace, load_bytes: list[int], candidates: tuple[Candidate, ...]) -> list[int]:
-    """Return the load at each op if every candidate were away whenever it can be: no plan of the class goes below.
-
-    Args:
-        trace: A valid trace.
-        load_bytes: Its load at each op, all candidates on the device.
-        candidates: Who may leave.
-    """
+    """Return the load at each op if every candidate were away whenever it can be: no plan of the class goes below."""
     changes = [0] * (len(trace.ops) + 2)
     for candidate in candidates:
         changes[candidate.last_use_op + 1] += candidate.size_bytes

@@ -20,8 +20,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep, broken_promises, differing_steps
-from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import EXIT_FAILED, EXIT_INFEASIBLE, EXIT_USAGE, fail, one_line_errors, print_result
+from torchdelta.cli.errors import EXIT_FAILED, EXIT_INFEASIBLE, fail, print_result
+from torchdelta.cli.options import JsonOption, a_count, number_or_text
 from torchdelta.config import POLICIES, Config
 from torchdelta.host import read_host_memory
 from torchdelta.units import format_bytes, parse_size
@@ -35,11 +35,11 @@ def demo(
         str, typer.Option(help="Budget of the second run: a size, or a share of the plain run's peak.")
     ] = "50%",
     policy: Annotated[str, typer.Option(help=f"What is evicted, and how: {', '.join(POLICIES)}.")] = "torchdelta",
-    layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 12,
-    width: Annotated[int, typer.Option(min=64, help="Hidden size, a multiple of 64.")] = 768,
-    batch: Annotated[int, typer.Option(min=1, help="Windows of text per step.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    layers: Annotated[int, typer.Option(callback=a_count, help="Transformer blocks.")] = 12,
+    width: Annotated[int, typer.Option(callback=a_count, help="Hidden size, a multiple of 64.")] = 768,
+    batch: Annotated[int, typer.Option(callback=a_count, help="Windows of text per step.")] = 8,
+    steps: Annotated[int, typer.Option(callback=a_count, help="Training steps.")] = 4,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a real model twice, plain and inside half of its memory, and compare.
 
@@ -62,14 +62,13 @@ def demo(
 
 def _checked_run(memory_budget: str, policy: str, *, layers: int, width: int, batch: int, steps: int) -> DemoRun:
     """Check the options before the plain run, which takes a minute."""
-    with one_line_errors():
-        Config(policy=policy)
-        parse_size(number_or_text(memory_budget), total_bytes=2**40, name="memory budget")
+    Config(policy=policy)
+    parse_size(number_or_text(memory_budget), total_bytes=2**40, name="memory budget")
     if width % 64 != 0:
         near = max(64, 64 * round(width / 64))
-        fail(f"--width {width} is not a multiple of 64, the size of an attention head: use {near}", EXIT_USAGE)
+        fail(f"--width {width} is not a multiple of 64, the size of an attention head: use {near}")
     if importlib.util.find_spec("transformers") is None:
-        fail("the demo needs transformers: pip install transformers")
+        fail("the demo needs transformers: pip install transformers", EXIT_FAILED)
     return DemoRun(policy=policy, layers=layers, width=width, heads=width // 64, batch=batch, steps=steps)
 
 
@@ -95,7 +94,7 @@ def _train(run: DemoRun, bar: Any) -> DemoResult:
         bar.close()
         if child.returncode == EXIT_INFEASIBLE:  # the child has said it
             raise typer.Exit(EXIT_INFEASIBLE)
-        fail(_failure_text(run, child.returncode))
+        fail(_failure_text(run, child.returncode), EXIT_FAILED)
     return result
 
 

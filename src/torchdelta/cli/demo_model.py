@@ -14,19 +14,7 @@ PEAK_TOLERANCE: Final = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRun:
-    """One run; the defaults are the demo of the README, a model of GPT-2's size.
-
-    Attributes:
-        budget_bytes: The budget; None is a plain run.
-        policy: The policy that chooses evictions.
-        layers: Transformer blocks.
-        width: Size of the hidden state.
-        heads: Attention heads; a divisor of the width.
-        sequence: Tokens in a window.
-        batch: Windows in a step.
-        steps: Training steps.
-        seed: Seed of the weights, the dropout and the windows.
-    """
+    """One run, the plain one without a budget; the defaults are the demo of the README, a model of GPT-2's size."""
 
     budget_bytes: int | None = None
     policy: str = "torchdelta"
@@ -54,14 +42,8 @@ class DemoResult:
     """The result of one run.
 
     Attributes:
-        budget_bytes: Its budget; None for the plain run.
         peak_bytes: Highest live bytes, counted at the allocator.
         rss_peak_bytes: High-water mark of the process's resident memory, including the interpreter and torch.
-        num_parameters: Parameters of the model.
-        parameters_sha256: Hash of all final parameters.
-        rng_sha256: Hash of the final state of torch's random number generator.
-        steps: One entry per step.
-        summary: The budget's own summary.
     """
 
     budget_bytes: int | None

@@ -20,6 +20,7 @@ import torch
 from torchdelta import BudgetError
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep
+from torchdelta.cli.errors import EXIT_INFEASIBLE, prefix
 
 __all__ = ["main", "read_stdlib_source", "train"]
 
@@ -30,10 +31,10 @@ def main() -> None:
     try:
         result = train(run, report=lambda step: print(json.dumps(msgspec.to_builtins(step)), flush=True))
     except BudgetError as error:
-        print(f"torchdelta: {error}", file=sys.stderr)
-        sys.exit(78)  # as the commands do, see main.py
+        print(f"{prefix('demo')}: {error}", file=sys.stderr)
+        sys.exit(EXIT_INFEASIBLE)
     except torch.OutOfMemoryError as error:
-        sys.exit(f"torchdelta: {error}")
+        sys.exit(f"{prefix('demo')}: {error}")
     print(json.dumps(msgspec.to_builtins(result)), flush=True)
 
 

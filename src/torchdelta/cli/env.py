@@ -7,11 +7,12 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 import torchdelta
+from torchdelta.cli.options import JsonOption
 from torchdelta.errors import ConfigError, TierError
 from torchdelta.host import read_host_memory
 from torchdelta.settings import resolve_settings, unknown_variables
@@ -33,7 +34,7 @@ _VARIABLES = (
 )
 
 
-def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def env(*, as_json: JsonOption = False) -> None:
     """Print what a bug report needs: versions, memory, device, swap directory; and the settings that `run` finds here.
 
     Each setting stands beside where it comes from: an environment variable, a file, or the default.

@@ -8,32 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchdelta.cli.errors import EXIT_INFEASIBLE, fail, print_result
+from torchdelta.cli.options import (
+    ClassOption,
+    JsonOption,
+    LinkOption,
+    OptimizerOption,
+    PlannerOption,
+    a_count,
+    class_named,
+    function_named,
+    machine_named,
+    measured_facts,
+    number_or_text,
+    own_stdout,
+    progress,
+    say_if_compiling,
+)
 from torchdelta.cli.prediction import (
     extrapolation_lines,
     interval_facts,
     launches_left_out_s,
     launches_note,
+    tensor_line,
     tensors_at_peak,
     time_text,
-)
-from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import (
-    EXIT_INFEASIBLE,
-    EXIT_USAGE,
-    LinkOption,
-    check_batch_size,
-    check_planner,
-    decision_class_named,
-    fail,
-    function_named,
-    list_planners,
-    machine_named,
-    measured_facts,
-    one_line_errors,
-    own_stdout,
-    print_result,
-    progress,
-    say_if_compiling,
 )
 from torchdelta.errors import InfeasibleError
 from torchdelta.units import format_bytes, parse_size
@@ -60,7 +59,7 @@ def fit(
     *,
     machine: Annotated[str, typer.Option(help="Name in the catalog, such as rtx4090.", show_default=False)],
     link: LinkOption = None,
-    batch_size: Annotated[int, typer.Option(help="The batch that you want to train with.")] = 8,
+    batch_size: Annotated[int, typer.Option(callback=a_count, help="The batch that you want to train with.")] = 8,
     memory_budget: Annotated[
         str | None,
         typer.Option(help="Bytes for tensors; by default the machine's memory less the reserve.", show_default=False),
@@ -72,27 +71,21 @@ def fit(
             show_default=False,
         ),
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="If the function returns no step: none, sgd, sgd-momentum or adamw.")
-    ] = "adamw",
-    planner: Annotated[
-        str, typer.Option(callback=list_planners, is_eager=True, help="Name of the planner; 'list' lists all.")
-    ] = "torchdelta",
-    decision_class: Annotated[
-        str | None,
-        typer.Option("--class", help="What may leave: saved (the default), extended or all.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    optimizer: OptimizerOption = "adamw",
+    planner: PlannerOption = "torchdelta",
+    decision_class: ClassOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Report whether a model fits a machine, the least budget, the largest batch, and what to do.
 
     Nothing runs on a GPU: the step is traced on fake tensors at two batch sizes, and scaled to all others. Exits with
     78 if no plan was found with which the batch fits.
     """
-    check_batch_size(batch_size)
-    wanted_class = decision_class_named(decision_class)
-    check_planner(planner, wanted_class)
-    with one_line_errors(), progress() as say:
+    with progress() as say:
+        from torchdelta.planners import get
+
+        wanted_class = class_named(decision_class)
+        get(planner, wanted_class)  # before the step is traced
         budget = _Budget(machine_named(machine, link), memory_budget, reserve)
         question = _FitQuestion(
             function,
@@ -119,7 +112,7 @@ class _Budget:
         self.reserve_bytes = 0
         if memory_budget is not None:
             if reserve is not None:
-                fail("--memory-budget is for tensors alone: --reserve has no meaning beside it", EXIT_USAGE)
+                fail("--memory-budget is for tensors alone: --reserve has no meaning beside it")
             size = number_or_text(memory_budget)
             self.budget_bytes = parse_size(size, total_bytes=total_bytes, name="memory budget")
             return
@@ -130,7 +123,7 @@ class _Budget:
         self.budget_bytes = total_bytes - self.reserve_bytes
         if self.budget_bytes <= 0:
             whole, kept = format_bytes(total_bytes), format_bytes(self.reserve_bytes)
-            fail(f"a reserve of {kept} leaves nothing of the {whole} of {machine.name}", EXIT_USAGE)
+            fail(f"a reserve of {kept} leaves nothing of the {whole} of {machine.name}")
 
 
 class _FitQuestion:
@@ -150,7 +143,7 @@ class _FitQuestion:
         self.planner, self.say = planner, say
         self.decision_class: DecisionClass | None = decision_class
         say("tracing")
-        build = function_named(function, optimizer=optimizer)
+        build = function_named(function)
         from torchdelta.trace.symbolic import trace_step
 
         options: dict[str, Any] = {"optimizer": optimizer}
@@ -279,9 +272,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if facts["launches_left_out_s"]:
         lines.insert(2, f"note           {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
     lines[2:2] = extrapolation_lines(facts, width=15)
-    for tensor in facts["least_budget_tensors"]:
-        made_by = f", made by {tensor['made_by']}" if tensor["made_by"] else ""
-        lines.append(f"  {format_bytes(tensor['size_bytes']):>11}  {tensor['kind']}{made_by}")
+    lines += [tensor_line(tensor) for tensor in facts["least_budget_tensors"]]
     lines.append(f"largest batch  {facts['largest_plain_batch']} plain")
     for name, size in facts["largest_batch"].items():
         if name.endswith("_slowdown"):

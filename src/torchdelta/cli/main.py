@@ -1,8 +1,6 @@
 """The entry point: `torchdelta COMMAND`.
 
-Exit codes: 0 success; 1 failure, such as a damaged file; 2 wrong usage, such as an unknown option or name, or a path
-that cannot be used; 78 an impossible budget (EX_CONFIG, so that a job script can tell it from a crash). `run` keeps the
-exit code of the script. What is wrong is one line on stderr.
+Errors and exit codes: see errors.py.
 """
 
 import sys

@@ -1,27 +1,26 @@
 """`torchdelta plan`: decides which buffers leave the device, and when."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from torchdelta.cli.prediction import facts_of, show
-from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import (
+from torchdelta.cli.errors import check_input, check_output, note, one_of
+from torchdelta.cli.options import (
+    ClassOption,
+    JsonOption,
     LinkOption,
-    check_input,
-    check_output,
-    check_planner,
-    decision_class_named,
-    effort_named,
-    list_planners,
+    PlannerOption,
+    TraceArgument,
+    class_named,
     machine_named,
     measured_facts,
     note_recorded_times,
-    one_line_errors,
+    number_or_text,
     progress,
     say_if_compiling,
 )
+from torchdelta.cli.prediction import facts_of, show
 
 __all__ = ["plan"]
 
@@ -30,22 +29,15 @@ _WORTH_A_HINT = 0.01
 
 
 def plan(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A step, from `torchdelta trace`.", show_default=False)
-    ],
+    trace: TraceArgument,
     *,
     memory_budget: Annotated[
         str, typer.Option(help="'8GiB', '500MB', '80%' of the machine's memory, or bytes.", show_default=False)
     ],
     machine: Annotated[str, typer.Option(help="Name in the catalog, such as a100-80g.", show_default=False)],
     link: LinkOption = None,
-    planner: Annotated[
-        str, typer.Option(callback=list_planners, is_eager=True, help="Name of the planner; 'list' lists all.")
-    ] = "torchdelta",
-    decision_class: Annotated[
-        str | None,
-        typer.Option("--class", help="What may leave: saved (the default), extended or all.", show_default=False),
-    ] = None,
+    planner: PlannerOption = "torchdelta",
+    decision_class: ClassOption = None,
     effort: Annotated[str, typer.Option(help="fast or best.")] = "fast",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan into this file.", show_default=False)
@@ -56,27 +48,27 @@ def plan(
     with_pool: Annotated[
         bool, typer.Option("--pool", help="Keep the footprint (peak and fragmentation) within the budget.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Decide for every tensor of a step whether it is kept, swapped or recomputed.
 
     An impossible budget exits with 78 and names the least budget found.
     """
-    wanted_effort, wanted_class = effort_named(effort), decision_class_named(decision_class)
     check_input(trace)
-    if output is not None:
-        check_output(output)
-    check_planner(planner, wanted_class)
-    with one_line_errors(), progress() as say:
+    check_output(output)
+    with progress() as say:
         from torchdelta.plan.file import write_plan
-        from torchdelta.planners import DEFAULT_PLANNER, plan_step
+        from torchdelta.planners import DEFAULT_PLANNER, Effort, get, plan_step
         from torchdelta.planners.default.search_planner import NEAR_LEAST, least_peak
         from torchdelta.simulate.problem import PlanningProblem
+
+        wanted_effort, wanted_class = one_of("effort", effort, get_args(Effort)), class_named(decision_class)
+        get(planner, wanted_class)  # before the trace is read
 
         def begin(what: str) -> None:
             phase, _, facts_of_step = what.partition(": ")
             if facts_of_step:  # only now: what is wrong with the arguments is one line
-                typer.echo(f"torchdelta: {trace}: {what}", err=True)
+                note(f"{trace}: {what}")
                 say_if_compiling()
             say(phase)
 

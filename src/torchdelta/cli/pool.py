@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import (
-    EXIT_FAILED,
-    EXIT_USAGE,
-    check_input,
-    check_output,
-    fail,
-    one_line_errors,
-    print_result,
-    progress,
-)
+from torchdelta.cli.errors import EXIT_FAILED, check_input, check_output, fail, print_result
+from torchdelta.cli.options import JsonOption, number_or_text, progress
 from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
@@ -61,30 +52,23 @@ def pool(
     validate: Annotated[
         Path | None, typer.Option(help="Only check this placement (CSV with offsets).", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Assign offsets. Print the footprint, its distance from the lower bound, and what other pools would need."""
     for path in (file, validate):
-        if path is not None:
-            check_input(path)
+        check_input(path)
     for path in (output, picture):
-        if path is not None:
-            check_output(path)
-    with one_line_errors(EXIT_USAGE):
-        from torchdelta.pool.model import check_alignment
-        from torchdelta.pool.solvers import check_options
-
-        chosen = "fast" if fast else solver
-        check_options(chosen, seed=seed, time_limit_s=time_limit)
-        check_alignment(alignment)
-        capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity), name="capacity")
-    with one_line_errors(), progress() as say:
+        check_output(path)
+    capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity), name="capacity")
+    with progress() as say:
         from torchdelta.pool.csv_file import read_offsets, write_placement
         from torchdelta.pool.model import footprint_bytes
         from torchdelta.pool.picture import svg
-        from torchdelta.pool.solvers import compile_solvers, solve
+        from torchdelta.pool.solvers import check_options, compile_solvers, solve
         from torchdelta.pool.validate import check
 
+        chosen = "fast" if fast else solver
+        check_options(chosen, seed=seed, time_limit_s=time_limit)
         say("reading")
         instance = _read(file, alignment_bytes=alignment, capacity_bytes=capacity_bytes)
         if validate is not None:

@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta.cli.step import print_result
+from torchdelta.cli.errors import print_result
 from torchdelta.machine.interval import Interval, range_text
 from torchdelta.machine.model import Machine
 from torchdelta.trace.model import Trace
@@ -19,6 +19,7 @@ __all__ = [
     "launches_left_out_s",
     "launches_note",
     "show",
+    "tensor_line",
     "tensors_at_peak",
     "time_text",
 ]
@@ -165,7 +166,7 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
     if facts.get("is_near_least"):
         lines.append(_hint(facts))
     lines.append("largest tensors at the peak:")
-    lines += [_tensor_line(tensor) for tensor in facts["peak_tensors"]]
+    lines += [tensor_line(tensor) for tensor in facts["peak_tensors"]]
     if "path" in facts:
         lines.append(f"plan in {facts['path']}")
     print_result("\n".join(lines))
@@ -181,6 +182,7 @@ def _hint(facts: dict[str, Any]) -> str:
     )
 
 
-def _tensor_line(tensor: dict[str, Any]) -> str:
+def tensor_line(tensor: dict[str, Any]) -> str:
+    """Return one of `tensors_at_peak` as text."""
     made_by = f", made by {tensor['made_by']}" if tensor["made_by"] else ""
     return f"  {format_bytes(tensor['size_bytes']):>11}  {tensor['kind']}{made_by}"

@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from torchdelta.cli.step import EXIT_USAGE, check_output, fail, one_line_errors, print_result
+from torchdelta.cli.errors import EXIT_FAILED, check_output, fail, note, one_of, print_result
+from torchdelta.cli.options import JsonOption
+from torchdelta.errors import MachineError
 from torchdelta.machine.cache import CachedMachine, circumstances, load_per_core, read_cached, write_cached
 from torchdelta.machine.model import Machine
-from torchdelta.names import unknown_name
 from torchdelta.units import format_bytes
 
 __all__ = ["probe"]
@@ -36,35 +37,36 @@ def probe(
         Path | None,
         typer.Option(help="Time a dozen kernels, too, and write all into a small file to send.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure this machine: arithmetic, memory, links to host and disk. Other commands call it 'local'."""
-    if share is not None:
-        check_output(share)
+    check_output(share)
     directory = disk or Path(tempfile.gettempdir())
-    if device is not None and device not in DEVICES:
-        fail(unknown_name("device", device, DEVICES), EXIT_USAGE)
+    if device is not None:
+        one_of("device", device, DEVICES)
     if not directory.is_dir():
-        fail(f"the disk of {str(directory)!r} cannot be measured: there is no such directory", EXIT_USAGE)
-    with one_line_errors():
-        import torch
+        fail(f"the disk of {str(directory)!r} cannot be measured: there is no such directory")
+    import torch
 
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        cached = None if again or quick else read_cached(chosen)
-        if cached is None or cached.torch_version != torch.__version__:
-            if sys.stderr.isatty():
-                typer.echo("measuring, a few seconds ...", err=True)
-            from torchdelta.machine.probe import probe as measure
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cached = None if again or quick else read_cached(chosen)
+    if cached is None or cached.torch_version != torch.__version__:
+        if sys.stderr.isatty():
+            typer.echo("measuring, a few seconds ...", err=True)
+        from torchdelta.machine.probe import probe as measure
 
-            load = load_per_core()  # before: what is measured makes a load of its own
+        load = load_per_core()  # before: what is measured makes a load of its own
+        try:
             machine = measure(chosen, directory=directory, quick=quick)
-            now = dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds")
-            cached = CachedMachine(torch_version=str(torch.__version__), measured_at=now, load=load, machine=machine)
-            path = None if quick else write_cached(chosen, cached)
-            if path is not None and sys.stderr.isatty():
-                typer.echo(f"stored in {path}", err=True)
-        if share is not None:
-            _write_share(share, chosen, cached, quick=quick)
+        except MachineError as error:  # implausible: the machine is too busy, and nobody asked for the wrong thing
+            fail(str(error), EXIT_FAILED)
+        now = dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds")
+        cached = CachedMachine(torch_version=str(torch.__version__), measured_at=now, load=load, machine=machine)
+        path = None if quick else write_cached(chosen, cached)
+        if path is not None and sys.stderr.isatty():
+            typer.echo(f"stored in {path}", err=True)
+    if share is not None:
+        _write_share(share, chosen, cached, quick=quick)
     facts = msgspec.to_builtins(cached)
     print_result(
         json.dumps(facts["machine"] | {"measured_at": cached.measured_at, "load": cached.load})
@@ -79,10 +81,7 @@ def _write_share(path: Path, device: str, cached: CachedMachine, *, quick: bool)
 
     shared = measure_share(device, cached.machine, measured_at=cached.measured_at, quick=quick)
     path.write_bytes(msgspec.json.encode(shared) + b"\n")
-    typer.echo(
-        f"torchdelta: wrote {path}, {path.stat().st_size} bytes: rates and times, no names of persons or hosts",
-        err=True,
-    )
+    note(f"wrote {path}, {path.stat().st_size} bytes: rates and times, no names of persons or hosts")
 
 
 def _text(cached: CachedMachine) -> str:

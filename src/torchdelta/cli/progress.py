@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from torchdelta.cli.step import prefix
+from torchdelta.cli.errors import prefix
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:

@@ -4,26 +4,21 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from torchdelta.cli.children import hand_on
+from torchdelta.cli.errors import EXIT_INFEASIBLE, EXIT_USAGE, check_input, check_output, fail, prefix
+from torchdelta.cli.options import number_or_text
 from torchdelta.cli.progress import Progress
 from torchdelta.cli.script import Outcome, run_script, show_error
-from torchdelta.cli.size import number_or_text
-from torchdelta.cli.step import EXIT_INFEASIBLE, EXIT_USAGE, check_output, fail, prefix
 from torchdelta.cli.summary_table import show_summary
 from torchdelta.config import POLICIES
 from torchdelta.errors import TorchdeltaError
 from torchdelta.settings import resolve_settings
 
 __all__ = ["run"]
-
-_NO_BUDGET: Final = (
-    "missing option '--memory-budget': give it, such as --memory-budget 8GiB, or set TORCHDELTA_MEMORY_BUDGET, or "
-    "memory_budget in torchdelta.toml"
-)
 
 
 def run(
@@ -119,8 +114,12 @@ def run(
     the same budget from its first torch.optim optimizer on, and prints its own summary with its rank or process id.
     Forked processes and DataLoader workers get none.
     """
-    if not is_module and not Path(target).exists():
-        fail(f"no script {target!r}", EXIT_USAGE)
+    if not is_module and not (target and Path(target).exists()):
+        fail(f"no script {target!r}")
+    trace_out = None if trace_out is None else _of_rank(trace_out)
+    check_input(config)
+    check_input(plan)
+    check_output(trace_out)
     if summary_json is not None:
         check_output(_of_rank(summary_json), may_be_device=True)
     # Imported late, so that --help and wrong usage do not wait for torch.
@@ -130,19 +129,11 @@ def run(
     arguments_given |= {"decision_class": decision_class, "tier": tier, "swap_dir": swap_dir, "arena": arena}
     arguments_given |= {"host_budget": host_budget, "disk_budget": disk_budget}
     try:
-        settings = resolve_settings(
-            {key: value for key, value in arguments_given.items() if value is not None}, file=config
-        )
-        if settings.memory_budget is None:
-            fail(_NO_BUDGET, EXIT_USAGE)
-        wanted = settings.memory_budget
+        given = {key: value for key, value in arguments_given.items() if value is not None}
+        settings = resolve_settings(given, file=config)
+        wanted = settings.required_budget()
         wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
-        budget = MemoryBudget(
-            wanted,
-            settings.config,
-            plan=plan,
-            trace_out=None if trace_out is None else _of_rank(trace_out),
-        )
+        budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         fail(str(error), EXIT_INFEASIBLE if isinstance(error, BudgetError) else EXIT_USAGE)
@@ -170,7 +161,7 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
         return outcome.exit_code
     if isinstance(outcome.error, budget_error):
         # Without the traceback: it would show the last op, not the cause.
-        typer.echo(f"{prefix()}: {outcome.error}", err=True)
+        typer.echo(f"{prefix('run')}: {outcome.error}", err=True)
         return EXIT_INFEASIBLE
     show_error(outcome.error)
     return outcome.exit_code
@@ -186,7 +177,7 @@ def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
         try:
             _of_rank(path).write_text(text + "\n", encoding="utf-8")
         except OSError as error:  # the script's own exit code is kept
-            typer.echo(f"{prefix()}: cannot write {str(path)!r}: {error.strerror or error}", err=True)
+            typer.echo(f"{prefix('run')}: cannot write {str(path)!r}: {error.strerror or error}", err=True)
 
 
 def _of_rank(path: Path) -> Path:

@@ -5,26 +5,23 @@ from typing import Annotated
 
 import typer
 
-from torchdelta.cli.prediction import facts_of, show
-from torchdelta.cli.step import (
-    EXIT_USAGE,
+from torchdelta.cli.errors import check_input, fail
+from torchdelta.cli.options import (
+    JsonOption,
     LinkOption,
-    check_input,
-    fail,
+    TraceArgument,
     machine_named,
     measured_facts,
     note_recorded_times,
-    one_line_errors,
     progress,
 )
+from torchdelta.cli.prediction import facts_of, show
 
 __all__ = ["simulate"]
 
 
 def simulate(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A step, from `torchdelta trace`.", show_default=False)
-    ],
+    trace: TraceArgument,
     plan: Annotated[
         Path | None, typer.Argument(metavar="[PLAN]", help="Its plan, from `torchdelta plan`.", show_default=False)
     ] = None,
@@ -33,18 +30,17 @@ def simulate(
         str | None, typer.Option(help="Name in the catalog; by default the plan's.", show_default=False)
     ] = None,
     link: LinkOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Predict a step's time, peak and transfers.
 
     A plan that was not made for the trace, or exceeds its budget, is an error.
     """
     if machine is None and plan is None:
-        fail("without a plan a machine is needed: --machine a100-80g", EXIT_USAGE)
-    for path in (trace, plan):
-        if path is not None:
-            check_input(path)
-    with one_line_errors(), progress() as say:
+        fail("without a plan a machine is needed: --machine a100-80g")
+    check_input(trace)
+    check_input(plan)
+    with progress() as say:
         from torchdelta.plan.file import read_plan
         from torchdelta.planners import predict
 

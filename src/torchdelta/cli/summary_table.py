@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from torchdelta.cli.step import prefix
+from torchdelta.cli.errors import prefix
 
 if TYPE_CHECKING:
     from torchdelta.summary import Summary

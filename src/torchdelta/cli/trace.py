@@ -8,25 +8,22 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from torchdelta.cli.errors import check_input, check_output, fail, print_result
+from torchdelta.cli.options import (
+    JsonOption,
+    OptimizerOption,
+    a_count,
+    function_named,
+    machine_named,
+    measured_facts,
+    own_stdout,
+)
 from torchdelta.cli.prediction import (
     extrapolation_lines,
     interval_facts,
     launches_left_out_s,
     launches_note,
     time_text,
-)
-from torchdelta.cli.step import (
-    EXIT_USAGE,
-    check_batch_size,
-    check_input,
-    check_output,
-    fail,
-    function_named,
-    machine_named,
-    measured_facts,
-    one_line_errors,
-    own_stdout,
-    print_result,
 )
 from torchdelta.machine.interval import interval_of
 from torchdelta.machine.model import Machine
@@ -64,11 +61,11 @@ def trace(
             "--output", "-o", help="The trace file to write; by default FUNCTION.trace here.", show_default=False
         ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="The argument of the function.", show_default=False)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(callback=a_count, help="The argument of the function.", show_default=False)
+    ] = None,
     device: Annotated[str, typer.Option(help="Device that the step would run on: cuda or cpu.")] = "cuda",
-    optimizer: Annotated[
-        str, typer.Option(help="If the function returns no step: none, sgd, sgd-momentum or adamw.")
-    ] = "adamw",
+    optimizer: OptimizerOption = "adamw",
     machine: Annotated[
         str | None, typer.Option(help="Price the ops on this machine, such as a100-80g.", show_default=False)
     ] = None,
@@ -79,7 +76,7 @@ def trace(
         ),
     ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Treat the whole FILE as one step.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Trace one training step symbolically, without memory and without a GPU.
 
@@ -89,30 +86,28 @@ def trace(
     start_s = time.monotonic()
     output = _default_output(function) if output is None else output
     check_output(output)
-    check_batch_size(batch_size)
-    with one_line_errors():
-        priced_on = machine_named(machine) if machine is not None else None
-        if sys.stderr.isatty():
-            typer.echo(f"tracing {function} ...", err=True)
-        if profile is not None:
-            _check_profile(function, profile, priced_on)
-        measured = None if profile is None else read_profile_file(profile, whole=whole)
-        step = _imported(function, whole=whole)
-        match: Match | None = None
-        if step is None:
-            build = function_named(function, optimizer=optimizer, device=device)
-            from torchdelta.trace.symbolic import traced_step
+    priced_on = machine_named(machine) if machine is not None else None
+    if sys.stderr.isatty():
+        typer.echo(f"tracing {function} ...", err=True)
+    if profile is not None:
+        _check_profile(function, profile, priced_on)
+    measured = None if profile is None else read_profile_file(profile, whole=whole)
+    step = _imported(function, whole=whole)
+    match: Match | None = None
+    if step is None:
+        build = function_named(function)
+        from torchdelta.trace.symbolic import traced_step
 
-            options: dict[str, Any] = {"optimizer": optimizer, "comment": function, "with_growth": False}
-            with own_stdout():
-                traced = traced_step(build, batch_size=batch_size, device=device, **options)
-            step = traced.trace
-            if measured is not None and priced_on is not None:
-                priced = price(step, priced_on)
-                step, match = with_measured_times(priced, traced.shapes, measured, source=str(profile))
-        if priced_on is not None and any(op.flops or op.moved_bytes for op in step.ops):
-            step = price(step, priced_on)
-        write_trace(step, output)
+        options: dict[str, Any] = {"optimizer": optimizer, "comment": function, "with_growth": False}
+        with own_stdout():
+            traced = traced_step(build, batch_size=batch_size, device=device, **options)
+        step = traced.trace
+        if measured is not None and priced_on is not None:
+            priced = price(step, priced_on)
+            step, match = with_measured_times(priced, traced.shapes, measured, source=str(profile))
+    if priced_on is not None and any(op.flops or op.moved_bytes for op in step.ops):
+        step = price(step, priced_on)
+    write_trace(step, output)
     facts = {"path": str(output), "function": function, **_facts(step), "machine": priced_on and priced_on.name}
     facts |= {} if machine is None else measured_facts(machine)
     facts |= _match_facts(match)
@@ -145,9 +140,9 @@ def _imported(name: str, *, whole: bool) -> Trace | None:
 def _check_profile(function: str, profile: Path, machine: Machine | None) -> None:
     """Refuse a profile that nothing can be done with, before any work is done."""
     if function.removesuffix(".gz").endswith((*_LOGS, *_SNAPSHOTS, *_PROFILES)):
-        fail("--profile puts measured times into a step that is traced: name MODULE:FUNCTION beside it", EXIT_USAGE)
+        fail("--profile puts measured times into a step that is traced: name MODULE:FUNCTION beside it")
     if machine is None:
-        fail("--profile needs --machine, to price the ops that the profile does not show", EXIT_USAGE)
+        fail("--profile needs --machine, to price the ops that the profile does not show")
     check_input(profile)
 
 

@@ -43,11 +43,8 @@ class Figures:
     def add(self, time_s: float, before: Totals, after: Totals, summaries: Iterable[StepSummary]) -> None:
         """Add a step.
 
-        Args:
-            time_s: Its wall time.
-            before: `MemoryBudget.totals()` at its begin.
-            after: The same at its end.
-            summaries: The budget's steps in it.
+        `before` and `after` are `MemoryBudget.totals()` at its begin and end; the summaries are of the budget's
+        steps in it.
         """
         self.num_steps += 1
         self.num_passes += after.num_steps - before.num_steps

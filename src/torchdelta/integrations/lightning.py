@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
-import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from torchdelta.budget import MemoryBudget
+from torchdelta.integrations.callback import BudgetCallback
 from torchdelta.integrations.figures import Figures, planned_time_s
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from torchdelta.config import Config
-    from torchdelta.plan.model import Plan
-    from torchdelta.summary import Totals
 
 __all__ = ["MemoryBudgetCallback"]
 
-_logger = logging.getLogger("torchdelta")
 
-# Budgets that a callback started, to recognise one whose training ended without any further event.
-_started: weakref.WeakSet[MemoryBudget] = weakref.WeakSet()
-
-
-class MemoryBudgetCallback(Callback):
+class MemoryBudgetCallback(BudgetCallback, Callback):
     """Keep `trainer.fit` within a number of bytes of device memory, with bit-equal results.
 
     The budget runs in each process that trains, from before the model is moved to its device to the end of `fit`, with
@@ -69,35 +58,7 @@ class MemoryBudgetCallback(Callback):
         >>> trainer.fit(model, loader)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        limit: int | str,
-        config: Config | None = None,
-        plan: str | os.PathLike[str] | Plan | None = None,
-    ) -> None:
-        super().__init__()
-        if not (isinstance(limit, str) and limit.strip().lower() == "auto"):
-            # The budget is made when the training begins, on the device that the Trainer chooses. What cannot be parsed
-            # is refused here.
-            parse_size(limit, total_bytes=2**50, name="limit")
-        self.limit = limit
-        self.config = config
-        self.plan = plan
-        self.budget: MemoryBudget | None = None
-        self._is_ours = False
-        self._forget_figures(first_step=0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a spawned process gets: all but the budget of a training in this process."""
-        return {**self.__dict__, "budget": None, "_is_ours": False, "_at_batch_start": None}
-
-    def stop(self) -> None:
-        """Stop the budget that this callback started, if it still runs."""
-        budget = self.budget
-        is_running = self._is_ours and budget is not None and MemoryBudget.current() is budget
-        self._is_ours = False
-        if is_running and budget is not None:
-            budget.stop()
+    _index = _global_step = 0
 
     # -- events of the Trainer
 
@@ -106,25 +67,7 @@ class MemoryBudgetCallback(Callback):
         del pl_module
         if stage != "fit":
             return
-        running = MemoryBudget.current()
-        if running is not None and running in _started:
-            with contextlib.suppress(BudgetError):  # its training has raised its own error
-                running.stop()
-            running = None
-        if running is None:
-            self.budget = MemoryBudget(self.limit, _for_process(self.config, trainer), plan=self.plan)
-            self.budget.start()
-            self._is_ours = True
-            _started.add(self.budget)
-        else:
-            self.budget = running
-            self._is_ours = False
-            _logger.info(
-                "MemoryBudgetCallback(%r): a budget of %s runs already and is used instead",
-                self.limit,
-                format_bytes(running.budget_bytes),
-            )
-        self._forget_figures(first_step=self.budget.totals().num_steps)
+        self._begin_training(_for_process(self.config, trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count the batches after which an optimizer steps, by which Lightning numbers its logs."""
@@ -134,22 +77,15 @@ class MemoryBudgetCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to measure a batch."""
         del trainer, pl_module, batch, batch_idx
-        if self.budget is not None:
-            self._at_batch_start = (time.perf_counter(), self.budget.totals())
+        self._begin_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure a batch, and log together with Lightning."""
         del pl_module, outputs, batch, batch_idx
-        if self.budget is None or self._at_batch_start is None:
-            return
-        start_s, before = self._at_batch_start
-        time_s = time.perf_counter() - start_s
-        after = self.budget.totals()
-        self._figures.add(time_s, before, after, self.budget.steps_since(self._next_step))
-        self._next_step = after.num_steps
-        if trainer.global_step != self._global_step:  # else gradients are accumulated, and Lightning logs nothing
+        # Otherwise gradients are accumulated, and Lightning logs nothing.
+        if self._end_step() and trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
             self._index += 1
             every = getattr(trainer, "log_every_n_steps", 0)  # Lightning sets it outside of the class
@@ -175,15 +111,9 @@ class MemoryBudgetCallback(Callback):
 
     # -- inside
 
-    def _forget_figures(self, first_step: int) -> None:
-        self._next_step = first_step  # index of the first of the budget's steps that was not measured yet
-        self._at_batch_start: tuple[float, Totals] | None = None
-        self._figures = Figures()
-        self._index = self._global_step = 0
-
     def _log(self, trainer: Trainer) -> None:
-        values = self._figures.values(planned_time_s(self.budget)) if trainer.loggers else {}
-        self._figures = Figures()
+        values = self._since_log.values(planned_time_s(self.budget)) if trainer.loggers else {}
+        self._since_log = Figures()
         if values:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=max(0, self._index - 1))

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import sys
-import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from torchdelta.budget import MemoryBudget
+from torchdelta.integrations.callback import BudgetCallback, stop_orphan
 from torchdelta.integrations.figures import Figures, planned_time_s
 from torchdelta.notices import warn_once
-from torchdelta.runtime.errors import BudgetError
-from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from transformers.trainer_callback import TrainerControl, TrainerState
     from transformers.training_args import TrainingArguments
 
-    from torchdelta.config import Config
-    from torchdelta.plan.model import Plan
-    from torchdelta.summary import Totals
-
 __all__ = ["MemoryBudgetCallback"]
 
-_logger = logging.getLogger("torchdelta")
 
-# Budgets that a callback started. The Trainer has no event for the end of a training by an exception, so this module
-# wraps `Trainer.train`. A budget that still runs when another training begins is of a training without that method.
-_started: weakref.WeakSet[MemoryBudget] = weakref.WeakSet()
-
-
-class MemoryBudgetCallback(TrainerCallback):
+class MemoryBudgetCallback(BudgetCallback, TrainerCallback):
     """Keep a Trainer's training within a number of bytes of device memory, with bit-equal results.
 
     The budget runs from the begin of `trainer.train()` to its end, evaluations in between included. A `MemoryBudget`
@@ -76,31 +60,6 @@ class MemoryBudgetCallback(TrainerCallback):
         >>> trainer.train()  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        limit: int | str,
-        config: Config | None = None,
-        plan: str | os.PathLike[str] | Plan | None = None,
-    ) -> None:
-        super().__init__()
-        if not (isinstance(limit, str) and limit.strip().lower() == "auto"):
-            # The budget is made when training begins: a percentage initializes CUDA, and only the Trainer chooses the
-            # device. What cannot be parsed is refused here.
-            parse_size(limit, total_bytes=2**50, name="limit")
-        self.limit = limit
-        self.config = config
-        self.plan = plan
-        self.budget: MemoryBudget | None = None
-        self._is_ours = False
-        self._forget_figures()
-
-    def stop(self) -> None:
-        """Stop the budget that this callback started, if it still runs."""
-        budget = self.budget
-        if self._is_ours and budget is not None and MemoryBudget.current() is budget:
-            budget.stop()
-        self._is_ours = False
-
     # -- events of the Trainer
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -114,20 +73,7 @@ class MemoryBudgetCallback(TrainerCallback):
         """Start the budget."""
         del state, control
         self._go_first()  # it was not there at `on_init_end` if it came by `trainer.add_callback`
-        _stop_orphan()
-        self._is_ours = False
-        running = MemoryBudget.current()
-        if running is None:
-            self.budget = MemoryBudget(self.limit, self.config, plan=self.plan)
-            self._start()
-        else:
-            self.budget = running
-            self._forget_figures(first_step=running.totals().num_steps)
-            _logger.info(
-                "MemoryBudgetCallback(%r): a budget of %s runs already and is used instead",
-                self.limit,
-                format_bytes(running.budget_bytes),
-            )
+        self._begin_training(self.config)
         _advise(args, kwargs.get("model"))
 
     def on_step_begin(
@@ -137,23 +83,14 @@ class MemoryBudgetCallback(TrainerCallback):
         del args, state, control, kwargs
         if self._is_ours and MemoryBudget.current() is not self.budget:
             # Another Trainer trained inside of this one, for instance in an evaluation, and its callback stopped ours.
-            _stop_orphan()
+            stop_orphan()
             self._start()
-        if self.budget is not None:
-            self._at_step_begin = (time.perf_counter(), self.budget.totals())
+        self._begin_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure an optimizer step."""
         del args, state, control, kwargs
-        if self.budget is None or self._at_step_begin is None:
-            return
-        start_s, before = self._at_step_begin
-        time_s = time.perf_counter() - start_s
-        after = self.budget.totals()
-        summaries = self.budget.steps_since(self._next_step)
-        self._next_step = after.num_steps
-        for figures in (self._since_log, self._of_training):
-            figures.add(time_s, before, after, summaries)
+        self._end_step()
 
     def on_log(
         self,
@@ -188,19 +125,6 @@ class MemoryBudgetCallback(TrainerCallback):
 
     # -- inside
 
-    def _start(self) -> None:
-        assert self.budget is not None
-        self.budget.start()
-        self._is_ours = True
-        _started.add(self.budget)
-        self._forget_figures()
-
-    def _forget_figures(self, first_step: int = 0) -> None:
-        self._next_step = first_step  # index of the first of the budget's steps that was not measured yet
-        self._at_step_begin: tuple[float, Totals] | None = None
-        self._since_log = Figures()
-        self._of_training = Figures()
-
     def _go_first(self) -> None:
         """Move this callback before the loggers, which the Trainer puts before the callbacks of the user.
 
@@ -217,16 +141,8 @@ class MemoryBudgetCallback(TrainerCallback):
             frame = frame.f_back
 
 
-def _stop_orphan() -> None:
-    """Stop the budget that runs on this thread if a callback started it: its training ended in an exception."""
-    running = MemoryBudget.current()
-    if running is not None and running in _started:
-        with contextlib.suppress(BudgetError):  # that training has raised its own error
-            running.stop()
-
-
 def _ending_budgets(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Trainer.train`: a budget that began in it ends with it, by an exception, too.
+    """Wrap `Trainer.train`, which has no event for an end by an exception: a budget that began in it ends with it.
 
     Without that the next Trainer would be made inside of that budget, which its model may not fit into.
     """
@@ -238,7 +154,7 @@ def _ending_budgets(train: Callable[..., Any]) -> Callable[..., Any]:
             return train(*args, **kwargs)
         except BaseException:
             if MemoryBudget.current() is not before:
-                _stop_orphan()
+                stop_orphan()
             raise
 
     return wrapper

@@ -29,70 +29,128 @@ __all__ = ["CATALOG", "find", "measured", "names"]
 _GIB: Final = 2**30
 _LINK_LATENCY_S: Final = 10e-6
 _WIDTH: Final = 16
-_BOTH_WAYS: Final = (0.9, "as measured on an RTX 5090, our reading")
-
-
-class _Shares(NamedTuple):
-    """What large products (on tensor cores, on vector units) and streaming kernels reach of printed peaks."""
-
-    tensor: float
-    vector: float
-    memory: float
-    source: str
-
-
 _MLI: Final = "mli/transformers-benchmarks"
-_VOLTA: Final = _Shares(0.76, 0.89, 0.85, f"95 and 14 TFLOP/s and 784 GB/s of a V100, {_MLI}; 738 GB/s, HTA")
-_TURING: Final = _Shares(0.5, 0.89, 0.8, "not measured: a card of 70 W, our reading")
-_AMPERE: Final = _Shares(0.74, 0.89, 0.82, f"230 and 116 TFLOP/s and 1616 GB/s of an A100, {_MLI}; 1716 GB/s, HTA")
-_HOPPER: Final = _Shares(0.6, 0.89, 0.82, "not measured: memory as an A100, products our reading")
-_RTX30: Final = _Shares(1.0, 0.9, 0.85, f"81 and 42 TFLOP/s and 856 GB/s of an RTX 3090 Ti, {_MLI}")
-_RTX40: Final = _Shares(1.04, 0.9, 0.93, f"172 and 86 TFLOP/s and 936 GB/s of an RTX 4090, {_MLI}")
-_RTX50: Final = _Shares(1.0, 0.9, 0.89, "not measured: between an RTX 3090 Ti and an RTX 4090, our reading")
 
 
-def _gpu(
-    name: str,
-    description: str,
-    *,
-    memory_gib: float,
-    float32_tflops: float,
-    tensor_tflops: dict[str, float],
-    memory_gb_per_s: float,
-    shares: _Shares,
-    pci_express: int,
-    host_gib: int,
-    host_of: str,
-    peaks_from: str,
-    both_ways: tuple[float, str] = _BOTH_WAYS,
+class _Chip(NamedTuple):
+    """What the cards with one chip have in common. See [Note: how the figures were made].
+
+    Attributes:
+        peaks: Printed peaks in TFLOP/s, by data type.
+        peaks_from: Where they are printed.
+        shares: What large products on tensor cores and on vector units, and streaming kernels, reach of printed peaks.
+        shares_from: Who measured that.
+        pci_express: The generation of its link.
+        both_ways: The share of its rates that a link keeps in both directions at once, and who measured that.
+    """
+
+    peaks: dict[str, float]
+    peaks_from: str
+    shares: tuple[float, float, float]
+    shares_from: str
+    pci_express: int
+    both_ways: tuple[float, str] = (0.9, "as measured on an RTX 5090, our reading")
+
+
+_T4: Final = _Chip(
+    peaks={"float32": 8.1, "float16": 65},
+    peaks_from="NVIDIA T4 datasheet",
+    shares=(0.5, 0.89, 0.8),
+    shares_from="not measured: a card of 70 W, our reading",
+    pci_express=3,
+)
+_V100: Final = _Chip(
+    peaks={"float32": 15.7, "float16": 125},
+    peaks_from="NVIDIA V100 datasheet",
+    shares=(0.76, 0.89, 0.85),
+    shares_from=f"95 and 14 TFLOP/s and 784 GB/s of a V100, {_MLI}; 738 GB/s, HTA",
+    pci_express=3,
+)
+_A100: Final = _Chip(
+    peaks={"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312},
+    peaks_from="NVIDIA A100 datasheet",
+    shares=(0.74, 0.89, 0.82),
+    shares_from=f"230 and 116 TFLOP/s and 1616 GB/s of an A100, {_MLI}; 1716 GB/s, HTA",
+    pci_express=4,
+)
+_H100: Final = _Chip(
+    peaks={"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4},
+    peaks_from="NVIDIA H100 and H200 datasheets and H100 architecture whitepaper, dense",
+    shares=(0.6, 0.89, 0.82),
+    shares_from="not measured: memory as an A100, products our reading",
+    pci_express=5,
+)
+_RTX3090: Final = _Chip(
+    peaks={"float32": 35.6, "tf32": 35.6, "bfloat16": 71, "float16": 71},
+    peaks_from="NVIDIA Ampere GA102 whitepaper, dense, float32 accumulation",
+    shares=(1.0, 0.9, 0.85),
+    shares_from=f"81 and 42 TFLOP/s and 856 GB/s of an RTX 3090 Ti, {_MLI}",
+    pci_express=4,
+)
+_RTX4090: Final = _Chip(
+    peaks={"float32": 82.6, "tf32": 82.6, "bfloat16": 165.2, "float16": 165.2},
+    peaks_from="NVIDIA Ada whitepaper, dense, float32 accumulation",
+    shares=(1.04, 0.9, 0.93),
+    shares_from=f"172 and 86 TFLOP/s and 936 GB/s of an RTX 4090, {_MLI}",
+    pci_express=4,
+    both_ways=(0.55, "14.4 of 26.3 GB/s in a box of eight RTX 4090s, NVIDIA/nvbandwidth issue 15"),
+)
+_RTX5090: Final = _Chip(
+    peaks={"float32": 104.8, "tf32": 104.8, "bfloat16": 209.5, "float16": 209.5},
+    peaks_from="NVIDIA RTX Blackwell whitepaper, dense, float32 accumulation",
+    shares=(1.0, 0.9, 0.89),
+    shares_from="not measured: between an RTX 3090 Ti and an RTX 4090, our reading",
+    pci_express=5,
+    both_ways=(0.9, "50.9 of 56.3 GB/s, tinygrad/open-gpu-kernel-modules issue 29"),
+)
+
+_DESKTOP: Final = "a desktop's, a common size"
+# Name, chip, description, GiB as torch reports them, GB/s of its memory, GiB of host memory and whose that is.
+_CARDS: Final = (
+    ("t4", _T4, "NVIDIA T4, 16 GB", 14.75, 320, 48, "192 GB of a cloud machine with 4 GPUs"),
+    ("v100-16g", _V100, "NVIDIA V100 SXM2, 16 GB", 15.78, 900, 64, "512 GB of a DGX-1 for 8 GPUs"),
+    ("v100-32g", _V100, "NVIDIA V100 SXM2, 32 GB", 31.75, 900, 64, "512 GB of a DGX-1 for 8 GPUs"),
+    ("a100-40g", _A100, "NVIDIA A100 SXM4, 40 GB", 39.49, 1555, 128, "1 TB of a DGX A100 320GB for 8 GPUs"),
+    ("a100-80g", _A100, "NVIDIA A100 SXM4, 80 GB", 79.15, 2039, 256, "2 TB of a DGX A100 640GB for 8 GPUs"),
+    ("h100-80g", _H100, "NVIDIA H100 SXM5, 80 GB", 79.11, 3350, 256, "2 TB of a DGX H100 for 8 GPUs"),
+    ("h200-141g", _H100, "NVIDIA H200 SXM5, 141 GB", 139.8, 4800, 256, "2 TB of a DGX H200 for 8 GPUs"),
+    ("rtx3090", _RTX3090, "NVIDIA GeForce RTX 3090, 24 GB", 23.68, 936, 64, _DESKTOP),
+    ("rtx4090", _RTX4090, "NVIDIA GeForce RTX 4090, 24 GB", 23.64, 1008, 64, _DESKTOP),
+    ("rtx5090", _RTX5090, "NVIDIA GeForce RTX 5090, 32 GB", 31.36, 1792, 64, _DESKTOP),
+)
+
+
+def _machine(
+    name: str, chip: _Chip, description: str, gib: float, gb_per_s: float, host_gib: int, host_of: str
 ) -> Machine:
-    """Build an accelerator from printed peaks. See [Note: how the figures were made]."""
-    flops = {"float32": float32_tflops * 1e12 * shares.vector}
-    flops |= {dtype: peak * 1e12 * shares.tensor for dtype, peak in tensor_tflops.items()}
-    out, into = (_WIDTH * lane for lane in LANE_BYTES_PER_S[pci_express])
-    printed = ", ".join(f"{dtype} {peak:g}" for dtype, peak in {"float32": float32_tflops, **tensor_tflops}.items())
-    link_source = f"PCI Express {pci_express} x16, large pinned copies"
+    """Build an accelerator from a row of the table."""
+    tensor, vector, memory = chip.shares
+    out, into = (_WIDTH * lane for lane in LANE_BYTES_PER_S[chip.pci_express])
+    printed = ", ".join(f"{dtype} {peak:g}" for dtype, peak in chip.peaks.items())
+    link_source = f"PCI Express {chip.pci_express} x16, large pinned copies"
     return Machine(
         name=name,
         description=description,
-        memory_bytes=round(memory_gib * _GIB),
-        flops_per_s=flops,
-        memory_bytes_per_s=memory_gb_per_s * 1e9 * shares.memory,
+        memory_bytes=round(gib * _GIB),
+        flops_per_s={
+            dtype: peak * 1e12 * (vector if dtype == "float32" else tensor) for dtype, peak in chip.peaks.items()
+        },
+        memory_bytes_per_s=gb_per_s * 1e9 * memory,
         kernels="cuda",
         host_out_bytes_per_s=out,
         host_in_bytes_per_s=into,
-        both_ways_factor=both_ways[0],
+        both_ways_factor=chip.both_ways[0],
         link_latency_s=_LINK_LATENCY_S,
         host_memory_bytes=host_gib * _GIB,
         sources={
             "host_memory_bytes": f"{host_gib} GiB: {host_of}",
-            "memory_bytes": f"{memory_gib:g} GiB as torch reports it",
+            "memory_bytes": f"{gib:g} GiB as torch reports it",
             "flops_per_s": (
-                f"peaks in TFLOP/s: {printed} ({peaks_from}); times {shares.vector} (float32) and {shares.tensor} "
-                f"(tensor cores): {shares.source}"
+                f"peaks in TFLOP/s: {printed} ({chip.peaks_from}); times {vector} (float32) and {tensor} "
+                f"(tensor cores): {chip.shares_from}"
             ),
-            "memory_bytes_per_s": f"{memory_gb_per_s:g} GB/s ({peaks_from}) times {shares.memory}: {shares.source}",
-            "both_ways_factor": both_ways[1],
+            "memory_bytes_per_s": f"{gb_per_s:g} GB/s ({chip.peaks_from}) times {memory}: {chip.shares_from}",
+            "both_ways_factor": chip.both_ways[1],
             "host_out_bytes_per_s": link_source,
             "host_in_bytes_per_s": link_source,
             "link_latency_s": "order of a copy's launch and completion (Zhang et al. 2019 measured 10 to 47 us)",
@@ -123,133 +181,7 @@ _CPU: Final = Machine(
     },
 )
 
-_MACHINES: Final = (
-    _gpu(
-        "t4",
-        "NVIDIA T4, 16 GB",
-        memory_gib=14.75,
-        float32_tflops=8.1,
-        tensor_tflops={"float16": 65},
-        memory_gb_per_s=320,
-        shares=_TURING,
-        pci_express=3,
-        host_gib=48,
-        host_of="192 GB of a cloud machine with 4 GPUs",
-        peaks_from="NVIDIA T4 datasheet",
-    ),
-    *(
-        _gpu(
-            f"v100-{size_gb}g",
-            f"NVIDIA V100 SXM2, {size_gb} GB",
-            memory_gib=memory_gib,
-            float32_tflops=15.7,
-            tensor_tflops={"float16": 125},
-            memory_gb_per_s=900,
-            shares=_VOLTA,
-            pci_express=3,
-            host_gib=64,
-            host_of="512 GB of a DGX-1 for 8 GPUs",
-            peaks_from="NVIDIA V100 datasheet",
-        )
-        for size_gb, memory_gib in ((16, 15.78), (32, 31.75))
-    ),
-    _gpu(
-        "a100-40g",
-        "NVIDIA A100 SXM4, 40 GB",
-        memory_gib=39.49,
-        float32_tflops=19.5,
-        tensor_tflops={"tf32": 156, "bfloat16": 312, "float16": 312},
-        memory_gb_per_s=1555,
-        shares=_AMPERE,
-        pci_express=4,
-        host_gib=128,
-        host_of="1 TB of a DGX A100 320GB for 8 GPUs",
-        peaks_from="NVIDIA A100 datasheet",
-    ),
-    _gpu(
-        "a100-80g",
-        "NVIDIA A100 SXM4, 80 GB",
-        memory_gib=79.15,
-        float32_tflops=19.5,
-        tensor_tflops={"tf32": 156, "bfloat16": 312, "float16": 312},
-        memory_gb_per_s=2039,
-        shares=_AMPERE,
-        pci_express=4,
-        host_gib=256,
-        host_of="2 TB of a DGX A100 640GB for 8 GPUs",
-        peaks_from="NVIDIA A100 datasheet",
-    ),
-    _gpu(
-        "h100-80g",
-        "NVIDIA H100 SXM5, 80 GB",
-        memory_gib=79.11,
-        float32_tflops=66.9,
-        tensor_tflops={"tf32": 494.7, "bfloat16": 989.4, "float16": 989.4},
-        memory_gb_per_s=3350,
-        shares=_HOPPER,
-        pci_express=5,
-        host_gib=256,
-        host_of="2 TB of a DGX H100 for 8 GPUs",
-        peaks_from="NVIDIA H100 datasheet and architecture whitepaper, dense",
-    ),
-    _gpu(
-        "h200-141g",
-        "NVIDIA H200 SXM5, 141 GB",
-        memory_gib=139.8,
-        float32_tflops=66.9,
-        tensor_tflops={"tf32": 494.7, "bfloat16": 989.4, "float16": 989.4},
-        memory_gb_per_s=4800,
-        shares=_HOPPER,
-        pci_express=5,
-        host_gib=256,
-        host_of="2 TB of a DGX H200 for 8 GPUs",
-        peaks_from="NVIDIA H200 datasheet, dense",
-    ),
-    _gpu(
-        "rtx3090",
-        "NVIDIA GeForce RTX 3090, 24 GB",
-        memory_gib=23.68,
-        float32_tflops=35.6,
-        tensor_tflops={"tf32": 35.6, "bfloat16": 71, "float16": 71},
-        memory_gb_per_s=936,
-        shares=_RTX30,
-        pci_express=4,
-        host_gib=64,
-        host_of="a desktop's, a common size",
-        peaks_from="NVIDIA Ampere GA102 whitepaper, dense, float32 accumulation",
-    ),
-    _gpu(
-        "rtx4090",
-        "NVIDIA GeForce RTX 4090, 24 GB",
-        memory_gib=23.64,
-        float32_tflops=82.6,
-        tensor_tflops={"tf32": 82.6, "bfloat16": 165.2, "float16": 165.2},
-        memory_gb_per_s=1008,
-        shares=_RTX40,
-        pci_express=4,
-        host_gib=64,
-        host_of="a desktop's, a common size",
-        peaks_from="NVIDIA Ada whitepaper, dense, float32 accumulation",
-        both_ways=(0.55, "14.4 of 26.3 GB/s in a box of eight RTX 4090s, NVIDIA/nvbandwidth issue 15"),
-    ),
-    _gpu(
-        "rtx5090",
-        "NVIDIA GeForce RTX 5090, 32 GB",
-        memory_gib=31.36,
-        float32_tflops=104.8,
-        tensor_tflops={"tf32": 104.8, "bfloat16": 209.5, "float16": 209.5},
-        memory_gb_per_s=1792,
-        shares=_RTX50,
-        pci_express=5,
-        host_gib=64,
-        host_of="a desktop's, a common size",
-        peaks_from="NVIDIA RTX Blackwell whitepaper, dense, float32 accumulation",
-        both_ways=(0.9, "50.9 of 56.3 GB/s, tinygrad/open-gpu-kernel-modules issue 29"),
-    ),
-    _CPU,
-)
-
-CATALOG: Final = {machine.name: machine for machine in _MACHINES}
+CATALOG: Final = {machine.name: machine for machine in (*(_machine(*card) for card in _CARDS), _CPU)}
 """All machines by name."""
 
 _LOCAL: Final = {"local": ("cuda", "cpu"), "localcuda": ("cuda",), "localcpu": ("cpu",)}

@@ -50,12 +50,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def interval_of(step: Trace, machine: Machine) -> Interval | None:
-    """Return the interval of a step's predicted time, None for a machine without one.
-
-    Args:
-        step: A trace whose ops carry their times on the machine.
-        machine: The machine.
-    """
+    """Return the interval of a step's predicted time, None for a machine without one."""
     if machine.kernels != "cuda":
         return None
     reasons = tuple(_reasons(step, machine))

@@ -121,11 +121,7 @@ class KernelTerms(NamedTuple):
 def terms_of(op: Op, moved_bytes: int, machine: Machine, *, tf32: bool = True) -> KernelTerms:
     """Return what the price of an op depends on, on a machine.
 
-    Args:
-        op: Any op that moves or multiplies something.
-        moved_bytes: What it moves.
-        machine: Where it would run.
-        tf32: Whether float32 products run on tensor cores where there are any.
+    `tf32`: whether float32 products run on tensor cores.
     """
     name = op.name.split(".")[1] if "." in op.name else op.name
     passes, memory_share = 1.0, "stream"
@@ -183,12 +179,7 @@ def kernel_time_s(
 ) -> float:
     """Return the seconds that an op takes, given what it moves. See [Note: the kernel model].
 
-    Args:
-        op: Any op that moves or multiplies something.
-        moved_bytes: What it moves.
-        machine: Where it would run.
-        tf32: Whether float32 products run on tensor cores where there are any.
-        shares: What kinds of kernels reach.
+    `tf32`: whether float32 products run on tensor cores.
     """
     terms = terms_of(op, moved_bytes, machine, tf32=tf32)
     time_s = terms.moved_bytes / (machine.memory_bytes_per_s * getattr(shares, terms.memory_share))

@@ -38,6 +38,11 @@ __all__ = ["Machine", "matrix_flops_per_s", "reserve_bytes", "reserve_of", "vali
 
 _RESERVE_BYTES: Final = 6 * 2**30 // 10
 _RESERVE_SHARE: Final = 16
+_POSITIVE: Final = ("memory_bytes", "memory_bytes_per_s", "host_out_bytes_per_s", "host_in_bytes_per_s")
+_NOT_NEGATIVE: Final = (
+    *("op_latency_s", "link_latency_s", "out_compute_s_per_byte", "in_compute_s_per_byte", "disk_latency_s"),
+    *("disk_write_bytes_per_s", "disk_read_bytes_per_s", "host_memory_bytes", "disk_bytes"),
+)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,24 +131,9 @@ def validate_machine(machine: Machine) -> None:
     Raises:
         MachineError: With one line that names the machine, the field and what is wrong with it.
     """
-    positive = {
-        "memory_bytes": machine.memory_bytes,
-        "memory_bytes_per_s": machine.memory_bytes_per_s,
-        "host_out_bytes_per_s": machine.host_out_bytes_per_s,
-        "host_in_bytes_per_s": machine.host_in_bytes_per_s,
-        **{f"flops_per_s[{dtype!r}]": rate for dtype, rate in machine.flops_per_s.items()},
-    }
-    not_negative = {
-        "op_latency_s": machine.op_latency_s,
-        "link_latency_s": machine.link_latency_s,
-        "out_compute_s_per_byte": machine.out_compute_s_per_byte,
-        "in_compute_s_per_byte": machine.in_compute_s_per_byte,
-        "disk_latency_s": machine.disk_latency_s,
-        "disk_write_bytes_per_s": machine.disk_write_bytes_per_s,
-        "disk_read_bytes_per_s": machine.disk_read_bytes_per_s,
-        "host_memory_bytes": machine.host_memory_bytes or 0,
-        "disk_bytes": machine.disk_bytes or 0,
-    }
+    positive: dict[str, float] = {field: getattr(machine, field) for field in _POSITIVE}
+    positive |= {f"flops_per_s[{dtype!r}]": rate for dtype, rate in machine.flops_per_s.items()}
+    not_negative: dict[str, float] = {field: getattr(machine, field) or 0 for field in _NOT_NEGATIVE}
     if not machine.name:
         raise MachineError("a machine has no name")
     if "float32" not in machine.flops_per_s:

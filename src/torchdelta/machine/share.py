@@ -29,17 +29,7 @@ _RATES: Final = ("memory_bytes_per_s", "host_out_bytes_per_s", "host_in_bytes_pe
 
 
 class SharedKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A kernel that was timed. The fields but `time_s` are those of a trace's op.
-
-    Attributes:
-        name: Overload name.
-        time_s: Seconds of one run.
-        flops: Floating-point operations of its products.
-        dtype: What it multiplies.
-        moved_bytes: Bytes that it reads and writes.
-        product: Groups, rows, columns, inner size and window of what it multiplies.
-        layout: `"channels_last"` or `""`.
-    """
+    """A kernel that was timed. The fields but `time_s` are those of a trace's op, `product` by its order."""
 
     name: str
     time_s: float
@@ -72,14 +62,9 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         version: Of this file's form.
-        device: The device in words.
-        torch_version: Of the torch that measured.
         cuda_version: Of the CUDA that it was built with; "" on CPU.
         measured_at: The day, in ISO 8601.
-        memory_bytes: Device memory.
-        flops_per_s: As a machine has it.
         rates: Other rates of the machine by field name.
-        kernels: What was timed.
     """
 
     version: int = _VERSION
@@ -94,14 +79,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def measure_share(device: str, machine: Machine, *, measured_at: str, quick: bool = False) -> Share:
-    """Time the kernels on a device whose machine was measured.
-
-    Args:
-        device: "cpu" or "cuda".
-        machine: What `probe` returned for it.
-        measured_at: When it was measured, in ISO 8601; the day of it is shared.
-        quick: Small sizes and short rounds, for tests.
-    """
+    """Time the kernels on a device whose machine was measured."""
     seconds_of = timer_of(device, quick=quick)
     kernels = tuple(
         msgspec.structs.replace(kernel, time_s=_rounded(seconds_of(run)))

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import built_path, load
-from torchdelta.native.counting import NativeStatus, installed_module, is_switched_off
+from torchdelta.native.build import NativeStatus, is_switched_off, load, status_before_use, status_in_use
+from torchdelta.native.counting import installed_module
 
 __all__ = ["Arena", "ArenaFigures", "ArenaStatus", "arena_status", "new_arena"]
 
@@ -142,11 +140,7 @@ class ArenaFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaStatus(NativeStatus):
-    """Whether arenas are available, and what those of this process have done.
-
-    Attributes:
-        figures: All zero before the first arena.
-    """
+    """Whether arenas are available, and what those of this process have done: nothing before the first arena."""
 
     figures: ArenaFigures
 
@@ -176,27 +170,17 @@ def new_arena(
 
 def arena_status() -> ArenaStatus:
     """Return whether arenas are available in this process, and what they have done. Builds nothing."""
-    reason = _cannot()
+    reason, figures = _cannot(), ArenaFigures()
     if reason is not None:
-        return ArenaStatus(is_on=False, reason=reason, figures=ArenaFigures())
-    if _module.cache_info().currsize:
+        return ArenaStatus(is_on=False, reason=reason, figures=figures)
+    if not _module.cache_info().currsize:
+        status = status_before_use(_SOURCE, "at the first budget with Config(arena=True)")
+    else:
         module = _module()
-        if isinstance(module, NativeError):
-            return ArenaStatus(is_on=False, reason=str(module), figures=ArenaFigures())
-        is_on = _is_in_use(module)
-        return ArenaStatus(
-            is_on=is_on,
-            reason="installed" if is_on else "another CPU allocator has replaced it",
-            figures=ArenaFigures(**module.figures(), mapped_bytes=module.mapped_bytes()),
-        )
-    if built_path(_SOURCE).exists():
-        return ArenaStatus(is_on=True, reason="built; for budgets with Config(arena=True)", figures=ArenaFigures())
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        reason = f"no C++ compiler ({compiler}) to build it: install one, or set CXX"
-        return ArenaStatus(is_on=False, reason=reason, figures=ArenaFigures())
-    reason = f"to be built with {compiler} at the first budget with Config(arena=True)"
-    return ArenaStatus(is_on=True, reason=reason, figures=ArenaFigures())
+        status = status_in_use(module, _is_in_use)
+        if not isinstance(module, NativeError):
+            figures = ArenaFigures(**module.figures(), mapped_bytes=module.mapped_bytes())
+    return ArenaStatus(is_on=status.is_on, reason=status.reason, figures=figures)
 
 
 def _cannot() -> str | None:

@@ -9,28 +9,83 @@ Only then it is renamed, so that a file under the final name is always complete 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from torchdelta.errors import NativeError
 
-__all__ = ["built_path", "cache_directory", "import_module", "load", "self_test"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "NativeStatus",
+    "built_path",
+    "cache_directory",
+    "import_module",
+    "is_switched_off",
+    "load",
+    "loaded",
+    "self_test",
+    "status_before_use",
+    "status_in_use",
+]
 
 _BUILD_TIME_S: Final = 300.0
 _OWN_HEADER: Final = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)  # beside the source
 _STANDARDS: Final = ("c++20", "c++17")  # torch's headers need one or the other, depending on the version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeStatus:
+    """Whether a native module is in use, or will be.
+
+    Attributes:
+        is_on: It is installed, or will be at the next budget.
+        reason: Why it is or is not on, in a few words.
+    """
+
+    is_on: bool
+    reason: str
+
+
+def is_switched_off() -> bool:
+    """Return whether the environment disables native modules."""
+    return os.environ.get("TORCHDELTA_NATIVE", "1").lower() in {"0", "false", "off", "no"}
+
+
+def status_before_use(source: Path, when: str) -> NativeStatus:
+    """Return whether the module of a source will be used, and when. Builds nothing."""
+    if is_switched_off():
+        return NativeStatus(is_on=False, reason="TORCHDELTA_NATIVE disables it")
+    if built_path(source).exists():
+        return NativeStatus(is_on=True, reason=f"built; installed {when}")
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return NativeStatus(is_on=False, reason=f"no C++ compiler ({compiler}) to build it: install one, or set CXX")
+    return NativeStatus(is_on=True, reason=f"to be built with {compiler} {when}")
+
+
+def status_in_use(module: Any, is_in_use: Callable[[Any], bool]) -> NativeStatus:
+    """Return whether a module is in use that an allocator was installed from, or the error why it was not."""
+    if isinstance(module, NativeError):
+        return NativeStatus(is_on=False, reason=str(module))
+    is_on = is_in_use(module)
+    return NativeStatus(is_on=is_on, reason="installed" if is_on else "another CPU allocator has replaced it")
 
 
 def cache_directory() -> Path:
@@ -68,6 +123,15 @@ def load(source: Path, module_name: str, self_test_code: str) -> Any:
         return import_module(path, module_name)
     except (OSError, ImportError) as error:
         raise NativeError(f"{source.name} cannot be built or loaded: {error}") from error
+
+
+@functools.cache
+def loaded(source: Path, module_name: str, self_test_code: str) -> Any:
+    """Return the module as `load` does, or the NativeError that explains why there is none; once per process."""
+    try:
+        return load(source, module_name, self_test_code)
+    except NativeError as error:
+        return error
 
 
 def import_module(path: Path, module_name: str) -> Any:

@@ -12,14 +12,11 @@ nanoseconds per allocation. TORCHDELTA_NATIVE=0 disables it.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import built_path, load
+from torchdelta.native.build import NativeStatus, is_switched_off, loaded, status_before_use, status_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,10 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Counter",
     "LimitedCounter",
-    "NativeStatus",
     "counting_status",
     "installed_module",
-    "is_switched_off",
     "loaded_module",
     "new_counter",
 ]
@@ -153,26 +148,9 @@ class LimitedCounter(Counter, Protocol):
         """Call none, and refuse none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NativeStatus:
-    """Whether a native module is in use, or will be.
-
-    Attributes:
-        is_on: It is installed, or will be at the next budget.
-        reason: Why it is or is not on, in a few words.
-    """
-
-    is_on: bool
-    reason: str
-
-
-@functools.cache
 def loaded_module() -> Any:
     """Return the module, built and imported but not installed, or the NativeError that explains why there is none."""
-    try:
-        return load(_SOURCE, _MODULE_NAME, _SELF_TEST)
-    except NativeError as error:
-        return error
+    return loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
 
 
 @functools.cache
@@ -194,11 +172,6 @@ def installed_module() -> Any:
     return None if isinstance(module, NativeError) else module
 
 
-def is_switched_off() -> bool:
-    """Return whether the environment disables native modules."""
-    return os.environ.get("TORCHDELTA_NATIVE", "1").lower() in {"0", "false", "off", "no"}
-
-
 def new_counter() -> Counter | NativeError:
     """Return a counter; build and install the allocator first if needed.
 
@@ -216,17 +189,6 @@ def new_counter() -> Counter | NativeError:
 
 def counting_status() -> NativeStatus:
     """Return whether budgets of this process count at the allocator. Builds nothing."""
-    if is_switched_off():
-        return NativeStatus(is_on=False, reason="TORCHDELTA_NATIVE disables it")
-    if _module.cache_info().currsize:
-        module = _module()
-        if isinstance(module, NativeError):
-            return NativeStatus(is_on=False, reason=str(module))
-        is_on = module.is_installed()
-        return NativeStatus(is_on=is_on, reason="installed" if is_on else "another CPU allocator has replaced it")
-    if built_path(_SOURCE).exists():
-        return NativeStatus(is_on=True, reason="built; installed at the first budget")
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        return NativeStatus(is_on=False, reason=f"no C++ compiler ({compiler}) to build it: install one, or set CXX")
-    return NativeStatus(is_on=True, reason=f"to be built with {compiler} at the first budget")
+    if is_switched_off() or not _module.cache_info().currsize:
+        return status_before_use(_SOURCE, "at the first budget")
+    return status_in_use(_module(), lambda module: module.is_installed())

@@ -5,13 +5,11 @@ TORCHDELTA_NATIVE=0 disables them: then every step is recorded.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import load
-from torchdelta.native.counting import is_switched_off
+from torchdelta.native.build import is_switched_off, loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,14 +102,6 @@ class NativeHooks(Protocol):
         ...
 
 
-@functools.cache
-def _module() -> Any:
-    try:
-        return load(_SOURCE, _MODULE_NAME, _SELF_TEST)
-    except NativeError as error:
-        return error
-
-
 def new_hooks(
     pack: Callable[[torch.Tensor], Any],
     unpack: Callable[[Any], torch.Tensor],
@@ -133,5 +123,5 @@ def new_hooks(
     """
     if is_switched_off():
         return NativeError("TORCHDELTA_NATIVE disables it")
-    module = _module()
+    module = loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
     return module if isinstance(module, NativeError) else module.Hooks(pack, unpack, pack_odd, on_modified, on_larger)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.counting import is_switched_off, loaded_module
+from torchdelta.native.build import is_switched_off
+from torchdelta.native.counting import loaded_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,32 +7,21 @@ means what it meant.
 
 import os
 
-import msgspec
-
 from torchdelta.errors import PlanError
-from torchdelta.plan.model import FORMAT_NAME, FORMAT_VERSION, READABLE_VERSIONS, Absence, Plan, PlanHeader, Replay
-from torchdelta.trace.frame import FileKind, LineWriter, check_version, damaged, one_line, read_lines
+from torchdelta.plan.model import FORMAT_NAME, READABLE_VERSIONS, Absence, Plan, PlanHeader, Replay
+from torchdelta.trace.frame import FileKind, RecordWriter, read_records
 
-__all__ = ["End", "read_plan", "write_plan"]
+__all__ = ["read_plan", "write_plan"]
 
-_KIND = FileKind(noun="plan", format=FORMAT_NAME, versions=READABLE_VERSIONS, error=PlanError)
-
-
-class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="record", tag="end", forbid_unknown_fields=True):
-    """The last record of a file: how many there are of each kind.
-
-    Attributes:
-        num_absences: Records tagged `absence`.
-        num_replays: Records tagged `replay`.
-    """
-
-    num_absences: int
-    num_replays: int
-
-
-_encode = msgspec.json.Encoder().encode
-_decode_header = msgspec.json.Decoder(PlanHeader).decode
-_decode_record = msgspec.json.Decoder(Absence | Replay | End).decode
+_KIND = FileKind(
+    noun="plan",
+    format=FORMAT_NAME,
+    versions=READABLE_VERSIONS,
+    error=PlanError,
+    header=PlanHeader,
+    counted={"absences": Absence, "replays": Replay},
+    end_since=2,
+)
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -41,14 +30,9 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     Raises:
         PlanError: The file cannot be written.
     """
-    writer = LineWriter(path, _KIND, _encode(plan.header))
-    try:
+    with RecordWriter(path, _KIND, plan.header) as writer:
         for record in (*plan.absences, *plan.replays):
-            writer.put(_encode(record))
-    except BaseException:
-        writer.abort()
-        raise
-    writer.close(_encode(End(num_absences=len(plan.absences), num_replays=len(plan.replays))))
+            writer.add(record)
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -57,40 +41,9 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         PlanError: The file is missing, damaged, cut short, foreign or of a newer version. One line that names the file.
     """
-    header: PlanHeader | None = None
-    end: End | None = None
-    absences: list[Absence] = []
-    replays: list[Replay] = []
-    number = version = 0
-    for number, line in read_lines(path, _KIND):
-        if number == 1:
-            version = check_version(path, _KIND, line)
-        if end is not None:
-            raise damaged(path, _KIND, number, "there is a record after the end record")
-        try:
-            if header is None:
-                # In memory every plan is of the newest version: they differ in their files alone.
-                header = msgspec.structs.replace(_decode_header(line), version=FORMAT_VERSION)
-                continue
-            record = _decode_record(line)
-        # UnicodeDecodeError: not every text in a line is decoded by msgspec's own rules.
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise damaged(path, _KIND, number, f"no record of a plan: {one_line(error)}") from error
-        if isinstance(record, Absence):
-            absences.append(record)
-        elif isinstance(record, Replay):
-            replays.append(record)
-        else:
-            end = record
-    if end is None and version > 1:
-        raise damaged(path, _KIND, number + 1, "the file ends without an end record: it was cut short")
-    found = End(num_absences=len(absences), num_replays=len(replays))
-    if end is not None and end != found:
-        wrong = f"the end record announces {_in_words(end)}; the file has {_in_words(found)}"
-        raise damaged(path, _KIND, number, wrong)
-    assert header is not None  # `read_lines` yields at least one line
-    return Plan(header=header, absences=tuple(absences), replays=tuple(replays))
-
-
-def _in_words(end: End) -> str:
-    return f"{end.num_absences} absences and {end.num_replays} replays"
+    header, *records = (record for _, record in read_records(path, _KIND))
+    return Plan(
+        header=header,
+        absences=tuple(record for record in records if isinstance(record, Absence)),
+        replays=tuple(record for record in records if isinstance(record, Replay)),
+    )

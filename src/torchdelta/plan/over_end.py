@@ -11,13 +11,7 @@ __all__ = ["parts_within_step"]
 
 
 def parts_within_step(trace: Trace, absence: Absence, over_end: Mapping[int, Buffer]) -> tuple[Absence, ...]:
-    """Return the parts of an absence that lie within the step, each by the buffer that is away in it.
-
-    Args:
-        trace: The step.
-        absence: One of its absences.
-        over_end: `trace.model.versions_over_end` of the step.
-    """
+    """Return the parts of an absence that lie within the step, each by the buffer that is away in it."""
     num_ops = len(trace.ops)
     if absence.next_use_op < num_ops:
         return (absence,)

@@ -235,11 +235,6 @@ def tier_load(trace: Trace, absences: Sequence[Absence], tier: TierName) -> list
 
     It holds a buffer from the op after which its copy out is queued until its next use has run; over the end of the
     step, at both ends of it.
-
-    Args:
-        trace: The step.
-        absences: Of a plan.
-        tier: Which of the two.
     """
     num_ops = len(trace.ops)
     changes = [0] * (num_ops + 2)

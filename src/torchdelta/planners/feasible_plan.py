@@ -24,13 +24,7 @@ def feasible_plan(
 ) -> Plan:
     """Return the plan of these codes if it holds the budget.
 
-    Args:
-        problem: What the codes belong to.
-        codes: One `Code` a gap.
-        budget_bytes: The budget.
-        planner: The planner's name.
-        effort: Its effort.
-        least_bytes: The least budget that the planner found, for the error; by default the peak of these codes.
+    The error names `least_bytes` as the least budget that the planner found; by default the peak of these codes.
 
     Raises:
         InfeasibleError: They do not hold the budget.
@@ -42,11 +36,7 @@ def feasible_plan(
 def accepted(simulation: Simulation, trace: Trace, planner: str, *, least_bytes: int | None = None) -> Plan:
     """Return the plan that was simulated.
 
-    Args:
-        simulation: Of the plan.
-        trace: Its step.
-        planner: The planner's name.
-        least_bytes: The least budget that the planner found, for the error; by default the plan's peak.
+    `least_bytes`: see `feasible_plan`.
 
     Raises:
         InfeasibleError: It does not hold the budget.

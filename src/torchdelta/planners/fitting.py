@@ -102,12 +102,7 @@ class BatchSearch:
         return Batch(size=size, sample_time_s=self._known[size])
 
     def largest(self, limit_s: float, *, first: int = 1) -> Batch | None:
-        """Return the largest batch at no more than so many seconds a sample; None if not even `first` is.
-
-        Args:
-            limit_s: Seconds a sample; infinite for "at all".
-            first: Where to begin, and the least that is asked for.
-        """
+        """Return the largest batch at no more than so many seconds a sample; None if not even `first` is."""
 
         def fits(size: int) -> bool:
             return self.try_batch(size).sample_time_s <= limit_s and self.try_batch(size).sample_time_s < float("inf")

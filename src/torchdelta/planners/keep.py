@@ -12,10 +12,6 @@ __all__ = ["plan"]
 
 @register("keep")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Keep every buffer where it is.
-
-    Raises:
-        InfeasibleError: The step needs more than the budget.
-    """
+    """Keep every buffer where it is."""
     problem = PlanningProblem.of(trace, machine)
     return feasible_plan(problem, problem.keep_all(), budget_bytes, planner="keep")

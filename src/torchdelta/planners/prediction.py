@@ -135,8 +135,7 @@ def plan_step(
         MachineError: There is no such machine.
         TraceFileError: The trace cannot be read.
         PlanError: There is no such planner, class or effort, or the trace has no ops or no times.
-        InfeasibleError: No plan within the budget was found; it names the least budget that was.
-        PoolError: The footprint could not be brought within the budget.
+        InfeasibleError: No plan within the budget was found; it names the least budget that was, but for a footprint.
     """
     from torchdelta.simulate.execute import execute
 

@@ -69,10 +69,6 @@ def register(name: str, decision_class: DecisionClass = "saved") -> Callable[[Pl
 
     The class that a name is registered for first is the one that it plans in by default.
 
-    Args:
-        name: The planner's.
-        decision_class: The class of its plans.
-
     Raises:
         PlanError: The name is taken in that class.
     """

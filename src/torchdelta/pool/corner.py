@@ -86,11 +86,7 @@ def make_problem(sections: Sections, sizes: Ints) -> CornerProblem:
 def search(problem: CornerProblem, capacity: int, order: Ints, max_nodes: int) -> tuple[int, Ints, int]:
     """Look for a placement below a capacity.
 
-    Args:
-        problem: What to place.
-        capacity: What no top may pass.
-        order: All lives; of those that fit at a corner, earlier ones are tried first.
-        max_nodes: Give up after so many nodes.
+    Of the lives that fit at a corner, earlier ones in the order are tried first.
 
     Returns:
         `FOUND`, `EXHAUSTED` (there is none) or `LIMIT`; the offsets, if found; the number of nodes.

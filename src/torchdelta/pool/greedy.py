@@ -74,12 +74,7 @@ def _greatest_load(first: Ints, last: Ints, load: Ints) -> Ints:
 def place_in_order(sections: Sections, sizes: Ints, order: Ints, *, best_fit: bool, limit: int) -> tuple[int, Ints]:
     """Place lives in an order.
 
-    Args:
-        sections: Where the lives are.
-        sizes: Their sizes.
-        order: All lives.
-        best_fit: Take the smallest hole and not the lowest.
-        limit: Give up as soon as a top is above it.
+    Each goes into the lowest hole, with `best_fit` into the smallest. Gives up as soon as a top is above the limit.
 
     Returns:
         The footprint, or `limit + 1` where it was given up; the offsets.

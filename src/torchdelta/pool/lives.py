@@ -30,9 +30,7 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
         PoolError: As `make_instance`.
     """
     num_ops = len(trace.ops)
-    ids: list[str] = []
-    spans: list[tuple[int, int]] = []  # the end may be above num_ops: it wraps around
-    sizes: list[int] = []
+    lives: list[tuple[str, tuple[int, int], int]] = []  # id, span (it wraps around above num_ops), size
     left_over: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (first moment after, storage) by size
     outliving: list[tuple[int, int, int]] = []
     for storage_id, versions in sorted(storage_versions(trace).items()):
@@ -44,9 +42,7 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
         elif not is_before and end == num_ops:
             outliving.append((start, storage_id, size))
         else:
-            ids.append(str(storage_id))
-            spans.append((start, end))
-            sizes.append(size)
+            lives.append((str(storage_id), (start, end), size))
     # The latest born goes on as the one that dies first: the shortest lives that the two sides allow.
     for birth, storage_id, size in sorted(outliving, reverse=True):
         start = birth
@@ -58,21 +54,15 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
         elif partners:
             # The old one is still there when the new one is born: two places that take turns from step to step.
             left_over[size] = partners[1:]
-            ids.append(str(partners[0][1]))
-            spans.append((0, num_ops))
-            sizes.append(size)
+            lives.append((str(partners[0][1]), (0, num_ops), size))
             start = 0
-        ids.append(str(storage_id))
-        spans.append((start, end))
-        sizes.append(size)
+        lives.append((str(storage_id), (start, end), size))
     for size, rest in sorted(left_over.items()):
-        for end, storage_id in rest:
-            ids.append(str(storage_id))
-            spans.append((0, end))
-            sizes.append(size)
-    starts, ends = rotate_step(spans, sizes, num_ops)
+        lives += [(str(storage_id), (0, end), size) for end, storage_id in rest]
+    sizes = [size for _, _, size in lives]
+    starts, ends = rotate_step([span for _, span, _ in lives], sizes, num_ops)
     return make_instance(
-        ids=ids,
+        ids=[id_ for id_, _, _ in lives],
         starts=starts,
         ends=ends,
         sizes_bytes=sizes,

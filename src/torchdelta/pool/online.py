@@ -21,8 +21,6 @@ import numpy as np
 from numba import njit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
 _ROUND_BYTES: Final = 512
@@ -71,16 +69,12 @@ class _Arena:
         return address, found
 
 
-def _events(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[tuple[bool, int]]:
-    """Yield (is a request, life) in order of time; what ends at a moment is freed before what starts there."""
+def _events(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the events in order of time: `life` where it ends, and then, `num_lives + life` where one starts."""
     num = len(starts)
-    moments = np.concatenate([ends, starts])
     kinds = np.concatenate([np.zeros(num, np.int64), np.ones(num, np.int64)])
     lives = np.concatenate([np.arange(num), np.arange(num)])
-    for event in np.lexsort((lives, kinds, moments)).tolist():
-        life = event % num
-        if ends[life] > starts[life]:
-            yield event >= num, life
+    return np.lexsort((lives, kinds, np.concatenate([ends, starts])))
 
 
 def place_like_cnmem(
@@ -90,11 +84,7 @@ def place_like_cnmem(
 
     O(n) times the number of free blocks, which is small.
     """
-    num = len(sizes)
-    kinds = np.concatenate([np.zeros(num, np.int64), np.ones(num, np.int64)])
-    lives = np.concatenate([np.arange(num), np.arange(num)])
-    events = np.lexsort((lives, kinds, np.concatenate([ends, starts])))
-    footprint, offsets = _serve(events, sizes)
+    footprint, offsets = _serve(_events(starts, ends), sizes)
     return int(footprint), offsets
 
 
@@ -156,7 +146,10 @@ def reserve_like_torch(starts: NDArray[np.int64], ends: NDArray[np.int64], sizes
     blocks: dict[int, tuple[int, int]] = {}  # address and size that a life was given
     pools = {True: _Arena(), False: _Arena()}
     reserved = next_address = 0
-    for is_request, life in _events(starts, ends):
+    for event in _events(starts, ends).tolist():
+        is_request, life = divmod(event, len(rounded))
+        if ends[life] <= starts[life]:
+            continue
         size = rounded[life]
         is_small = size <= _SMALL_BYTES
         pool = pools[is_small]

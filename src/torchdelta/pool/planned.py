@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torchdelta.errors import PlanError, PoolError
+from torchdelta.errors import InfeasibleError, PlanError
 from torchdelta.plan.walk import Walk
 from torchdelta.pool.lives import rotate_step
 from torchdelta.pool.model import Instance, Placement, make_instance
@@ -36,12 +36,6 @@ MAX_TRIES = 12
 
 def lives_of_plan(trace: Trace, plan: Plan, *, alignment_bytes: int = 1, capacity_bytes: int | None = None) -> Instance:
     """Return the lives of a step that follows a plan.
-
-    Args:
-        trace: The step.
-        plan: A valid plan of it.
-        alignment_bytes: As in `make_instance`.
-        capacity_bytes: As in `make_instance`.
 
     Raises:
         PoolError: As `make_instance`.
@@ -160,7 +154,7 @@ def plan_within_footprint(
 
     Raises:
         PlanError: There is no plan for the budget itself.
-        PoolError: It did not fit after 12 plans, or there is none for the less that it would take.
+        InfeasibleError: It did not fit after 12 plans, or there is none for the less that it would take.
     """
     target_bytes = budget_bytes
     footprint_bytes = 0
@@ -171,9 +165,10 @@ def plan_within_footprint(
         except PlanError as error:
             if number == 1:
                 raise
-            raise PoolError(
+            raise InfeasibleError(
                 f"no plan with a footprint within {format_bytes(budget_bytes)} was found: the last one needs "
-                f"{format_bytes(footprint_bytes)}, and for less {error}{advice}"
+                f"{format_bytes(footprint_bytes)}, and for less {error}{advice}",
+                least_budget_bytes=None,
             ) from error
         if plan.header.decision_class == "saved":
             advice = "; a plan of a larger class (--class extended) may fit"
@@ -184,7 +179,8 @@ def plan_within_footprint(
         if footprint_bytes <= budget_bytes:
             return PooledPlan(plan=plan, placement=placement, num_tries=number)
         target_bytes -= footprint_bytes - budget_bytes
-    raise PoolError(
+    raise InfeasibleError(
         f"no plan with a footprint within {format_bytes(budget_bytes)} was found: the last of {MAX_TRIES} plans needs "
-        f"{format_bytes(footprint_bytes)}"
+        f"{format_bytes(footprint_bytes)}",
+        least_budget_bytes=None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from typing import TYPE_CHECKING, Final, Protocol
@@ -18,6 +19,8 @@ from torchdelta.pool.sections import Sections, cut
 from torchdelta.pool.smartpool import place_like_smartpool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 DEFAULT: Final = "torchdelta"
@@ -34,39 +37,24 @@ class _Solver(Protocol):
     ) -> tuple[int, NDArray[np.int64], int]: ...
 
 
-def _fast(
-    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
-) -> tuple[int, NDArray[np.int64], int]:
-    return portfolio.solve(sections, sizes, enough=enough, seed=seed, end_s=end_s, max_rounds=0)
+def _single(place: Callable[[Sections, NDArray[np.int64]], tuple[int, NDArray[np.int64]]]) -> _Solver:
+    """Return the solver of a rule that has one answer, found at once."""
 
+    def solve(
+        sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
+    ) -> tuple[int, NDArray[np.int64], int]:
+        del enough, seed, end_s
+        return *place(sections, sizes), int(sections.load.max())
 
-def _smartpool(
-    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
-) -> tuple[int, NDArray[np.int64], int]:
-    del enough, seed, end_s
-    return *place_like_smartpool(sections, sizes), int(sections.load.max())
-
-
-def _smartpool_first_fit(
-    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
-) -> tuple[int, NDArray[np.int64], int]:
-    del enough, seed, end_s
-    return *place_like_smartpool(sections, sizes, best_fit=False), int(sections.load.max())
-
-
-def _cnmem(
-    sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
-) -> tuple[int, NDArray[np.int64], int]:
-    del enough, seed, end_s
-    return *place_like_cnmem(sections.first, sections.last, sizes), int(sections.load.max())
+    return solve
 
 
 SOLVERS: Final[dict[str, _Solver]] = {
     DEFAULT: portfolio.solve,
-    "fast": _fast,
-    "smartpool": _smartpool,
-    "smartpool-first-fit": _smartpool_first_fit,
-    "cnmem": _cnmem,
+    "fast": functools.partial(portfolio.solve, max_rounds=0),
+    "smartpool": _single(place_like_smartpool),
+    "smartpool-first-fit": _single(functools.partial(place_like_smartpool, best_fit=False)),
+    "cnmem": _single(lambda sections, sizes: place_like_cnmem(sections.first, sections.last, sizes)),
 }
 """`torchdelta` is ours, `fast` its first glance; the others are described in their modules."""
 

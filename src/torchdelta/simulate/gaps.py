@@ -58,10 +58,7 @@ def find_gaps(
 ) -> tuple[Gap, ...]:
     """Return the gaps that a decision class may use, by `last_use_op`, then by buffer.
 
-    Args:
-        trace: A valid trace.
-        decision_class: See `plan.model.DecisionClass`.
-        min_size_bytes: The least size of a buffer that may leave.
+    Smaller buffers than `min_size_bytes` have none.
     """
     replayable = _replayable(trace)
     uses_by_buffer = uses_of(trace)

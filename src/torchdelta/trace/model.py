@@ -223,31 +223,12 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Life(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What has to be placed in memory, and when: a half-open interval of moments.
-
-    Attributes:
-        id: Of the buffer or of the storage, as the function that made it says.
-        start_op: First moment alive, never below 0.
-        end_op: First moment no longer alive; equal to `start_op` for a buffer that op 0 overwrites.
-        size_bytes: Bytes in between.
-    """
-
-    id: int
-    start_op: int
-    end_op: int
-    size_bytes: int
-
-
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """The trace in a few numbers.
 
     Attributes:
         num_ops: Ops, pseudo-ops included.
-        num_ops_by_phase: The same, apart.
         num_buffers: Versions of content.
-        num_storages: Allocations.
-        num_saved_tensors: Views that autograd saved.
         before_step_bytes: Bytes that are alive when the step begins.
         saved_bytes: Bytes of the distinct buffers born in the step that autograd saved.
         bytes_by_kind: Bytes of all storages, each once at its largest version and under that version's kind.
@@ -256,10 +237,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_ops: int
-    num_ops_by_phase: dict[Phase, int]
     num_buffers: int
-    num_storages: int
-    num_saved_tensors: int
     before_step_bytes: int
     saved_bytes: int
     bytes_by_kind: dict[BufferKind, int]
@@ -300,44 +278,15 @@ def live_buffers(trace: Trace, op: int) -> tuple[Buffer, ...]:
     return tuple(sorted(live, key=lambda buffer: (-buffer.size_bytes, buffer.id)))
 
 
-def buffer_lives(trace: Trace) -> tuple[Life, ...]:
-    """Return each buffer's life within the step, by buffer id."""
-    return tuple(
-        Life(id=buffer.id, start_op=max(buffer.birth_op, 0), end_op=buffer.death_op, size_bytes=buffer.size_bytes)
-        for buffer in trace.buffers
-    )
-
-
-def storage_lives(trace: Trace) -> tuple[Life, ...]:
-    """Return each storage's life within the step, by storage id, at the size of its largest version.
-
-    This is what an allocator sees, and what the pool places. Its load equals `load_curve` unless a storage is resized.
-    """
-    versions = storage_versions(trace)
-    return tuple(
-        Life(
-            id=storage_id,
-            start_op=max(versions[storage_id][0].birth_op, 0),
-            end_op=versions[storage_id][-1].death_op,
-            size_bytes=max(buffer.size_bytes for buffer in versions[storage_id]),
-        )
-        for storage_id in sorted(versions)
-    )
-
-
 def counts(trace: Trace) -> Counts:
     """Return the trace in a few numbers."""
     bytes_by_kind: Counter[BufferKind] = Counter()
-    versions = storage_versions(trace)
-    for buffers in versions.values():
+    for buffers in storage_versions(trace).values():
         largest = max(buffers, key=lambda buffer: buffer.size_bytes)
         bytes_by_kind[largest.kind] += largest.size_bytes
     return Counts(
         num_ops=len(trace.ops),
-        num_ops_by_phase=dict(Counter(op.phase for op in trace.ops)),
         num_buffers=len(trace.buffers),
-        num_storages=len(versions),
-        num_saved_tensors=len(trace.saved_tensors),
         before_step_bytes=sum(b.size_bytes for b in trace.buffers if b.birth_op == BEFORE_STEP),
         saved_bytes=sum(b.size_bytes for b in trace.buffers if b.saved and b.birth_op != BEFORE_STEP),
         bytes_by_kind=dict(bytes_by_kind),

@@ -21,14 +21,9 @@ def replay_reads(trace: Trace, op_index: int) -> tuple[int, ...]:
     """Return the ids of the buffers that a replay of an op has to find, in the order of its arguments.
 
     They are what the op reads, without the statistics of [Note: batch norm's own statistics].
-
-    Args:
-        trace: A valid trace.
-        op_index: The op.
     """
     op = trace.ops[op_index]
-    own = _own_storages(trace, op)
-    return tuple(id_ for id_ in op.reads if trace.buffers[id_].storage_id not in own) if own else op.reads
+    return _without_statistics(trace, op, op.reads)
 
 
 def replay_makes(trace: Trace, op_index: int) -> tuple[int, ...]:
@@ -36,14 +31,9 @@ def replay_makes(trace: Trace, op_index: int) -> tuple[int, ...]:
 
     They are what the op writes, without the statistics of [Note: batch norm's own statistics]. Whether the op may be
     replayed at all is not asked.
-
-    Args:
-        trace: A valid trace.
-        op_index: The op.
     """
     op = trace.ops[op_index]
-    own = _own_storages(trace, op)
-    return tuple(id_ for id_ in op.writes if trace.buffers[id_].storage_id not in own) if own else op.writes
+    return _without_statistics(trace, op, op.writes)
 
 
 def last_found_ops(trace: Trace) -> list[int]:
@@ -51,9 +41,6 @@ def last_found_ops(trace: Trace) -> list[int]:
 
     A version that an op overwrites is there until that op runs, so a replay immediately before the op finds it. Every
     other buffer is freed before the op at which it is dead.
-
-    Args:
-        trace: A valid trace.
     """
     last = [buffer.death_op - 1 for buffer in trace.buffers]
     for versions in storage_versions(trace).values():
@@ -62,10 +49,11 @@ def last_found_ops(trace: Trace) -> list[int]:
     return last
 
 
-def _own_storages(trace: Trace, op: Op) -> frozenset[int]:
-    """Return the storages that a batch norm reads and writes over."""
+def _without_statistics(trace: Trace, op: Op, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ids without those in storages that a batch norm reads and writes over."""
     if op.name.removeprefix("aten.").partition(".")[0] not in BATCH_NORMS:
-        return frozenset()
+        return ids
     buffers = trace.buffers
     read = {buffers[id_].storage_id for id_ in op.reads if buffers[id_].death_op == op.index}
-    return frozenset(buffers[id_].storage_id for id_ in op.writes) & read
+    own = {buffers[id_].storage_id for id_ in op.writes} & read
+    return tuple(id_ for id_ in ids if buffers[id_].storage_id not in own)

@@ -26,11 +26,6 @@ _SAME_BUFFER: Final = ("storage_id", "kind", "birth_op", "death_op", "saved")
 def scale(first: Trace, second: Trace, batch_size: int) -> Trace:
     """Return the trace of the same step at another batch size.
 
-    Args:
-        first: The step at one batch size.
-        second: The same step at another one.
-        batch_size: Samples, at least 1.
-
     Raises:
         TraceError: The traces have no batch size, or the same, or they are not of one step: the first op or buffer
             that differs is named.

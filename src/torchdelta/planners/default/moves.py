@@ -106,16 +106,9 @@ def release(
     Lazy: prices are kept until a gap comes up as the best, and then looked at again; a gap's neighbours in time, whose
     chains it shares, are priced anew at once.
 
-    Args:
-        static: The arrays of the problem.
-        work: The arrays that an evaluation writes.
-        codes: Where to start; the result.
-        limits: See `evaluate`.
-        allowed: Which codes each gap may take.
-        among: The gaps that may change.
-        link_price: Added cost of a swap, as a share of its transfer's time.
-        neighbours: How many gaps on either side are priced anew.
-        first_prices: What `price_each` says of the start, or `UNPRICED`.
+    The gaps `among` others may change. `link_price` is the added cost of a swap, as a share of its transfer's time;
+    so many `neighbours` on either side are priced anew; `first_prices` is what `price_each` says of the start, or
+    `UNPRICED`.
     """
     now = measure(static, work, codes, limits, NO_CUT, np.inf)
     if now[0] == 0:

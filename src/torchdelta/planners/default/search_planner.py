@@ -28,12 +28,12 @@ from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners.default import moves
 from torchdelta.planners.default.search import Search, Start, allowed_codes
 from torchdelta.planners.feasible_plan import feasible_plan
-from torchdelta.planners.registry import Effort, register
+from torchdelta.planners.registry import Effort, Planner, register
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
-__all__ = ["NEAR_LEAST", "choose", "least_peak", "plan", "plan_all", "plan_extended"]
+__all__ = ["NEAR_LEAST", "choose", "least_peak"]
 
 Codes = NDArray[np.int8]
 
@@ -100,60 +100,41 @@ _SHAKEN_OPS = 500_000_000
 """How many times `best` shakes: `_SHAKEN_OPS` over gaps times ops, and at most `_SHAKES_A_GAP` for each gap."""
 
 
-@register("torchdelta")
-def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
-    """Choose within the class *saved*.
+def _planner(decision_class: DecisionClass) -> Planner:
+    def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
+        problem = PlanningProblem.of(trace, machine, decision_class=decision_class)
+        start = None if decision_class == "saved" else _start_within_saved(problem, budget_bytes, effort)
+        codes = choose(problem, budget_bytes, effort, start=start)
+        least_bytes = least_peak(problem)
+        return feasible_plan(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
 
-    Raises:
-        InfeasibleError: The budget is below the least peak of the class, or the host has no room.
+    return plan
+
+
+_CLASSES: tuple[DecisionClass, ...] = ("saved", "extended", "all")
+for _class in _CLASSES:
+    register("torchdelta", _class)(_planner(_class))
+
+
+def _start_within_saved(problem: PlanningProblem, budget_bytes: int, effort: Effort) -> Codes:
+    """Return where a larger class starts: at the choice within *saved*, so that it is never worse than that.
+
+    In the class *all* parameters, gradients and optimizer states leave between two uses, over the end of the step too:
+    what the optimizer alone uses can be away for the whole rest of it.
     """
-    problem = PlanningProblem.of(trace, machine)
-    codes = choose(problem, budget_bytes, effort)
-    least_bytes = least_peak(problem)
-    return feasible_plan(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
-
-
-@register("torchdelta", "extended")
-def plan_extended(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
-    """Choose within the class *extended*, starting from the choice within *saved*: never worse than that.
-
-    Raises:
-        InfeasibleError: No plan within the budget was found.
-    """
-    return _plan_in_larger_class(trace, machine, budget_bytes, effort, "extended")
-
-
-@register("torchdelta", "all")
-def plan_all(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
-    """Choose within the class *all*, starting from the choice within *saved*: never worse than that.
-
-    Parameters, gradients and optimizer states leave between two uses, over the end of the step too: what the optimizer
-    alone uses can be away for the whole rest of it.
-
-    Raises:
-        InfeasibleError: No plan within the budget was found.
-    """
-    return _plan_in_larger_class(trace, machine, budget_bytes, effort, "all")
-
-
-def _plan_in_larger_class(
-    trace: Trace, machine: Machine, budget_bytes: int, effort: Effort, decision_class: DecisionClass
-) -> Plan:
-    saved = PlanningProblem.of(trace, machine)
-    start = choose(saved, budget_bytes, effort)
-    problem = PlanningProblem.of(trace, machine, decision_class=decision_class)
-    starts = [_carried_over(saved, start, problem), *_with_states_away(saved, problem, budget_bytes)]
+    saved = PlanningProblem.of(problem.trace, problem.machine)
+    carried = problem.keep_all()
+    carried[_places(saved, problem)] = choose(saved, budget_bytes, effort)
+    starts = [carried, *_with_states_away(saved, problem, budget_bytes)]
 
     def cost(codes: Codes) -> tuple[int, float]:
         score = problem.score(codes, budget_bytes)
         return (score.excess_sum_bytes, score.time_s)
 
-    if len(starts) > 1 and cost(starts[0])[0] > 0:
+    if len(starts) > 1 and cost(carried)[0] > 0:
         # Near the least budget the one that passes it by less need not be the better one to go on from.
         starts = [choose(problem, budget_bytes, "fast", start=codes) for codes in starts]
-    codes = choose(problem, budget_bytes, effort, start=min(starts, key=cost))
-    least_bytes = least_peak(problem)
-    return feasible_plan(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
+    return min(starts, key=cost)
 
 
 def least_peak(problem: PlanningProblem) -> int:
@@ -165,14 +146,7 @@ def least_peak(problem: PlanningProblem) -> int:
 
 
 def choose(problem: PlanningProblem, budget_bytes: int, effort: Effort, *, start: Codes | None = None) -> Codes:
-    """Return the best codes found; they may pass the budget if nothing else was found.
-
-    Args:
-        problem: Of any class.
-        budget_bytes: The budget.
-        effort: How long to think.
-        start: Codes to start from as well.
-    """
+    """Return the best codes found, also from a given start; they may pass the budget if nothing else was found."""
     keep = problem.keep_all()
     limits = problem.limits(budget_bytes)
     if not len(keep) or problem.score(keep, budget_bytes).is_feasible:
@@ -236,12 +210,6 @@ def _relaxed_starts(problem: PlanningProblem, budget_bytes: int) -> list[Codes]:
                 codes[index] = Code.SWAP
         starts.append(codes)
     return starts
-
-
-def _carried_over(saved: PlanningProblem, codes: Codes, problem: PlanningProblem) -> Codes:
-    carried = problem.keep_all()
-    carried[_places(saved, problem)] = codes
-    return carried
 
 
 def _places(saved: PlanningProblem, problem: PlanningProblem) -> NDArray[np.int64]:

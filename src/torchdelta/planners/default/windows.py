@@ -29,17 +29,8 @@ def try_windows(
 ) -> tuple[int, float]:
     """Give each run of `width` gaps its best codes, in place; return excess and time.
 
-    Takes up to `5 ** width` evaluations a window, most of which are cut short.
-
-    Args:
-        static: The arrays of the problem.
-        work: The arrays that an evaluation writes.
-        codes: Where to start; the result.
-        limits: See `evaluate`.
-        allowed: Which codes each gap may take.
-        order: Gaps, neighbours beside one another.
-        width: How many gaps change at once.
-        rounds: How often it goes through the order, at most: it ends when nothing changes.
+    The order has neighbours beside one another. It is gone through `rounds` times at most, until nothing changes. Takes
+    up to `5 ** width` evaluations a window, most of which are cut short.
     """
     now = measure(static, work, codes, limits, NO_CUT, np.inf)
     tried = np.zeros(width, np.int64)

@@ -48,11 +48,7 @@ Codes = NDArray[np.int8]
 
 def _planner(score: Score) -> Planner:
     def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-        """Swap from the top of the score until the step fits, waiting where the budget asks for it.
-
-        Raises:
-            InfeasibleError: Swapping every candidate is not enough.
-        """
+        """Swap from the top of the score until the step fits, waiting where the budget asks for it."""
         problem = PlanningProblem.of(trace, machine, decision_class="all")
         candidates = Candidates(trace, machine, problem.gaps)
         found = choose_within_budget(
@@ -71,11 +67,7 @@ for _score in SCORES:
 
 
 class Candidates:
-    """The gaps that span the peak, and their scores.
-
-    Attributes:
-        gaps: The gaps.
-    """
+    """The gaps that span the peak, and their scores."""
 
     def __init__(self, trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> None:
         """Score those of some gaps that span the peak of the plain load and hold at least `MIN_BYTES`."""

@@ -15,27 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
-from torchdelta.plan.model import Plan
 from torchdelta.planners.literature.ideal import IdealLoad, LinkSlack, in_s, out_s, start_times_s
-from torchdelta.planners.literature.lineage import Lineage, plan_by_lineage
+from torchdelta.planners.literature.lineage import Lineage, register_by_lineage
 from torchdelta.planners.literature.lower_limit import NoChoiceError
-from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.gaps import Gap
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
-from torchdelta.trace.model import Trace
 
-__all__ = ["RecomputeTimes", "plan"]
-
-
-@register("capuchin")
-def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Swap what can be hidden, then take the cheaper action for the rest.
-
-    Raises:
-        InfeasibleError: No plan within the budget was found.
-    """
-    return plan_by_lineage("capuchin", _choose, trace, machine, budget_bytes)
+__all__ = ["RecomputeTimes"]
 
 
 class RecomputeTimes:
@@ -129,3 +116,6 @@ def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limi
 
 def _msps(times: RecomputeTimes, gap: Gap) -> float:
     return gap.size_bytes / max(float(times.times_s[gap.buffer_id]), 1e-12)
+
+
+register_by_lineage("capuchin", _choose)

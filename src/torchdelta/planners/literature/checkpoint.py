@@ -18,11 +18,7 @@ __all__ = ["plan"]
 
 @register("checkpoint")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Recompute what the fastest rule of checkpointing within the budget recomputes.
-
-    Raises:
-        InfeasibleError: No rule fits.
-    """
+    """Recompute what the fastest rule of checkpointing within the budget recomputes."""
     problem = PlanningProblem.of(trace, machine)
     best, best_s, smallest, least_bytes = None, float("inf"), problem.keep_all(), None
     for codes in decisions(problem):

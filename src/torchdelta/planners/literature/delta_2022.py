@@ -18,29 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
-from torchdelta.plan.model import Plan
 from torchdelta.planners.literature.online_policy import State
 from torchdelta.planners.literature.played import PlayedPlanner
 from torchdelta.planners.literature.played_step import PlayedStep
-from torchdelta.planners.registry import Effort, register
+from torchdelta.planners.registry import register
 from torchdelta.trace.model import Trace
 
-__all__ = ["PLAYED", "Director", "FilterAndDirector", "plan"]
+__all__ = ["PLAYED", "Director", "FilterAndDirector"]
 
 Director = Callable[[int, float], bool]
 """From bytes and the seconds of the op that made them to whether they are recomputed."""
 
 _PREFETCH_COUNT = 5
-
-
-@register("delta-2022", "extended")
-def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Let the largest and stalest leave, by the action that is cheaper alone, whenever memory is short.
-
-    Raises:
-        InfeasibleError: Nothing was left to evict.
-    """
-    return PLAYED.plan(trace, machine, budget_bytes)
 
 
 def _policy(step: PlayedStep, machine: Machine) -> "FilterAndDirector":
@@ -91,3 +80,4 @@ class FilterAndDirector:
 
 
 PLAYED = PlayedPlanner(name="delta-2022", policy=_policy)
+register(PLAYED.name, "extended")(PLAYED.plan)

@@ -14,14 +14,11 @@ Source: branch `delta` of TonyTangYu/pytorch (head of 2023-07), `CheckpointTenso
 - Op times are taken by the host around an asynchronous launch. That is not modelled: here they are the trace's.
 """
 
-from torchdelta.machine.model import Machine
-from torchdelta.plan.model import Plan
 from torchdelta.planners.literature.delta_2022 import FilterAndDirector
 from torchdelta.planners.literature.played import PlayedPlanner
-from torchdelta.planners.registry import Effort, register
-from torchdelta.trace.model import Trace
+from torchdelta.planners.registry import register
 
-__all__ = ["PLAYED", "plan", "recomputes"]
+__all__ = ["PLAYED", "recomputes"]
 
 _BYTES_PER_US = 0.35 * 32 * 2**30 / 1e6
 
@@ -33,19 +30,10 @@ def recomputes(size_bytes: int, op_s: float) -> bool:
     return 2 * swap_us > op_ns
 
 
-@register("delta-2022-released", "extended")
-def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Let the largest and stalest leave as the published code would.
-
-    Raises:
-        InfeasibleError: No limit was found at which the peak stays within the budget.
-    """
-    return PLAYED.plan(trace, machine, budget_bytes)
-
-
 PLAYED = PlayedPlanner(
     name="delta-2022-released",
     policy=lambda step, _: FilterAndDirector(step.trace, recomputes, keeps_dead=True, swaps_again=True),
     soft=True,
     synchronous=True,
 )
+register(PLAYED.name, "extended")(PLAYED.plan)

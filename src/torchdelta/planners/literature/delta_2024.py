@@ -44,11 +44,7 @@ _LIMITS_TO_REPAIR = 20
 
 @register("delta-2024")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Let the set of saved tensors leave that the knapsack's heuristic finds cheapest.
-
-    Raises:
-        InfeasibleError: No plan within the budget was found.
-    """
+    """Let the set of saved tensors leave that the knapsack's heuristic finds cheapest."""
     problem = PlanningProblem.of(trace, machine)
     relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
     found = choose_within_budget(

@@ -19,28 +19,15 @@ rest.
 import numpy as np
 from numpy.typing import NDArray
 
-from torchdelta.machine.model import Machine
-from torchdelta.plan.model import Plan
 from torchdelta.planners.literature.lineage import lineage
 from torchdelta.planners.literature.online_policy import State
 from torchdelta.planners.literature.played import PlayedPlanner
 from torchdelta.planners.literature.played_step import PlayedStep
-from torchdelta.planners.registry import Effort, register
-from torchdelta.trace.model import Trace
+from torchdelta.planners.registry import register
 
-__all__ = ["PLAYED", "Dtr", "plan"]
+__all__ = ["PLAYED", "Dtr"]
 
 _NONE = -1  # the class of what is not evicted
-
-
-@register("dtr", "extended")
-def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Drop the tensor that is cheapest to make again for its bytes and its staleness, whenever memory is short.
-
-    Raises:
-        InfeasibleError: Nothing was left to evict.
-    """
-    return PLAYED.plan(trace, machine, budget_bytes)
 
 
 class Dtr:
@@ -98,3 +85,4 @@ class Dtr:
 
 
 PLAYED = PlayedPlanner(name="dtr", policy=lambda step, _: Dtr(step))
+register(PLAYED.name, "extended")(PLAYED.plan)

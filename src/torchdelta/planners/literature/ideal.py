@@ -29,11 +29,7 @@ def start_times_s(trace: Trace) -> NDArray[np.float64]:
 
 
 class IdealLoad:
-    """The load at each op with some buffers away from right after their last use to right before their next. Mutable.
-
-    Attributes:
-        load_bytes: The load, workspaces included.
-    """
+    """The load with some buffers away from right after their last use to right before their next. Mutable."""
 
     def __init__(self, trace: Trace) -> None:
         self.load_bytes = np.array(load_curve(trace, with_workspace=True), dtype=np.int64)

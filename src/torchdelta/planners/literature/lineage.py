@@ -1,6 +1,6 @@
 """What made each buffer: the cost of making it again, and its neighbours among the buffers that may leave.
 
-`plan_by_lineage` is what planners have in common that choose among the saved tensors by this cost.
+`register_by_lineage` is for planners that choose among the saved tensors by this cost.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,10 +13,11 @@ from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.planners.feasible_plan import feasible_plan
 from torchdelta.planners.literature.lower_limit import choose_within_budget
+from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import BEFORE_STEP, Trace
 
-__all__ = ["ChooseByLineage", "Lineage", "lineage", "plan_by_lineage"]
+__all__ = ["ChooseByLineage", "Lineage", "lineage", "register_by_lineage"]
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,15 +68,15 @@ ChooseByLineage = Callable[[PlanningProblem, Machine, Lineage, int], NDArray[np.
 """From a problem, its machine, what each buffer is made from, and a limit in bytes to one code a gap."""
 
 
-def plan_by_lineage(planner: str, choose: ChooseByLineage, trace: Trace, machine: Machine, budget_bytes: int) -> Plan:
-    """Return the plan of a choice, made under limits that are lowered until it holds the budget.
+def register_by_lineage(name: str, choose: ChooseByLineage) -> None:
+    """Register the planner that has a choice made, under limits that are lowered until it holds the budget."""
 
-    Raises:
-        InfeasibleError: No plan within the budget was found.
-    """
-    problem = PlanningProblem.of(trace, machine)
-    relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
-    found = choose_within_budget(
-        problem, budget_bytes, lambda limit_bytes: choose(problem, machine, relations, limit_bytes)
-    )
-    return feasible_plan(problem, found.codes, budget_bytes, planner=planner, least_bytes=found.least_bytes)
+    def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
+        problem = PlanningProblem.of(trace, machine)
+        relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
+        found = choose_within_budget(
+            problem, budget_bytes, lambda limit_bytes: choose(problem, machine, relations, limit_bytes)
+        )
+        return feasible_plan(problem, found.codes, budget_bytes, planner=name, least_bytes=found.least_bytes)
+
+    register(name)(plan)

@@ -43,13 +43,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_within_budget(problem: PlanningProblem, budget_bytes: int, choose: Choose) -> Chosen:
-    """Choose with the limit at the budget, then below it by half of what the simulated plan passed it, and again.
-
-    Args:
-        problem: What is simulated.
-        budget_bytes: The budget.
-        choose: The planner's own choice under a limit.
-    """
+    """Choose with the limit at the budget, then below it by half of what the simulated plan passed it, and again."""
     best = problem.keep_all()
     score = problem.score(best, budget_bytes)
     least_bytes, limit_bytes, largest_bytes = score.peak_bytes, budget_bytes, score.peak_bytes

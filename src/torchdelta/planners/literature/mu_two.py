@@ -13,27 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchdelta.machine.model import Machine
-from torchdelta.plan.model import Plan
 from torchdelta.planners.literature.capuchin import RecomputeTimes
 from torchdelta.planners.literature.ideal import IdealLoad, LinkSlack, in_s, start_times_s
-from torchdelta.planners.literature.lineage import Lineage, plan_by_lineage
+from torchdelta.planners.literature.lineage import Lineage, register_by_lineage
 from torchdelta.planners.literature.lower_limit import NoChoiceError
-from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
-from torchdelta.trace.model import Trace
-
-__all__ = ["plan"]
-
-
-@register("mu-two")
-def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Compare the longest idle with the cheapest to recompute, pick by pick, until the step fits.
-
-    Raises:
-        InfeasibleError: No plan within the budget was found.
-    """
-    return plan_by_lineage("mu-two", _choose, trace, machine, budget_bytes)
 
 
 def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limit_bytes: int) -> NDArray[np.int8]:
@@ -71,3 +56,6 @@ def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limi
             load.leave(gaps[swapped])
             slack.book(gaps[swapped])
     return codes
+
+
+register_by_lineage("mu-two", _choose)

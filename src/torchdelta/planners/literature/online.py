@@ -40,14 +40,7 @@ class NoCandidateError(Exception):
 
 
 class Play:
-    """The state of the play. Mutable; a policy reads it.
-
-    Attributes:
-        step: What is played.
-        program: The record of what happened.
-        clock_s: Time since the start, replays and waits included.
-        last_access_s: When each buffer was last read, written or brought back.
-    """
+    """The state of the play; a policy reads it as `online_policy.State`. Mutable; `program` is the record."""
 
     def __init__(
         self,
@@ -61,13 +54,8 @@ class Play:
     ) -> None:
         """Prepare a play.
 
-        Args:
-            step: The step.
-            machine: Whose links are used.
-            limit_bytes: The most bytes on the device.
-            policy: Who leaves, and how.
-            soft: Evict after each op and not before it, and go on where nothing is left to evict.
-            synchronous: Whether compute waits for every copy as soon as it is queued.
+        Where it is `soft` it evicts after each op and not before it, and goes on where nothing is left to
+        evict. Where it is `synchronous` compute waits for every copy as soon as it is queued.
         """
         num_buffers, num_ops = len(step.trace.buffers), step.num_ops
         self.step, self.program = step, PlayedProgram(step.trace)

@@ -11,6 +11,7 @@ from torchdelta.planners.feasible_plan import accepted
 from torchdelta.planners.literature.online import NoCandidateError, Play
 from torchdelta.planners.literature.online_policy import Policy
 from torchdelta.planners.literature.played_step import PlayedStep
+from torchdelta.planners.registry import Effort
 from torchdelta.simulate.execute import execute
 from torchdelta.simulate.model import Simulation
 from torchdelta.trace.model import Trace, peak
@@ -36,7 +37,7 @@ class PlayedPlanner(msgspec.Struct, frozen=True, kw_only=True):
     soft: bool = False
     synchronous: bool = False
 
-    def plan(self, trace: Trace, machine: Machine, budget_bytes: int) -> Plan:
+    def plan(self, trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG002
         """Return what was played.
 
         Raises:

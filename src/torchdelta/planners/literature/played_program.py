@@ -12,16 +12,14 @@ __all__ = ["Away", "PlayedProgram"]
 
 @dataclass(kw_only=True, slots=True)
 class Away:
-    """An absence while it is played. Mutable: the play fills in how it ends.
+    """An absence while it is played, with fields as in `Absence`. Mutable: the play fills in how it ends.
 
     Attributes:
         buffer_id: The buffer.
         action: How it left.
-        last_use_op: As in `Absence`.
-        leave_op: As in `Absence`; its copy out is queued after the op before.
-        return_op: As in `Absence`; None while the buffer is away.
-        next_use_op: As in `Absence`; None while its copy in may be on its way.
-        return_rank: As in `Absence`.
+        leave_op: Its copy out is queued after the op before.
+        return_op: None while the buffer is away.
+        next_use_op: None while its copy in may be on its way.
         out_end_s: When its copy out ends.
         in_end_s: When its copy in ends.
         arrived_op: First op at which compute does not have to wait for its copy in any more; None before.

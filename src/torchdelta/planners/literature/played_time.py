@@ -32,11 +32,6 @@ class PlayedTime:
     def run(self, op: int, replayed: Iterable[int], arriving: Iterable[Away]) -> list[Away]:
         """Let everything that was noted for an op happen, and the op itself.
 
-        Args:
-            op: The op.
-            replayed: The ops of the replay before it.
-            arriving: Copies in that nothing has needed so far.
-
         Returns:
             Those of `arriving` that have ended by the time the op starts.
         """

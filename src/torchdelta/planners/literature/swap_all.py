@@ -19,11 +19,7 @@ __all__ = ["plan"]
 
 @register("swap-all")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-    """Swap every candidate of the class *saved*, whether the budget asks for it or not.
-
-    Raises:
-        InfeasibleError: That is not enough, or the host cannot hold it.
-    """
+    """Swap every candidate of the class *saved*, whether the budget asks for it or not."""
     problem = PlanningProblem.of(trace, machine)
     codes = np.full(len(problem.gaps), int(Code.SWAP), dtype=np.int8)
     return feasible_plan(problem, codes, budget_bytes, planner="swap-all")

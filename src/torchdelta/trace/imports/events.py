@@ -23,26 +23,25 @@ with, but for `MAX_GROWTH` of what it adds in between. (In a log with evaluation
 short, but it reaches the peak; layers of a forward leave behind what they save.) The rule and its numbers are ours.
 """
 
-import gzip
 import math
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from torchdelta.errors import TraceFileError
 from torchdelta.trace.imports.iteration import MIN_REPEATS, Iteration, find_iteration, signatures
+from torchdelta.trace.imports.plain_or_gzip import opened
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Phase, SavedTensor, Trace
 from torchdelta.trace.validate import validate
 from torchdelta.units import format_bytes
 
-__all__ = ["Event", "read_event_log", "read_events", "trace_of_events"]
+__all__ = ["Event", "read_event_log", "read_events", "trace_of_events", "whole_buffer"]
 
 _MAX_LINE_BYTES: Final = 2**20
-_GZIP_MAGIC: Final = b"\x1f\x8b"
 
 # See [Note: layers that look like steps].
 MIN_PEAK_SHARE: Final = 0.95
@@ -66,16 +65,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     time_s: float = 0.0
 
 
+@dataclass(slots=True)
 class _Block:
     """A block while the step is built: its versions are the buffers."""
 
-    __slots__ = ("is_written", "size_bytes", "storage_id", "version")
-
-    def __init__(self, storage_id: int, size_bytes: int, version: int, *, is_written: bool) -> None:
-        self.storage_id = storage_id
-        self.size_bytes = size_bytes
-        self.version = version
-        self.is_written = is_written
+    storage_id: int
+    size_bytes: int
+    version: int
+    is_written: bool
 
 
 def read_event_log(path: str | os.PathLike[str], *, whole: bool = False) -> Trace:
@@ -102,29 +99,22 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
     events: list[Event] = []
     sizes_bytes: dict[int | str, int] = {}
     freed: set[int | str] = set()
-    try:
-        with Path(path).open("rb") as raw:
-            is_gzip = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-            raw.seek(0)
-            stream = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
-            number = 0
-            while line := stream.readline(_MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > _MAX_LINE_BYTES:
-                    raise TraceFileError(f"{path}: line {number}: longer than {_MAX_LINE_BYTES} bytes")
-                if not line.strip():
-                    continue
-                try:
-                    event = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise TraceFileError(f"{path}: line {number}: no event: {' '.join(str(error).split())}") from error
-                wrong = _fault(event, events[-1] if events else None, sizes_bytes, freed)
-                if wrong is not None:
-                    raise TraceFileError(f"{path}: line {number}: {wrong}")
-                events.append(event)
-    except (OSError, EOFError) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TraceFileError(f"{path}: cannot read the event log: {text}") from error
+    number = 0
+    with opened(path, "event log") as stream:
+        while line := stream.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > _MAX_LINE_BYTES:
+                raise TraceFileError(f"{path}: line {number}: longer than {_MAX_LINE_BYTES} bytes")
+            if not line.strip():
+                continue
+            try:
+                event = decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise TraceFileError(f"{path}: line {number}: no event: {' '.join(str(error).split())}") from error
+            wrong = _fault(event, events[-1] if events else None, sizes_bytes, freed)
+            if wrong is not None:
+                raise TraceFileError(f"{path}: line {number}: {wrong}")
+            events.append(event)
     return events
 
 
@@ -208,11 +198,7 @@ def trace_of_events(
 def _no_step(found: Iteration, loads: Sequence[int], log_peak_bytes: int, num_events: int) -> str | None:
     """Return why a repetition is no step of a log, None if it is one: see [Note: layers that look like steps].
 
-    Args:
-        found: The repetition.
-        loads: Bytes in use before each event of its iteration, and after the last one.
-        log_peak_bytes: The most in the log.
-        num_events: Of the log.
+    `loads` are the bytes in use before each event of its iteration, and after the last one.
     """
     peak_bytes = max(loads)
     if peak_bytes >= MIN_PEAK_SHARE * log_peak_bytes:
@@ -313,11 +299,13 @@ class _Builder:
                 for id_, (storage_id, size_bytes, birth_op) in enumerate(self._births)
             ),
             ops=tuple(msgspec.structs.replace(op, phase=phase) for op, phase in zip(self._ops, phases, strict=True)),
-            saved_tensors=tuple(self._saved(saved_ids)),
+            saved_tensors=tuple(
+                whole_buffer(id_, self._births[id_][1], self._births[id_][2]) for id_ in sorted(saved_ids)
+            ),
         )
 
     def _new_block(self, size_bytes: int, birth_op: int, *, is_written: bool) -> _Block:
-        block = _Block(self._num_storages, size_bytes, len(self._births), is_written=is_written)
+        block = _Block(self._num_storages, size_bytes, len(self._births), is_written)
         self._num_storages += 1
         self._births.append((block.storage_id, size_bytes, birth_op))
         return block
@@ -361,10 +349,10 @@ class _Builder:
                 highest, peak_op = load, index
         return peak_op
 
-    def _saved(self, saved_ids: set[int]) -> Iterable[SavedTensor]:
-        for id_ in sorted(saved_ids):
-            _, size_bytes, birth_op = self._births[id_]
-            yield SavedTensor(op=birth_op + 1, buffer_id=id_, shape=(size_bytes,), stride=(1,), offset=0, dtype="uint8")
+
+def whole_buffer(buffer_id: int, size_bytes: int, birth_op: int) -> SavedTensor:
+    """Return a buffer as a saved tensor, of which nobody has said what it looks at."""
+    return SavedTensor(op=birth_op + 1, buffer_id=buffer_id, shape=(size_bytes,), stride=(1,), offset=0, dtype="uint8")
 
 
 def _alive_before(before: Iterable[Event], inside: Iterable[Event]) -> dict[int | str, int]:

@@ -15,19 +15,18 @@ Python, autograd's nodes and annotations. An op is backward's if a node of autog
 `Optimizer.step` is.
 """
 
-import gzip
 import math
 import os
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from torchdelta.errors import TraceFileError
+from torchdelta.trace.imports.plain_or_gzip import read_whole
 from torchdelta.trace.model import Phase
 
 __all__ = ["Allocation", "Profile", "ProfiledOp", "Shape", "read_profile_file"]
@@ -40,7 +39,6 @@ MAX_TENSORS: Final = 4096
 
 Shape = tuple[int, ...]
 
-_GZIP_MAGIC: Final = b"\x1f\x8b"
 _OPS: Final = frozenset({"Operator", "cpu_op", "user_annotation"})
 _CALLS: Final = frozenset({"Runtime", "cuda_runtime", "cuda_driver", "hip_runtime"})
 _DEVICE: Final = frozenset({"Kernel", "kernel", "Memcpy", "gpu_memcpy", "Memset", "gpu_memset"})
@@ -158,17 +156,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile_file(path: str | os.PathLike[str], *, whole: bool = False) -> Profile:
-    """Read one step of a profile: the middle one of those that `prof.step()` has marked.
-
-    Args:
-        path: The file.
-        whole: Take all of it as one step.
+    """Read one step of a profile: the middle one of those that `prof.step()` has marked, or all of it (`whole`).
 
     Raises:
         TraceFileError: It cannot be read, is cut short, is no profile, or has no marked steps or no ops in them.
     """
     try:
-        file = msgspec.json.decode(_read(path), type=_File)
+        file = msgspec.json.decode(read_whole(path, "profile", max_bytes=MAX_FILE_BYTES), type=_File)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = " ".join(str(error).split())[:200] or "nested too deeply"
         raise TraceFileError(f"{path}: not a profile of torch.profiler, or one that is cut short: {text}") from error
@@ -205,21 +199,6 @@ def read_profile_file(path: str | os.PathLike[str], *, whole: bool = False) -> P
         allocations=list(_allocations(inside)),
         time_s=(end_us - begin_us if math.isfinite(end_us) else last_us - begin_us) * 1e-6,
     )
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        with Path(path).open("rb") as raw:
-            is_gzip = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-            raw.seek(0)
-            stream = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
-            data = stream.read(MAX_FILE_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TraceFileError(f"{path}: cannot read the profile: {text}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise TraceFileError(f"{path}: larger than {MAX_FILE_BYTES} bytes: profile fewer steps")
-    return data
 
 
 def _timed(events: tuple[_Event, ...], path: str | os.PathLike[str]) -> Iterator[tuple[float, _Event]]:
@@ -269,15 +248,13 @@ def _threads(inside: list[tuple[float, _Event]]) -> Iterable[list[tuple[float, _
     return threads.values()
 
 
+@dataclass(slots=True)
 class _Around:
     """An event while what lies within it is read."""
 
-    __slots__ = ("device_s", "end_us", "event")
-
-    def __init__(self, event: _Event, end_us: float) -> None:
-        self.event = event
-        self.end_us = end_us
-        self.device_s = 0.0
+    event: _Event
+    end_us: float
+    device_s: float = 0.0
 
 
 class _Reader:

@@ -19,9 +19,11 @@ are not known for certain: a plan swaps. Ops without time on the device and with
 import os
 from bisect import bisect_right
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Final
 
 from torchdelta.errors import TraceFileError
+from torchdelta.trace.imports.events import whole_buffer
 from torchdelta.trace.imports.kineto import Allocation, Profile, ProfiledOp, read_profile_file
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Phase, SavedTensor, Trace
 from torchdelta.trace.validate import ITEM_SIZE_BYTES, MAX_BYTES, validate
@@ -70,18 +72,16 @@ def trace_of_profile(profile: Profile, *, source: str) -> Trace:
     return step
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """An allocation while the step is built."""
 
-    __slots__ = ("birth_op", "buffer_id", "death_op", "last_use", "reads", "size_bytes")
-
-    def __init__(self, buffer_id: int, size_bytes: int, birth_op: int) -> None:
-        self.buffer_id = buffer_id
-        self.size_bytes = size_bytes
-        self.birth_op = birth_op
-        self.death_op = -1
-        self.last_use = birth_op
-        self.reads: list[int] = []
+    buffer_id: int
+    size_bytes: int
+    birth_op: int
+    last_use: int
+    death_op: int = -1
+    reads: list[int] = field(default_factory=list[int])
 
 
 class _Builder:
@@ -136,11 +136,11 @@ class _Builder:
             known_bytes = sum(block.size_bytes for block in self._blocks)
             rest_bytes = first.total_bytes - first.size_bytes - known_bytes
             if rest_bytes > 0:
-                self._blocks.append(_Block(len(self._blocks), rest_bytes, BEFORE_STEP))
+                self._blocks.append(_Block(len(self._blocks), rest_bytes, BEFORE_STEP, BEFORE_STEP))
         return before
 
     def _new(self, size_bytes: int, birth_op: int) -> _Block:
-        block = _Block(len(self._blocks), size_bytes, birth_op)
+        block = _Block(len(self._blocks), size_bytes, birth_op, birth_op)
         self._blocks.append(block)
         self._by_size[_rounded(size_bytes)].append(block)
         return block
@@ -196,7 +196,7 @@ class _Builder:
             is_forward = block.birth_op > BEFORE_STEP and self._ops[block.birth_op].phase == "forward"
             is_saved = is_forward and any(self._ops[index].phase == "backward" for index in read_by)
             if is_saved:
-                saved.append(_saved(block))
+                saved.append(whole_buffer(block.buffer_id, block.size_bytes, block.birth_op))
             buffers.append(
                 Buffer(
                     id=block.buffer_id,
@@ -236,13 +236,6 @@ class _Builder:
             ops=records,
             saved_tensors=tuple(sorted(saved, key=lambda one: (one.op, one.buffer_id))),
         )
-
-
-def _saved(block: _Block) -> SavedTensor:
-    shape = (block.size_bytes,)
-    return SavedTensor(
-        op=block.birth_op + 1, buffer_id=block.buffer_id, shape=shape, stride=(1,), offset=0, dtype="uint8"
-    )
 
 
 def _rounded(size_bytes: int) -> int:

@@ -9,14 +9,13 @@ It says nothing about reads and writes. The step that comes out has the right li
 and "why is the memory full" need; a plan that swaps needs to know uses: trace the step, or write an event log.
 """
 
-import gzip
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 from torchdelta.errors import TraceFileError
 from torchdelta.trace.imports.events import Event, trace_of_events
+from torchdelta.trace.imports.plain_or_gzip import read_whole
 from torchdelta.trace.imports.unpickle import load_plain
 from torchdelta.trace.model import Trace
 
@@ -41,8 +40,9 @@ def read_snapshot(path: str | os.PathLike[str], *, device: int | None = None, wh
         TraceFileError: The file cannot be read, is no snapshot or no harmless one, has no events of the device, or
             there is no iteration in it.
     """
+    data = read_whole(path, "snapshot", max_bytes=MAX_FILE_BYTES)
     try:
-        snapshot = load_plain(_read(path))
+        snapshot = load_plain(data)
     except TraceFileError as error:
         raise TraceFileError(f"{path}: {error}") from error
     traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
@@ -63,21 +63,6 @@ def read_snapshot(path: str | os.PathLike[str], *, device: int | None = None, wh
         text = " ".join(str(error).split())
         raise TraceFileError(f"{path}: a damaged memory snapshot: {type(error).__name__}: {text}") from error
     return trace_of_events([*before, *recorded], source=str(path), whole=whole, num_before=len(before))
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        with Path(path).open("rb") as raw:
-            is_gzip = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            stream = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
-            data = stream.read(MAX_FILE_BYTES + 1)
-    except (OSError, EOFError) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TraceFileError(f"cannot read the snapshot: {text}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise TraceFileError(f"larger than {MAX_FILE_BYTES} bytes, which no snapshot is")
-    return data
 
 
 def _events(entries: list[Any]) -> Iterator[Event]:

@@ -117,12 +117,7 @@ def moved_bytes(
 ) -> int:
     """Return the bytes that an op reads and writes: each view in full, what is expanded once.
 
-    Args:
-        base_name: The op's name without namespace and overload.
-        tensors: Its arguments.
-        outputs: What it returned.
-        written: Those of the arguments that it writes.
-        unread: An argument that it overwrites without reading it.
+    `written` are those of its arguments that it writes, `unread` one that it overwrites without reading it.
     """
     if base_name in _ALLOCATIONS:
         return 0

@@ -99,14 +99,8 @@ def traced_step(
 ) -> TracedStep:
     """Trace one training step as `trace_step` does, and measure what is left of it when it ends.
 
-    Args:
-        function: See `trace_step`, as for all but the last one.
-        batch_size: See there.
-        device: See there.
-        optimizer: See there.
-        comment: See there.
-        with_growth: Whether to look for growth: a step that has some is run a third time, because what appears once
-            (a table that is made late) is none. Without it the growth is 0.
+    Without `with_growth` the growth is 0. A step that has some is run a third time, because what appears once (a
+    table that is made late) is none.
 
     Raises:
         TraceError: As `trace_step`.
