@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from tests.integrations.holding import held_bytes, share_of_peak
 from tests.integrations.trainers import (
     SHARE,
     Run,
@@ -114,7 +115,8 @@ class Training:
 
     def limit(self, share: float = SHARE) -> int:
         """Return a share of the bytes that the training takes where everything fits."""
-        return int(self.run("1TiB").peak_bytes * share)
+        held = held_bytes()
+        return share_of_peak(self.run("1TiB").peak_bytes, share, held)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,6 @@ def test_figures_reach_tensorboard(tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.whole
 def test_training_again_after_an_exception(tmp_path):
     """The budget ends with it; the next `train()` starts one of its own, and is bit-equal."""
     training = Training(tmp_path, others=lambda: [FailOnce()])
@@ -278,7 +279,6 @@ def test_a_budget_without_a_callback(tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.whole
 def test_auto_find_batch_size(tmp_path):
     """The Trainer takes BudgetError for out of memory and tries smaller batches until one fits."""
     attempts: list[list[tuple[int, int]]] = []  # (batch size, step) of each step that began
@@ -306,13 +306,12 @@ def test_auto_find_batch_size(tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.whole
 def test_an_impossible_budget(tmp_path):
     """`train()` raises BudgetError with the least budget, and that budget is enough."""
     training = Training(tmp_path)
     plain = training.run()
     with pytest.raises(BudgetError) as caught:
-        training.run("1MiB")
+        training.run(held_bytes() + 2**20)
     least_bytes = caught.value.least_budget_bytes
     del caught  # its traceback keeps the model alive
     assert_same(plain, training.run(least_bytes))
