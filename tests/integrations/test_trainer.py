@@ -87,6 +87,21 @@ def budget_of(trainer: Trainer) -> MemoryBudget | None:
     return next((each.budget for each in callbacks if isinstance(each, MemoryBudgetCallback)), None)
 
 
+class OffloadWithoutPinning(torch.autograd.graph.saved_tensors_hooks):
+    """torch's `save_on_cpu` as transformers calls it, without pinned memory: that needs a GPU."""
+
+    def __init__(self, *, pin_memory: bool, device_type: str) -> None:
+        assert pin_memory
+        assert device_type == "cpu"
+        super().__init__(lambda tensor: torch.empty_like(tensor).copy_(tensor), lambda packed: packed)
+
+
+@pytest.fixture
+def _offload(monkeypatch):
+    """Let transformers' own offload run on CPU."""
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", OffloadWithoutPinning)
+
+
 @dataclass
 class Training:
     """One way to train the tiny model."""
@@ -325,13 +340,37 @@ def test_a_limit_that_cannot_be_parsed(limit):
 
 
 @pytest.mark.rest
-def test_checkpointing_beside_the_budget_is_said_once(tmp_path, caplog):
+@pytest.mark.usefixtures("_offload")
+@pytest.mark.parametrize("every_n_layers", [1, 2])
+def test_offload_of_transformers_beside_the_budget(every_n_layers, tmp_path):
+    """Its copies stay where it puts them, and what else is saved leaves: plain's bits, under the budget."""
+    options = {"every_n_layers": every_n_layers, "offload": True}
+    training = Training(tmp_path, {"activation_checkpointing": True, "activation_checkpointing_kwargs": options})
+    limit = training.limit(0.85)  # on CPU its copies count, too
+    plain = training.run()
+    budgeted = training.run(limit)
+    assert_same(plain, budgeted)
+    assert_under_pressure(budgeted, limit)
+
+
+@pytest.mark.rest
+@pytest.mark.usefixtures("_offload")
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        (None, "activation_checkpointing=True takes effect in all layers"),
+        ({"every_n_layers": 2}, "activation_checkpointing=True takes effect in all of its layers"),
+        ({"offload": True}, 'activation_checkpointing_kwargs={"offload": True} takes effect in all layers'),
+    ],
+)
+def test_checkpointing_beside_the_budget_is_said_once(kwargs, said, tmp_path, caplog):
     """One warning names the option that is better left out; without it there is none."""
     warn_once.cache_clear()
     for _ in range(2):
-        Training(tmp_path, {"activation_checkpointing": True}).run("1TiB")
-    said = [record.message for record in caplog.records if "activation_checkpointing=True" in record.message]
-    assert len(said) == 1
+        options = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+        Training(tmp_path, options).run("1TiB")
+    assert len([record for record in caplog.records if said in record.message]) == 1
+    assert len(caplog.records) == 1
     caplog.clear()
     Training(tmp_path).run("1TiB")
     assert not caplog.records

@@ -20,6 +20,7 @@ from torchdelta.settings import resolve_settings
 
 __all__ = ["run"]
 
+_LEAST_BYTES: Final = 2**16  # a smaller number without a unit was meant in another one
 _NO_BUDGET: Final = (
     "missing option '--memory-budget': give it, such as --memory-budget 8GiB, or set TORCHDELTA_MEMORY_BUDGET, or "
     "memory_budget in torchdelta.toml"
@@ -137,6 +138,8 @@ def run(
             fail(_NO_BUDGET, EXIT_USAGE)
         wanted = settings.memory_budget
         wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
+        if isinstance(wanted, int) and 0 < wanted < _LEAST_BYTES:
+            fail(f"a memory budget of {wanted} is {wanted} bytes: name the unit, such as {wanted}GiB", EXIT_USAGE)
         budget = MemoryBudget(
             wanted,
             settings.config,
@@ -168,9 +171,12 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
     """Show the script's uncaught exception, if any, and return the exit code."""
     if outcome.error is None:
         return outcome.exit_code
-    if isinstance(outcome.error, budget_error):
+    error: BaseException | None = outcome.error
+    while error is not None and not isinstance(error, budget_error):
+        error = error.__cause__  # torch's `Module.to` wraps what moving a parameter raises
+    if error is not None:
         # Without the traceback: it would show the last op, not the cause.
-        typer.echo(f"{prefix()}: {outcome.error}", err=True)
+        typer.echo(f"{prefix()}: {error}", err=True)
         return EXIT_INFEASIBLE
     show_error(outcome.error)
     return outcome.exit_code
