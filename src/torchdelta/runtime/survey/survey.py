@@ -167,7 +167,7 @@ class Survey:
         out = _with_omitted_workspace(self.mode, facts, args, out)
         if is_true:
             out = self._values.run(func, facts, args, kwargs, out)
-        self._inventory.note_outputs(out)
+        self._inventory.note_outputs(out, are_new=facts.kind is Kind.COMPUTE)
         return targets[0] if targets and isinstance(out, torch.Tensor) else out
 
     def _quietly(self) -> contextlib.AbstractContextManager[None]:
