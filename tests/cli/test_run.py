@@ -158,6 +158,23 @@ def test_an_impossible_budget_is_one_line_and_its_own_code(script):
 
 
 @pytest.mark.rest
+def test_an_impossible_budget_that_another_error_wraps_is_still_one(script):
+    """Moving a model, as transformers' Trainer does, makes a RuntimeError of it: its cause is shown alone."""
+    path = script("import torch\nmodel = torch.nn.Linear(64, 64)\nmodel.to('cpu')\n")
+    done = torchdelta("run", "--memory-budget", "2kB", path, code=78)
+    assert "torchdelta: the memory budget of 1.95 KiB is out of memory. This run needs at least " in done.stderr
+    assert "the rest of the step was not seen" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.rest
+def test_the_compiler_is_not_imported(script):
+    """`import torch._dynamo` takes a second and 80 MiB: torch does it when it is needed, and the command never."""
+    path = script("import sys\nimport torch\nprint('torch._dynamo' in sys.modules)\n")
+    assert torchdelta("run", *BUDGET, path).stdout == "False\n"
+
+
+@pytest.mark.rest
 def test_the_budget_may_be_what_is_free(script):
     """`auto` finds it when the script starts, and the processes that the script starts get the same word."""
     path = script(TRAIN + "import os; print(os.environ['TORCHDELTA_RUN'])\n")
@@ -201,6 +218,7 @@ def test_the_budget_can_come_from_the_environment(script):
     [
         (["--memory-budget", "0.8"], "torchdelta run: budget 0.8 is ambiguous"),
         (["--memory-budget", "much"], "torchdelta run: budget 'much' is not a size"),
+        (["--memory-budget", "4"], "torchdelta run: a memory budget of 4 is 4 bytes: name the unit, such as 4GiB"),
         ([*BUDGET, "--policy", "belady"], "torchdelta run: policy='belady' is not allowed: use 'torchdelta'"),
         (
             [*BUDGET, "--policy", "delta2022"],

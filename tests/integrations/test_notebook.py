@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import gc
+import atexit
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
+from tests.integrations.holding import held_bytes, share_of_peak
 from torchdelta import BudgetError, MemoryBudget
 
 if TYPE_CHECKING:
@@ -55,6 +57,12 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
     assert shell.run_cell("%unload_ext torchdelta").success
     assert MemoryBudget.current() is None
     shell.history_manager.end_session()
+    # The process keeps each shell to its end (`atexit`), and the shell keeps what its cells made.
+    shell.reset(new_session=False)
+    atexit.unregister(shell.atexit_operations)
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
 
 
 @pytest.fixture
@@ -77,13 +85,13 @@ def run(shell: InteractiveShell) -> Iterator[Callable[[str], Any]]:
 
 @pytest.fixture
 def plain(run: Callable[[str], Any], shell: InteractiveShell) -> tuple[list[str], int]:
-    """Return the losses without a budget, and a budget of 60 % of the peak."""
-    gc.collect()  # shells of earlier tests
+    """Return the losses without a budget, and a budget of 60 % of what the cells take."""
+    held = held_bytes()
     assert run(TRAIN).success
     losses = shell.user_ns["losses"]
     assert run("del model, optimizer").success
     assert run(f"with MemoryBudget({2**40}, config) as budget:\n    train(*make())").success
-    budget_bytes = int(shell.user_ns["budget"].summary().peak_bytes * 0.6)
+    budget_bytes = share_of_peak(shell.user_ns["budget"].summary().peak_bytes, 0.6, held)
     assert run("del budget").success
     return losses, budget_bytes
 
@@ -141,7 +149,6 @@ def test_a_cell_that_fails_ends_its_budget(run, capsys) -> None:
     assert run("x = 1").success
 
 
-@pytest.mark.whole
 def test_an_interrupted_cell_is_run_again(shell, run, plain) -> None:
     """Ctrl-C in the middle of a step: what the step held is freed, and the cell has plain's losses afterwards."""
     losses, budget_bytes = plain
@@ -171,7 +178,6 @@ def test_a_budget_that_is_too_small_leaves_room_for_the_next_cell(shell, run, pl
     assert shell.user_ns["losses"] == losses
 
 
-@pytest.mark.whole
 def test_a_forward_that_does_not_fit_says_so_at_the_end_of_its_cell(shell, run, plain, capsys) -> None:
     """The next cell does not go on with what was never computed."""
     losses, budget_bytes = plain

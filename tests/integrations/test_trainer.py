@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from tests.integrations.holding import held_bytes, share_of_peak
 from tests.integrations.trainers import (
     SHARE,
     Run,
@@ -86,6 +87,21 @@ def budget_of(trainer: Trainer) -> MemoryBudget | None:
     return next((each.budget for each in callbacks if isinstance(each, MemoryBudgetCallback)), None)
 
 
+class OffloadWithoutPinning(torch.autograd.graph.saved_tensors_hooks):
+    """torch's `save_on_cpu` as transformers calls it, without pinned memory: that needs a GPU."""
+
+    def __init__(self, *, pin_memory: bool, device_type: str) -> None:
+        assert pin_memory
+        assert device_type == "cpu"
+        super().__init__(lambda tensor: torch.empty_like(tensor).copy_(tensor), lambda packed: packed)
+
+
+@pytest.fixture
+def _offload(monkeypatch):
+    """Let transformers' own offload run on CPU."""
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", OffloadWithoutPinning)
+
+
 @dataclass
 class Training:
     """One way to train the tiny model."""
@@ -114,7 +130,8 @@ class Training:
 
     def limit(self, share: float = SHARE) -> int:
         """Return a share of the bytes that the training takes where everything fits."""
-        return int(self.run("1TiB").peak_bytes * share)
+        held = held_bytes()
+        return share_of_peak(self.run("1TiB").peak_bytes, share, held)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +198,6 @@ def test_figures_reach_tensorboard(tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.whole
 def test_training_again_after_an_exception(tmp_path):
     """The budget ends with it; the next `train()` starts one of its own, and is bit-equal."""
     training = Training(tmp_path, others=lambda: [FailOnce()])
@@ -278,7 +294,6 @@ def test_a_budget_without_a_callback(tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.whole
 def test_auto_find_batch_size(tmp_path):
     """The Trainer takes BudgetError for out of memory and tries smaller batches until one fits."""
     attempts: list[list[tuple[int, int]]] = []  # (batch size, step) of each step that began
@@ -306,13 +321,12 @@ def test_auto_find_batch_size(tmp_path):
 
 
 @pytest.mark.rest
-@pytest.mark.whole
 def test_an_impossible_budget(tmp_path):
     """`train()` raises BudgetError with the least budget, and that budget is enough."""
     training = Training(tmp_path)
     plain = training.run()
     with pytest.raises(BudgetError) as caught:
-        training.run("1MiB")
+        training.run(held_bytes() + 2**20)
     least_bytes = caught.value.least_budget_bytes
     del caught  # its traceback keeps the model alive
     assert_same(plain, training.run(least_bytes))
@@ -326,13 +340,37 @@ def test_a_limit_that_cannot_be_parsed(limit):
 
 
 @pytest.mark.rest
-def test_checkpointing_beside_the_budget_is_said_once(tmp_path, caplog):
+@pytest.mark.usefixtures("_offload")
+@pytest.mark.parametrize("every_n_layers", [1, 2])
+def test_offload_of_transformers_beside_the_budget(every_n_layers, tmp_path):
+    """Its copies stay where it puts them, and what else is saved leaves: plain's bits, under the budget."""
+    options = {"every_n_layers": every_n_layers, "offload": True}
+    training = Training(tmp_path, {"activation_checkpointing": True, "activation_checkpointing_kwargs": options})
+    limit = training.limit(0.85)  # on CPU its copies count, too
+    plain = training.run()
+    budgeted = training.run(limit)
+    assert_same(plain, budgeted)
+    assert_under_pressure(budgeted, limit)
+
+
+@pytest.mark.rest
+@pytest.mark.usefixtures("_offload")
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        (None, "activation_checkpointing=True takes effect in all layers"),
+        ({"every_n_layers": 2}, "activation_checkpointing=True takes effect in all of its layers"),
+        ({"offload": True}, 'activation_checkpointing_kwargs={"offload": True} takes effect in all layers'),
+    ],
+)
+def test_checkpointing_beside_the_budget_is_said_once(kwargs, said, tmp_path, caplog):
     """One warning names the option that is better left out; without it there is none."""
     warn_once.cache_clear()
     for _ in range(2):
-        Training(tmp_path, {"activation_checkpointing": True}).run("1TiB")
-    said = [record.message for record in caplog.records if "activation_checkpointing=True" in record.message]
-    assert len(said) == 1
+        options = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+        Training(tmp_path, options).run("1TiB")
+    assert len([record for record in caplog.records if said in record.message]) == 1
+    assert len(caplog.records) == 1
     caplog.clear()
     Training(tmp_path).run("1TiB")
     assert not caplog.records

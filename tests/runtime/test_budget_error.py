@@ -44,6 +44,8 @@ def test_a_lower_bound_is_said_to_be_one() -> None:
     """The step was not followed to its end, so that it may need more."""
     text = str(error(is_lower_bound=True, least_freeing_gradients_bytes=GIB))
     assert "This run needs at least 3.00 GiB (3221225472 bytes): set the budget to that or more" in text
+    assert "the rest of the step was not seen, and may need much more" in text
+    assert "was not seen" not in str(error())
     assert "if all gradients are set to None before each forward, it needs at least 1.00 GiB (1073741824 bytes)" in text
 
 

@@ -20,6 +20,15 @@ from torchdelta.settings import resolve_settings
 
 __all__ = ["run"]
 
+<<<<<<< HEAD
+=======
+_LEAST_BYTES: Final = 2**16  # a smaller number without a unit was meant in another one
+_NO_BUDGET: Final = (
+    "missing option '--memory-budget': give it, such as --memory-budget 8GiB, or set TORCHDELTA_MEMORY_BUDGET, or "
+    "memory_budget in torchdelta.toml"
+)
+
+>>>>>>> integ
 
 def run(
     target: Annotated[
@@ -133,7 +142,18 @@ def run(
         settings = resolve_settings(given, file=config)
         wanted = settings.required_budget()
         wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
+<<<<<<< HEAD
         budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
+=======
+        if isinstance(wanted, int) and 0 < wanted < _LEAST_BYTES:
+            fail(f"a memory budget of {wanted} is {wanted} bytes: name the unit, such as {wanted}GiB", EXIT_USAGE)
+        budget = MemoryBudget(
+            wanted,
+            settings.config,
+            plan=plan,
+            trace_out=None if trace_out is None else _of_rank(trace_out),
+        )
+>>>>>>> integ
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         fail(str(error), EXIT_INFEASIBLE if isinstance(error, BudgetError) else EXIT_USAGE)
@@ -159,9 +179,16 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
     """Show the script's uncaught exception, if any, and return the exit code."""
     if outcome.error is None:
         return outcome.exit_code
-    if isinstance(outcome.error, budget_error):
+    error: BaseException | None = outcome.error
+    while error is not None and not isinstance(error, budget_error):
+        error = error.__cause__  # torch's `Module.to` wraps what moving a parameter raises
+    if error is not None:
         # Without the traceback: it would show the last op, not the cause.
+<<<<<<< HEAD
         typer.echo(f"{prefix('run')}: {outcome.error}", err=True)
+=======
+        typer.echo(f"{prefix()}: {error}", err=True)
+>>>>>>> integ
         return EXIT_INFEASIBLE
     show_error(outcome.error)
     return outcome.exit_code

@@ -165,17 +165,22 @@ Trainer.train = _ending_budgets(Trainer.train)
 
 def _advise(args: TrainingArguments, model: Any) -> None:
     """Say once if activations are checkpointed or offloaded beside the budget, and what is better."""
+    where = "all layers"
+    checkpoints = getattr(args, "activation_checkpointing", False)
+    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or {} if checkpoints else {}
+    if kwargs.get("every_n_layers", 1) > 1:
+        where = "all of its layers"
     if getattr(args, "activation_offloading", False):
         option = "activation_offloading=True"
-    elif (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("offload"):
+    elif kwargs.get("offload"):
         option = 'activation_checkpointing_kwargs={"offload": True}'
-    elif getattr(args, "activation_checkpointing", False) or getattr(model, "is_activation_checkpointing", False):
+    elif checkpoints or getattr(model, "is_activation_checkpointing", False):
         option = "activation_checkpointing=True"
     elif getattr(args, "gradient_checkpointing", False):  # its name before transformers 5.17, and still TRL's
         option = "gradient_checkpointing=True"
     else:
         return
     warn_once(
-        f"{option} takes effect in all layers, also where the memory budget has room. It works together with the "
+        f"{option} takes effect in {where}, also where the memory budget has room. It works together with the "
         "budget, but without it the budget chooses what to swap and recompute, and does neither without need"
     )

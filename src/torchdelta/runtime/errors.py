@@ -70,6 +70,8 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
             ),
             f"  the most memory is needed at {op}{f' in module {module}' if module else ''}",
         ]
+        if is_lower_bound:
+            lines.append("  that is the need up to there: the rest of the step was not seen, and may need much more")
         if self.groups:
             lines.append(f"  in use there: {_listed(self.groups.items())}")
         if largest:

@@ -78,11 +78,11 @@ class Inventory:
             except (RuntimeError, NotImplementedError):
                 return
 
-    def note_outputs(self, out: Any) -> None:
-        """Record which module made the outputs of an op of the survey."""
+    def note_outputs(self, out: Any, *, are_new: bool) -> None:
+        """Record which module made the outputs of an op of the survey; new ones may have the address of an old one."""
         path = self._paths.current()
         for item in out if isinstance(out, tuple | list) else (out,):
-            if path and isinstance(item, torch.Tensor):
+            if (path or are_new) and isinstance(item, torch.Tensor):
                 try:
                     self._made_by[storage_address(item)] = path
                 except (RuntimeError, NotImplementedError):

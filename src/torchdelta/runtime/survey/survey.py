@@ -8,7 +8,8 @@ the ledger, the policy and the saved-tensor hooks work as before, with the budge
 user's own code runs the rest of the forward and the backward in a fraction of a step's time. Parameters, statistics and
 optimizer states are not changed, and what the program reassigns is restored (program_state.py). When the backward
 ends, `BudgetError` names the largest need. If the code reads the value of a fake tensor (`loss.item()` before the
-backward), the backward of that value is surveyed immediately. If that is not possible, the error says "at least".
+backward), the backward of that value is surveyed immediately. If that is not possible, the error says "at least". Small
+whole numbers that depend on no fake tensor have values ([Note: small values in a survey] in small_values.py).
 
 Evictions in a survey change byte counts only: the ledger's journal keeps the real storages alive and restores them at
 the end, so that graphs of earlier losses work as before.
@@ -35,6 +36,7 @@ from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.storages import memory_address
 from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, PASSED, Inventory, add_up
 from torchdelta.runtime.survey.program_state import ProgramState, drop_fake_gradients
+from torchdelta.runtime.survey.small_values import SmallValues
 from torchdelta.runtime.survey.whole_run import RunNeed
 from torchdelta.units import format_bytes
 
@@ -87,6 +89,7 @@ class Survey:
         self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
         self._real_memory = _RealMemory(self._ledger)
         self._program = ProgramState(self._ledger, self.mode)
+        self._values = SmallValues()
 
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
@@ -146,9 +149,13 @@ class Survey:
             return execute(func, facts, args, kwargs)  # a view of a real tensor allocates nothing
         writes = facts.kind in (Kind.WRITE, Kind.REPLACE) and not facts.keeps_statistics
         targets = written_tensors(facts, args, kwargs) if writes else []
+        is_true = self._values.reads_true_values(args, kwargs)
+        if is_true and facts.kind is Kind.NO_OUTPUT:
+            return execute(func, facts, args, kwargs)
         if targets and not any(isinstance(target, FakeTensor) for target in targets):
-            if torch.Tag.inplace_view in func.tags:
+            if torch.Tag.inplace_view in func.tags or (is_true and self._values.may_write(targets)):
                 return execute(func, facts, args, kwargs)
+            self._values.note_unwritten(targets)
             return targets[0]  # real tensors are not changed: parameters, statistics, optimizer states
         try:
             with self._quietly(), self.mode:
@@ -158,7 +165,9 @@ class Survey:
                 self._survey_backward_of(args)
             raise self.error(is_lower_bound=True) from error
         out = _with_omitted_workspace(self.mode, facts, args, out)
-        self._inventory.note_outputs(out)
+        if is_true:
+            out = self._values.run(func, facts, args, kwargs, out)
+        self._inventory.note_outputs(out, are_new=facts.kind is Kind.COMPUTE)
         return targets[0] if targets and isinstance(out, torch.Tensor) else out
 
     def _quietly(self) -> contextlib.AbstractContextManager[None]:

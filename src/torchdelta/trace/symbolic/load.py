@@ -26,7 +26,10 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     module_name, separator, function_name = spec.rpartition(":")
     if not (separator and module_name and function_name):
-        raise TraceError(f"{spec!r} names no function: write MODULE:FUNCTION, such as models:resnet50")
+        raise TraceError(
+            f"{spec!r} names no function: write MODULE:FUNCTION, such as models:resnet50, of a function that takes a "
+            "batch size and returns (model, inputs)"
+        )
     module = _import(module_name)
     found: Any = module
     for part in function_name.split("."):

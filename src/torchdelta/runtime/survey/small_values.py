@@ -1,0 +1,70 @@
+"""Small whole numbers that a survey computes for real, because programs read them.
+
+[Note: small values in a survey]
+Where what exists already is more than the budget, the survey begins at the first op, often one of a data loader: the
+order of its rows (`randperm(...).tolist()`), a seed, the number of labels in a batch. A fake tensor has no values to
+read, so the survey would end there, before it has seen the step. Ops whose arguments are all real, and whose results
+are whole numbers or booleans, are therefore run for real, up to a mebibyte in a survey. They are not differentiable,
+so nothing of a graph is among them. What the survey has left unwritten is not read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchdelta._torch.ops import execute
+from torchdelta._torch.storages import storage_address
+from torchdelta.aten.facts import Kind
+
+if TYPE_CHECKING:
+    from torchdelta.aten.facts import OpFacts
+
+_MOST_BYTES: Final = 1 << 20
+_PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+class SmallValues:
+    """Which tensors of a survey have true values, and which are out of date. Mutable."""
+
+    def __init__(self) -> None:
+        self._left_bytes = _MOST_BYTES
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}  # by id: computed here, so it may be written, too
+        self._stale: set[int] = set()  # addresses of real storages that the survey did not write
+
+    def reads_true_values(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Return whether all tensors among an op's arguments are real and up to date."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not all(type(tensor) in _PLAIN_TYPES and not tensor.is_meta for tensor in tensors):
+            return False
+        return not any(storage_address(tensor) in self._stale for tensor in tensors)
+
+    def may_write(self, targets: list[torch.Tensor]) -> bool:
+        """Return whether all targets of an op were computed here. Others of the program are not changed."""
+        return all(_has(self._made, target) for target in targets)
+
+    def note_unwritten(self, targets: list[torch.Tensor]) -> None:
+        """Remember that the program has written real tensors, and the survey has not."""
+        self._stale.update(storage_address(target) for target in targets if type(target) in _PLAIN_TYPES)
+
+    def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, fake: Any) -> Any:
+        """Run an op that makes whole numbers, and return them; `fake`, its fake result, if it is none of these."""
+        fakes = [leaf for leaf in tree_leaves(fake) if isinstance(leaf, torch.Tensor)]
+        size_bytes = sum(tensor.nbytes for tensor in fakes)
+        is_whole = all(not tensor.is_floating_point() and not tensor.is_complex() for tensor in fakes)
+        if facts.kind is not Kind.COMPUTE or not fakes or not is_whole or size_bytes > self._left_bytes:
+            return fake
+        self._left_bytes -= size_bytes
+        out = execute(func, facts, args, kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._made[id(leaf)] = weakref.ref(leaf)
+        return out
+
+
+def _has(tensors: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
+    reference = tensors.get(id(tensor))
+    return reference is not None and reference() is tensor
