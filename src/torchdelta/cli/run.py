@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -20,15 +20,8 @@ from torchdelta.settings import resolve_settings
 
 __all__ = ["run"]
 
-<<<<<<< HEAD
-=======
 _LEAST_BYTES: Final = 2**16  # a smaller number without a unit was meant in another one
-_NO_BUDGET: Final = (
-    "missing option '--memory-budget': give it, such as --memory-budget 8GiB, or set TORCHDELTA_MEMORY_BUDGET, or "
-    "memory_budget in torchdelta.toml"
-)
 
->>>>>>> integ
 
 def run(
     target: Annotated[
@@ -142,18 +135,9 @@ def run(
         settings = resolve_settings(given, file=config)
         wanted = settings.required_budget()
         wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
-<<<<<<< HEAD
-        budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
-=======
         if isinstance(wanted, int) and 0 < wanted < _LEAST_BYTES:
             fail(f"a memory budget of {wanted} is {wanted} bytes: name the unit, such as {wanted}GiB", EXIT_USAGE)
-        budget = MemoryBudget(
-            wanted,
-            settings.config,
-            plan=plan,
-            trace_out=None if trace_out is None else _of_rank(trace_out),
-        )
->>>>>>> integ
+        budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
         budget.start()
     except (TorchdeltaError, ValueError) as error:
         fail(str(error), EXIT_INFEASIBLE if isinstance(error, BudgetError) else EXIT_USAGE)
@@ -184,11 +168,7 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
         error = error.__cause__  # torch's `Module.to` wraps what moving a parameter raises
     if error is not None:
         # Without the traceback: it would show the last op, not the cause.
-<<<<<<< HEAD
-        typer.echo(f"{prefix('run')}: {outcome.error}", err=True)
-=======
-        typer.echo(f"{prefix()}: {error}", err=True)
->>>>>>> integ
+        typer.echo(f"{prefix('run')}: {error}", err=True)
         return EXIT_INFEASIBLE
     show_error(outcome.error)
     return outcome.exit_code

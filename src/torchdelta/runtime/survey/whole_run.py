@@ -173,7 +173,6 @@ class RunNeed:
                     found[record.id] = record.size_bytes
         return sum(found.values())
 
-
     def _random_states_bytes(self) -> int:
         """Return the bytes of the generators' states that stay recorded beside the next pass, as for a random input."""
         if self._ledger.device.type != "cpu":
