@@ -14,11 +14,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torchdelta._torch.ops import execute
 from torchdelta._torch.storages import storage_address
 from torchdelta.aten.facts import Kind
+from torchdelta.runtime.state.kinds import tensors_in
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -37,7 +37,7 @@ class SmallValues:
 
     def reads_true_values(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return whether all tensors among an op's arguments are real and up to date."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         if not all(type(tensor) in _PLAIN_TYPES and not tensor.is_meta for tensor in tensors):
             return False
         return not any(storage_address(tensor) in self._stale for tensor in tensors)
@@ -52,16 +52,15 @@ class SmallValues:
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, fake: Any) -> Any:
         """Run an op that makes whole numbers, and return them; `fake`, its fake result, if it is none of these."""
-        fakes = [leaf for leaf in tree_leaves(fake) if isinstance(leaf, torch.Tensor)]
+        fakes = list(tensors_in(fake))
         size_bytes = sum(tensor.nbytes for tensor in fakes)
         is_whole = all(not tensor.is_floating_point() and not tensor.is_complex() for tensor in fakes)
         if facts.kind is not Kind.COMPUTE or not fakes or not is_whole or size_bytes > self._left_bytes:
             return fake
         self._left_bytes -= size_bytes
         out = execute(func, facts, args, kwargs)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._made[id(leaf)] = weakref.ref(leaf)
+        for tensor in tensors_in(out):
+            self._made[id(tensor)] = weakref.ref(tensor)
         return out
 
 
