@@ -5,8 +5,8 @@ The user's code runs in a survey as in a step: it assigns fake tensors to attrib
 creates optimizer states. After an out-of-memory error in plain torch none of that would have happened. So when a survey
 begins, references to the present values are kept, and when it ends:
 
-- a dict, list, deque or set below a module, an optimizer or a GradScaler that has received a fake tensor gets its
-  earlier contents (of the attributes of a module, only those that are fake). Other changes stay, because a `finally` of
+- a dict, list, deque or set below a module, an optimizer or a GradScaler that has received a tensor of the survey gets
+  its earlier contents (of the attributes of a module, only those that are such tensors). Other changes stay, because a `finally` of
   the program may have made them, which would have run after an out-of-memory error too.
 - every `.grad` is what it was.
 - every `.data` is what it was, or what it was when the backward began if that is real: until then the program may have
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.runtime.survey.small_values import SmallValues
 
 _MOST_ENTRIES: Final = 10_000  # of a container: a larger one (a vocabulary) is not copied
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
@@ -71,11 +72,13 @@ class ProgramState:
     Args:
         ledger: Counts the storages.
         mode: The fake-tensor mode of the survey.
+        values: The tensors that the survey computes for real.
     """
 
-    def __init__(self, ledger: Ledger, mode: Any) -> None:
+    def __init__(self, ledger: Ledger, mode: Any, values: SmallValues) -> None:
         self._ledger = ledger
         self._mode = mode
+        self._values = values
         self._tensors: dict[int, _Kept] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}  # by id: the container, and its contents
         self._attributes: set[int] = set()  # ids of containers that are the attributes of a module
@@ -149,7 +152,7 @@ class ProgramState:
             for kept in self._tensors.values():
                 self._restore_tensor(kept)
             for container, contents in self._containers.values():
-                if contents is not None and self._holds_fake(container, depth=0):
+                if contents is not None and self._holds_made(container, depth=0):
                     self._restore_container(container, contents)
         self._tensors.clear()
         self._containers.clear()
@@ -168,7 +171,7 @@ class ProgramState:
 
     def _restore_container(self, container: Any, contents: Any) -> None:
         if id(container) in self._attributes:
-            for key in [key for key, value in container.items() if self._holds_fake(value, depth=1)]:
+            for key in [key for key, value in container.items() if self._holds_made(value, depth=1)]:
                 if key in contents:
                     container[key] = _value_of(contents[key])
                 else:
@@ -181,11 +184,13 @@ class ProgramState:
             add: Callable[[Iterable[Any]], None] = getattr(container, "update", None) or container.extend
             add([_value_of(value) for value in contents])
 
-    def _holds_fake(self, value: Any, *, depth: int) -> bool:
-        """Return whether a value is or contains a fake tensor of the survey. Known containers answer for themselves."""
+    def _holds_made(self, value: Any, *, depth: int) -> bool:
+        """Return whether a value is or contains a tensor that the survey made. Known containers answer for themselves."""
         kind = type(value)
         if kind is FakeTensor:
             return value.fake_mode is self._mode
+        if issubclass(kind, torch.Tensor) and self._values.has(value):
+            return True
         if issubclass(kind, torch.Tensor):  # `.data` of a tensor that looks at a fake one is of the tensor's class
             record = self._ledger.find(value) if value.is_meta and _is_plain(value) else None
             return record is not None and record.is_fake
@@ -194,7 +199,7 @@ class ProgramState:
         if len(value) > _MOST_ENTRIES:
             return False
         items = value.values() if issubclass(kind, dict) else value
-        return any(self._holds_fake(item, depth=depth + 1) for item in list(items))
+        return any(self._holds_made(item, depth=depth + 1) for item in list(items))
 
 
 def drop_fake_gradients(leaves: Iterable[torch.Tensor]) -> None:

@@ -42,9 +42,14 @@ class SmallValues:
             return False
         return not any(storage_address(tensor) in self._stale for tensor in tensors)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor was computed here."""
+        reference = self._made.get(id(tensor))
+        return reference is not None and reference() is tensor
+
     def may_write(self, targets: list[torch.Tensor]) -> bool:
         """Return whether all targets of an op were computed here. Others of the program are not changed."""
-        return all(_has(self._made, target) for target in targets)
+        return all(map(self.has, targets))
 
     def note_unwritten(self, targets: list[torch.Tensor]) -> None:
         """Remember that the program has written real tensors, and the survey has not."""
@@ -62,8 +67,3 @@ class SmallValues:
         for tensor in tensors_in(out):
             self._made[id(tensor)] = weakref.ref(tensor)
         return out
-
-
-def _has(tensors: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
-    reference = tensors.get(id(tensor))
-    return reference is not None and reference() is tensor

@@ -88,8 +88,8 @@ class Survey:
         passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
         self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
         self._real_memory = _RealMemory(self._ledger)
-        self._program = ProgramState(self._ledger, self.mode)
         self._values = SmallValues()
+        self._program = ProgramState(self._ledger, self.mode, self._values)
 
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
