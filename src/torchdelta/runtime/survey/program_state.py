@@ -6,8 +6,8 @@ creates optimizer states. After an out-of-memory error in plain torch none of th
 begins, references to the present values are kept, and when it ends:
 
 - a dict, list, deque or set below a module, an optimizer or a GradScaler that has received a tensor of the survey gets
-  its earlier contents (of the attributes of a module, only those that are such tensors). Other changes stay, because a `finally` of
-  the program may have made them, which would have run after an out-of-memory error too.
+  its earlier contents (of the attributes of a module, only those that are such tensors). Other changes stay, because
+  a `finally` of the program may have made them, which would have run after an out-of-memory error too.
 - every `.grad` is what it was.
 - every `.data` is what it was, or what it was when the backward began if that is real: until then the program may have
   exchanged tensors for a part of its forward, and exchanged them back.
@@ -185,7 +185,7 @@ class ProgramState:
             add([_value_of(value) for value in contents])
 
     def _holds_made(self, value: Any, *, depth: int) -> bool:
-        """Return whether a value is or contains a tensor that the survey made. Known containers answer for themselves."""
+        """Return whether a value is or contains a tensor that the survey made; known containers are asked themselves."""
         kind = type(value)
         if kind is FakeTensor:
             return value.fake_mode is self._mode
