@@ -25,7 +25,6 @@ def output_of(example: Path, *arguments: str, home: Path) -> str:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(home),
-        "TORCHDELTA_CACHE_DIR": str(home / "torchdelta"),
     }
     command = [sys.executable, str(example), *arguments]
     result = subprocess.run(

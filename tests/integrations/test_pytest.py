@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from torchdelta.machine.cache import cache_directory
+
 pytest_plugins = ["pytester"]
 
 OPTIONS = ("-p", "no:torchdelta", "-p", "torchdelta.integrations.pytest", "-p", "no:cacheprovider", "--strict-markers")
@@ -19,10 +21,13 @@ MODELS = """
         return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)), torch.randn(batch_size, 256)
 """
 
+CACHE = cache_directory()  # with compiled code; pytester moves the home directory
+
 
 @pytest.fixture
-def run(pytester):
+def run(pytester, monkeypatch):
     """Run a file of tests in a process of its own: what torch registers can be registered only once."""
+    monkeypatch.setenv("TORCHDELTA_CACHE_DIR", str(CACHE))
 
     def run(tests: str, *options: str):
         pytester.makepyfile(MODELS + tests)
@@ -74,27 +79,49 @@ def test_steps_that_fit_pass_and_others_fail_with_the_reason(run):
     done.stdout.no_fnmatch_line("*Traceback*")
 
 
-@pytest.mark.parametrize(
-    ("test", "said"),
-    [
-        (
-            "@pytest.mark.fits('1GiB')\n    def test_it(): return mlp(4)",
-            "fits needs a machine by its name in the catalog, such as machine=*",
-        ),
-        ("@pytest.mark.fits(machine='rtx409')\n    def test_it(): return mlp(4)", "*did you mean*rtx4090*"),
-        ("@pytest.mark.fits(machine='t4', size_gb=3)\n    def test_it(): return mlp(4)", "*size_gb*: use fits(size=*"),
-        ("@pytest.mark.fits(machine='t4', optimizer='adam')\n    def test_it(): return mlp(4)", "*'adam'*adamw*"),
-        ("@pytest.mark.fits(machine='t4')\n    def test_it(): pass", "*test_it returned NoneType: it must return*"),
-        ("@pytest.mark.fits(machine='t4')\n    def test_it(): return 1 / 0", "*test_it*ZeroDivisionError*"),
-        ("@pytest.mark.fits(machine='t4')\n    async def test_it(): return mlp(4)", "*returned coroutine: it must*"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-def test_a_wrong_test_fails_with_one_line(run, test, said):
+def test_a_wrong_test_fails_with_one_line(run):
     """Whether the marker is wrong, or what the function does."""
-    done = run(f"    {test}")
-    done.assert_outcomes(failed=1)
-    done.stdout.fnmatch_lines([said])
+    done = run("""
+    @pytest.mark.fits("1GiB")
+    def test_no_machine():
+        return mlp(4)
+
+    @pytest.mark.fits(machine="rtx409")
+    def test_unknown_machine():
+        return mlp(4)
+
+    @pytest.mark.fits(machine="t4", size_gb=3)
+    def test_unknown_option():
+        return mlp(4)
+
+    @pytest.mark.fits(machine="t4", optimizer="adam")
+    def test_unknown_optimizer():
+        return mlp(4)
+
+    @pytest.mark.fits(machine="t4")
+    def test_nothing():
+        pass
+
+    @pytest.mark.fits(machine="t4")
+    def test_error():
+        return 1 / 0
+
+    @pytest.mark.fits(machine="t4")
+    async def test_coroutine():
+        return mlp(4)
+    """)
+    done.assert_outcomes(failed=7)
+    done.stdout.fnmatch_lines(
+        [
+            "fits needs a machine by its name in the catalog, such as machine=*",
+            "*did you mean*rtx4090*",
+            "*size_gb*: use fits(size=*",
+            "*'adam'*adamw*",
+            "*test_nothing returned NoneType: it must return*",
+            "*test_error*ZeroDivisionError*",
+            "*returned coroutine: it must*",
+        ]
+    )
     done.stdout.no_fnmatch_line("*another exception occurred*")
     done.stdout.no_fnmatch_line("*Traceback*")
 
