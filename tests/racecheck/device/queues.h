@@ -8,6 +8,7 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
@@ -291,6 +292,7 @@ class Queues {
     stream.entries.pop_front();
     time_s_ += 1e-6 * static_cast<double>(1 + (mode_ == Mode::kRandom ? random_() % 10 : 0));
     if (entry.run) {
+      const c10::InferenceMode plain(false);  // whatever the mode is of the caller that lets time pass
       const c10::impl::ForceDispatchKeyGuard guard(pristine_keys());  // [Note: no GIL]
       try {
         entry.run();
