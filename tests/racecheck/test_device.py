@@ -1,4 +1,4 @@
-"""The accelerator that computes late, itself: its threads go on, and what it queues in one mode of torch runs in another."""
+"""The accelerator that computes late, itself: its threads go on, and what is queued in one mode runs in another."""
 
 from __future__ import annotations
 

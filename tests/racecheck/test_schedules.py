@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.racecheck.paths import BUDGETS, MODELS
 from tests.racecheck.schedules import ALL_PATHS, play
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ def test_our_paths_are_clean(bench: Bench, path: Path) -> None:
 def test_our_paths_are_clean_in_more_schedules(bench: Bench, path: Path) -> None:
     """The same for ten times as many orders."""
     assert_clean(bench, path, range(NUM_SAMPLED, NUM_SAMPLED + NUM_MORE))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("budget", [name for name, kind in BUDGETS.items() if kind.is_limited])
+def test_limits_make_something_leave(bench: Bench, model: str, budget: str) -> None:
+    """A limit in which nothing had to leave, or in which no step fits, would check nothing."""
+    shown = bench.play(model, budget, 0)
+    assert shown.has_fitted
+    assert shown.left_bytes > 0
 
 
 def test_kernels_are_late(bench: Bench) -> None:
