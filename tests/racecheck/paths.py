@@ -176,7 +176,7 @@ class Bench:
         self.extension = racecheck.load()
         self.device = torch.device(DEVICE, 0)
         self._plain: dict[tuple[str, int], list[bytes]] = {}
-        self._peak_bytes: dict[str, int] = {}
+        self._peak_bytes: dict[tuple[str, int], int] = {}
         self._left_bytes = 0
         leave_out()  # a session looks at every object that the collector knows
 
@@ -227,17 +227,19 @@ class Bench:
         if (model, num_steps) not in self._plain:
             with self.schedule(0) as (found, _):
                 # As late as can be: memory that crosses streams then goes back late, in the plain run as in others.
-                self._plain[model, num_steps] = self._train(model, self._measured(model), num_steps, SCRIPTED, 0)
+                self._plain[model, num_steps] = self._train(
+                    model, self._measured(model, num_steps), num_steps, SCRIPTED, 0
+                )
             assert found == []
         return self._plain[model, num_steps]
 
     @contextlib.contextmanager
-    def _measured(self, model: str) -> Iterator[None]:
+    def _measured(self, model: str, num_steps: int) -> Iterator[None]:
         """Learn how many bytes a model's training takes beside what lives before."""
         lived_bytes = torch.accelerator.memory.memory_allocated(0)
         torch.accelerator.memory.reset_peak_memory_stats(0)
         yield
-        self._peak_bytes[model] = torch.accelerator.memory.max_memory_allocated(0) - lived_bytes
+        self._peak_bytes[model, num_steps] = torch.accelerator.memory.max_memory_allocated(0) - lived_bytes
 
     @contextlib.contextmanager
     def _scope(self, model: str, kind: Budget, seed: int) -> Iterator[None]:
@@ -251,7 +253,7 @@ class Bench:
             limit: int | str = UNLIMITED
             if kind.is_limited:
                 lived_bytes = torch.accelerator.memory.memory_allocated(0)
-                limit = lived_bytes + int(MODELS[model][2] * self._peak_bytes[model])
+                limit = lived_bytes + int(MODELS[model][2] * self._peak_bytes[model, NUM_STEPS])
                 torch.accelerator.memory.reset_peak_memory_stats(0)
             swap_dir = stack.enter_context(tempfile.TemporaryDirectory())
             with MemoryBudget(limit, Config(swap_dir=swap_dir, **kind.options)) as budget:

@@ -15,6 +15,7 @@ import pytest
 from tests.accelerator import standin
 
 REPOSITORY = Path(__file__).parents[2]
+LONGEST_TEST_S = 300
 pytestmark = [
     pytest.mark.skipif(standin.compiler() is None, reason="no C++ compiler to build the accelerator with"),
     pytest.mark.skipif("TORCHDELTA_TEST_DEVICE" in os.environ, reason="these tests run on a device already"),
@@ -24,7 +25,12 @@ pytestmark = [
 def run_late(*words: str) -> None:
     """Run tests on the accelerator that computes late."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=120", *words],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            # Threads that wait for each other end the process, and say where they are.
+            *("-o", f"faulthandler_timeout={LONGEST_TEST_S}", "-o", "faulthandler_exit_on_timeout=true"),
+            *words,
+        ],
         cwd=REPOSITORY,
         env=os.environ | {"TORCHDELTA_TEST_DEVICE": "racecheck"},
         capture_output=True,
