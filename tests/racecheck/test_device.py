@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from tests.racecheck.paths import Bench
@@ -59,3 +60,29 @@ def test_inference_mode_at_the_launch_or_later(bench: Bench, queues_in_inference
     assert late.running_var is not None
     assert norm.running_var is not None
     assert torch.equal(late.running_var.cpu(), norm.running_var)
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops that it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an op, and run it."""
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_late_kernels_are_no_ops_of_the_caller(bench: Bench) -> None:
+    """A convolution of the CPU calls other ops; the mode of whoever lets it run must not be handed them."""
+    conv = nn.Conv2d(32, 8, 1, bias=False).to(bench.device)
+    x = torch.randn(8, 32, 32, 32).to(bench.device)
+    with bench.schedule(0) as (found, _):
+        bench.extension.set_mode(2, 0)
+        with torch.no_grad(), Seen() as seen:
+            conv(x)
+            torch.accelerator.synchronize()
+    assert found == []
+    assert seen.names == ["aten.convolution.default"]

@@ -314,6 +314,7 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
       names_at_launch.insert(schema.name());
       queues.run_until_empty(key);  // the checker is not told: it sees a kernel that is queued
       const c10::impl::ForceDispatchKeyGuard plain(Queues::pristine_keys());
+      const NoModes no_modes;
       values = run(later);
     }
     for (size_t i = 0; i < schema.returns().size(); ++i) {
