@@ -62,6 +62,17 @@ def test_inference_mode_at_the_launch_or_later(bench: Bench, queues_in_inference
     assert torch.equal(late.running_var.cpu(), norm.running_var)
 
 
+def test_batch_norm_without_training(bench: Bench) -> None:
+    """Its meta kernel promises statistics that the CPU's kernel does not make; the rest of what it makes is right."""
+    x, ones = torch.randn(2, 3, 4, 4), torch.ones(3)
+    plain = torch.ops.aten._native_batch_norm_legit(x, None, None, ones, ones, False, 0.1, 1e-5)
+    with bench.schedule(0) as (found, _):
+        late_x, late_ones = x.to(bench.device), ones.to(bench.device)
+        late = torch.ops.aten._native_batch_norm_legit(late_x, None, None, late_ones, late_ones, False, 0.1, 1e-5)
+    assert found == []
+    assert torch.equal(late[0].cpu(), plain[0])
+
+
 class Seen(TorchDispatchMode):
     """Notes the ops that it is handed."""
 

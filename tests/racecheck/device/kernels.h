@@ -302,7 +302,12 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
         if (targets[i].empty()) continue;
         const auto made = value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>{value.toTensor()};
         for (size_t j = 0; j < targets[i].size(); ++j) {
-          if (targets[i][j].defined()) targets[i][j].copy_(made[j]);
+          if (!targets[i][j].defined()) continue;
+          if (made[j].numel() == 0) {  // statistics of a batch norm that does not train: the CPU has none, others have
+            targets[i][j].zero_();
+          } else {
+            targets[i][j].copy_(made[j]);
+          }
         }
       }
     });
