@@ -43,13 +43,19 @@ def run_late(*words: str) -> None:
 
 def test_a_sample_of_the_race_check() -> None:
     """Controls, some hundred schedules, every schedule of the smallest steps, and the mutants of pinned memory."""
-    run_late("-m", "not rest", "tests/racecheck")
+    run_late("-m", "not rest and not whole", "tests/racecheck")
 
 
 @pytest.mark.rest
 def test_more_of_the_race_check() -> None:
-    """More schedules, larger steps, and every mutant."""
+    """More schedules, larger steps, and the other mutants."""
     run_late("-m", "rest", "tests/racecheck")
+
+
+@pytest.mark.whole
+def test_every_schedule_of_longer_steps() -> None:
+    """Every mix of three decisions with two or three swaps."""
+    run_late("-m", "whole", "tests/racecheck")
 
 
 @pytest.mark.rest

@@ -23,6 +23,7 @@ def rest_unless_pinned(mutant: Mutant) -> object:
     return pytest.param(mutant, id=mutant.name, marks=() if is_quick else pytest.mark.rest)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a mutant may break a thread
 @pytest.mark.parametrize("mutant", [rest_unless_pinned(each) for each in MUTANTS if each.name not in KNOWN])
 def test_a_removed_wait_is_found(bench: Bench, mutant: Mutant) -> None:
     """Some schedule of some path shows it."""
