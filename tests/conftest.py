@@ -33,8 +33,6 @@ if _DEVICE == "racecheck":
     from tests.racecheck import device as racecheck
 
     racecheck.load()
-else:
-    collect_ignore = ["racecheck"]  # unfinished: run it with TORCHDELTA_TEST_DEVICE=racecheck
 if _DEVICE != "cuda":
     # On a machine with a GPU too, what is written for the CPU runs on the CPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -60,9 +60,12 @@ def test_what_another_stream_reads_or_makes_is_kept(device: torch.device, decisi
         (first * 2).exp()  # home: something is saved
         kept = first.cos()
         assert session.room.transfers.leaving or session.room.transfers.away or decisions == "recompute"
+        home = torch.accelerator.current_stream()
+        side.wait_stream(home)
         with side:
             aside = kept.exp()
             made = aside * 2
+        home.wait_stream(side)
         session.room.transfers.finish_leaving()
         assert streams.current_id() == streams.home_id
         for tensor in (kept, aside, made):
@@ -94,10 +97,12 @@ def test_home_is_where_the_step_begins(device: torch.device) -> None:
 
     assert_same_bits(step)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    side.wait_stream(torch.accelerator.current_stream())
     with MemoryBudget("1TiB", Config(decisions="recompute", tier="memory")) as budget, side:
         model(torch.randn(32, 64)).pow(2).mean().backward()
         _, streams = running()
         assert streams.home_id == streams.current_id()
+    torch.accelerator.current_stream().wait_stream(side)
     assert budget.summary().recomputed_bytes > 0
 
 

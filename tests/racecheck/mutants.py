@@ -10,10 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import pkgutil
 import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from torchdelta.runtime import tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,17 +24,11 @@ if TYPE_CHECKING:
 # The calls that wait, and the questions whose answer lets the caller go on. The mutant takes every answer for yes.
 WAITS: Final = frozenset({"arrive", "finish", "follow", "hold_compute", "is_done", "is_reached", "wait", "wait_stream"})
 LOCK_WAIT: Final = "job.done.acquire()"  # the only lock that stands for the end of a copy
-MODULES: Final = tuple(
-    f"torchdelta.runtime.{name}"
-    for name in (
-        "tiers.accelerator",
-        "tiers.bounced",
-        "tiers.copier",
-        "tiers.pinned",
-        "tiers.pooled",
-        "device.streams",
-        "memory.transfers",
-    )
+MODULES: Final = (
+    *(f"torchdelta.runtime.tiers.{found.name}" for found in pkgutil.iter_modules(tiers.__path__)),
+    "torchdelta.runtime.device.streams",
+    "torchdelta.runtime.memory.transfers",
+    "torchdelta.runtime.state.copies",
 )
 
 

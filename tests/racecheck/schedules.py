@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from tests.racecheck.paths import PATHS
-from tests.racecheck.tier_paths import TIERS, play_calls, play_interrupted
+from tests.racecheck.tier_paths import SHORT, TIERS, play_calls, play_short
 
 if TYPE_CHECKING:
     from tests.racecheck.paths import Bench, Play
 
     Path = tuple[str, ...]
 
-INTERRUPTED: Final = ("tier-interrupted",)
-ALL_PATHS: Final[tuple[Path, ...]] = (*((name,) for name in TIERS), INTERRUPTED, *PATHS)
+# The short ones first: a hunt for a mutant ends at the first path that shows it.
+TIER_PATHS: Final[tuple[Path, ...]] = tuple((name,) for name in (*SHORT, *TIERS))
+ALL_PATHS: Final[tuple[Path, ...]] = (*TIER_PATHS, *PATHS)
 
 
 def play(bench: Bench, path: Path, seed: int) -> Play:
     """Play one random schedule of a path."""
-    if path == INTERRUPTED:
-        return play_interrupted(bench, seed)
-    if len(path) == 1:
+    if path[0] in SHORT:
+        return play_short(bench, path[0], seed)
+    if path[0] in TIERS:
         return play_calls(bench, path[0], seed)
     model, budget = path
     return bench.play(model, budget, seed)

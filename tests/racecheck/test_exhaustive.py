@@ -35,8 +35,12 @@ def test_every_schedule_of_a_session(bench: Bench, decisions: str) -> None:
     assert explored.found == []
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("decisions", ["".join(each) for each in itertools.product("srk", repeat=3)])
+def whole_if_long(decisions: str) -> object:
+    """Leave what swaps two tensors and more to `make test-whole`: each that is swapped multiplies the schedules."""
+    return pytest.param(decisions, marks=pytest.mark.whole if decisions.count("s") > 1 else pytest.mark.rest)
+
+
+@pytest.mark.parametrize("decisions", [whole_if_long("".join(each)) for each in itertools.product("srk", repeat=3)])
 def test_every_schedule_of_every_mix(bench: Bench, decisions: str) -> None:
     """Every mix of decisions for three tensors."""
     explored = explore(bench, chain(decisions), most_runs=MOST_RUNS)

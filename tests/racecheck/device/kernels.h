@@ -10,6 +10,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -45,9 +46,12 @@ inline at::Tensor meta_of(const at::Tensor& tensor) {
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
 }
 
-// A tensor of the host as it is at the launch.
+// A tensor of the host as it is at the launch. No tensor of inference mode: it may run, and be written, outside of it.
 inline at::Tensor captured(const at::Tensor& tensor) {
-  if (!tensor.defined() || is_here(tensor)) return on_cpu(tensor);
+  if (!tensor.defined()) return tensor;
+  const c10::InferenceMode plain(false);
+  const at::AutoDispatchBelowADInplaceOrView below;  // which that guard has undone
+  if (is_here(tensor)) return on_cpu(tensor);
   auto made = tensor.clone();
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
   return made;
@@ -282,7 +286,7 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
           ranges.push_back(range_of(tensor, true));
         }
         made.push_back(tensor);
-        targets.back().push_back(tensor.defined() ? on_cpu(tensor) : tensor);
+        targets.back().push_back(captured(tensor));
       }
       if (shapes.is_list[i]) {
         results.emplace_back(std::move(made));
@@ -298,7 +302,12 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
         if (targets[i].empty()) continue;
         const auto made = value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>{value.toTensor()};
         for (size_t j = 0; j < targets[i].size(); ++j) {
-          if (targets[i][j].defined()) targets[i][j].copy_(made[j]);
+          if (!targets[i][j].defined()) continue;
+          if (made[j].numel() == 0) {  // statistics of a batch norm that does not train: the CPU has none, others have
+            targets[i][j].zero_();
+          } else {
+            targets[i][j].copy_(made[j]);
+          }
         }
       }
     });
@@ -310,6 +319,7 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
       names_at_launch.insert(schema.name());
       queues.run_until_empty(key);  // the checker is not told: it sees a kernel that is queued
       const c10::impl::ForceDispatchKeyGuard plain(Queues::pristine_keys());
+      const NoModes no_modes;
       values = run(later);
     }
     for (size_t i = 0; i < schema.returns().size(); ++i) {
@@ -348,11 +358,13 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // A copy, in the current stream of its source's device, or of its target's where the source is the host's.
-inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+inline void queue_copy(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   const auto device = is_here(source) ? source.device() : target.device();
   const auto key = current_key(device.index());
   std::vector<Range> ranges;
   // Aliases of host memory, too: an entry that held a tensor of Python would need the GIL when it dies.
+  const c10::InferenceMode plain(false);
+  const at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor from = alias_on_cpu(source);
   const at::Tensor to = alias_on_cpu(target);
   const auto read = range_of(source, false), written = range_of(target, true);
@@ -378,12 +390,16 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
   });
   if (is_between) queues.follow(other, queues.mark(key));
   if (waits) queues.wait_for_stream(key);
-  return target;
+}
+
+inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  queue_copy(source, target, non_blocking);
+  return target;  // without the lock: another reference to a tensor of Python may need the GIL
 }
 
 inline at::Scalar local_scalar(const at::Tensor& tensor) {
   at::Tensor made = at::empty(tensor.sizes(), tensor.options().device(c10::kCPU));
-  copy_from(tensor, made, false);
+  queue_copy(tensor, made, false);
   const at::AutoDispatchBelowADInplaceOrView below;
   return made.item();
 }

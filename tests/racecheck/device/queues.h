@@ -4,11 +4,14 @@
 // Whoever calls lets time pass, and so runs what others have queued: on CPU tensors only, and with the dispatch keys from
 // before any mode. A caller may hold the GIL while it waits for the lock, so nobody who has the lock may need the GIL:
 // no entry holds a tensor of Python, and the rest of the thread-local state (whose copy would take the GIL where
-// saved-tensor hooks are active) stays as it is.
+// saved-tensor hooks are active) stays as it is. The modes of Python go, too: a kernel of the CPU that calls other ops
+// would hand them to the mode, which is Python, and which may call the device again in the middle of an entry.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cstring>
 #include <deque>
@@ -49,6 +52,20 @@ enum class Mode : int {
   kAtOnce = 0,    // an entry has run when the call that queued it returns
   kRandom = 1,    // drawn from a seed
   kScripted = 2,  // nothing runs but what the host waits for; a script says what each question finds
+};
+
+// The caller's modes are away while an entry runs: [Note: no GIL].
+class NoModes {
+ public:
+  NoModes() : saved_(c10::impl::TorchDispatchModeTLS::get_state()) {
+    c10::impl::TorchDispatchModeTLS::set_state(c10::impl::TorchDispatchModeTLS());
+  }
+  ~NoModes() { c10::impl::TorchDispatchModeTLS::set_state(std::move(saved_)); }
+  NoModes(const NoModes&) = delete;
+  NoModes& operator=(const NoModes&) = delete;
+
+ private:
+  c10::impl::TorchDispatchModeTLS saved_;
 };
 
 class Queues {
@@ -291,7 +308,9 @@ class Queues {
     stream.entries.pop_front();
     time_s_ += 1e-6 * static_cast<double>(1 + (mode_ == Mode::kRandom ? random_() % 10 : 0));
     if (entry.run) {
+      const c10::InferenceMode plain(false);  // whatever the mode is of the caller that lets time pass
       const c10::impl::ForceDispatchKeyGuard guard(pristine_keys());  // [Note: no GIL]
+      const NoModes no_modes;
       try {
         entry.run();
       } catch (const std::exception& error) {

@@ -248,6 +248,14 @@ PyObject* take_complaints(PyObject*, PyObject*) {
   return made;
 }
 
+PyObject* complain(PyObject*, PyObject* text) {
+  const char* said = PyUnicode_AsUTF8(text);
+  if (said == nullptr) return nullptr;
+  const Lock guard(queues.lock);
+  queues.checker.complain(said);
+  return nothing();
+}
+
 PyObject* counts(PyObject*, PyObject*) {
   const Lock guard(queues.lock);
   std::string names;
@@ -307,6 +315,7 @@ PyMethodDef methods[] = {
     {"set_script", set_script, METH_O, "Say what the next questions about events find; afterwards: not reached."},
     {"questions", questions, METH_NOARGS, "Return what was asked since `set_script`: answers and states."},
     {"take_complaints", take_complaints, METH_NOARGS, "Return the races and uses after free, and forget them."},
+    {"complain", complain, METH_O, "Report something that Python has seen, beside the races."},
     {"counts", counts, METH_NOARGS, "Return what was queued so far."},
     {"pin", pin, METH_VARARGS, "Let copies use this host memory without waiting for the host."},
     {"unpin", unpin, METH_O, "Undo `pin`; a copy that may still use the memory is reported."},
