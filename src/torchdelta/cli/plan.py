@@ -70,8 +70,8 @@ def plan(
     with one_line_errors(), progress() as say:
         from torchdelta.plan.file import write_plan
         from torchdelta.planners import DEFAULT_PLANNER, plan_step
-        from torchdelta.planners.default.search_planner import NEAR_LEAST, least_peak
-        from torchdelta.simulate.problem import PlanningProblem
+        from torchdelta.planners.default.search_planner import NEAR_LEAST
+        from torchdelta.planners.problem_within import least_peak, problem_within
 
         def begin(what: str) -> None:
             phase, _, facts_of_step = what.partition(": ")
@@ -108,7 +108,7 @@ def plan(
                 "proved_optimal": found.pooled.placement.proved_optimal,
             }
         if planner == DEFAULT_PLANNER and facts["decision_class"] == "saved":
-            least_bytes = least_peak(PlanningProblem.of(found.trace, found.machine))
+            least_bytes = least_peak(problem_within(found.trace, found.machine, found.simulation.budget_bytes))
             is_near = found.overhead > _WORTH_A_HINT and found.simulation.budget_bytes < NEAR_LEAST * least_bytes
             facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
         if found.bound is not None:

@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +19,7 @@ from torchdelta.trace.file import write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4)] * 4)
 WAIT_S = 60.0

@@ -28,12 +28,13 @@ from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners.default import moves
 from torchdelta.planners.default.search import Search, Start, allowed_codes
 from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.problem_within import least_peak, problem_within
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
-__all__ = ["NEAR_LEAST", "choose", "least_peak", "plan", "plan_all", "plan_extended"]
+__all__ = ["NEAR_LEAST", "choose", "plan", "plan_all", "plan_extended"]
 
 Codes = NDArray[np.int8]
 
@@ -107,7 +108,7 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     Raises:
         InfeasibleError: The budget is below the least peak of the class, or the host has no room.
     """
-    problem = PlanningProblem.of(trace, machine)
+    problem = problem_within(trace, machine, budget_bytes)
     codes = choose(problem, budget_bytes, effort)
     least_bytes = least_peak(problem)
     return feasible_plan(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
@@ -139,9 +140,9 @@ def plan_all(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort =
 def _plan_in_larger_class(
     trace: Trace, machine: Machine, budget_bytes: int, effort: Effort, decision_class: DecisionClass
 ) -> Plan:
-    saved = PlanningProblem.of(trace, machine)
+    problem = problem_within(trace, machine, budget_bytes, decision_class=decision_class)
+    saved = PlanningProblem.of(trace, machine, min_size_bytes=problem.min_size_bytes)
     start = choose(saved, budget_bytes, effort)
-    problem = PlanningProblem.of(trace, machine, decision_class=decision_class)
     starts = [_carried_over(saved, start, problem), *_with_states_away(saved, problem, budget_bytes)]
 
     def cost(codes: Codes) -> tuple[int, float]:
@@ -154,14 +155,6 @@ def _plan_in_larger_class(
     codes = choose(problem, budget_bytes, effort, start=min(starts, key=cost))
     least_bytes = least_peak(problem)
     return feasible_plan(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
-
-
-def least_peak(problem: PlanningProblem) -> int:
-    """Return the least peak that is surely found: that of swapping everything.
-
-    Within the class *saved* no plan has a lower one: nothing is away for longer, and no replay adds to it.
-    """
-    return problem.score(np.full(len(problem.gaps), Code.SWAP, np.int8), 0).peak_bytes
 
 
 def choose(problem: PlanningProblem, budget_bytes: int, effort: Effort, *, start: Codes | None = None) -> Codes:

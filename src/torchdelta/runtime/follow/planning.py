@@ -204,8 +204,8 @@ class Planning:
 
 
 def _is_readable(descriptor: int, timeout_s: float) -> bool:
-    """Return whether there is something to read, or the other end is closed. Not `select`: it ends at descriptor 1023."""
-    poll = select.poll()
+    """Return whether there is something to read, or the other end is closed."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
 
