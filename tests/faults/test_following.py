@@ -52,11 +52,13 @@ from tests.faults.test_steps import (
     train_in_threads,
     unequal,
 )
-from tests.following import planned_here
+from tests.following import drawn_plan, follow_anyway, planned_here
+from tests.runtime.parts import running_session
 from tests.runtime.programs import running
 from tests.sampling import sample
 from torchdelta import Config, MemoryBudget
-from torchdelta.runtime.follow import planning
+from torchdelta.notices import warn_once
+from torchdelta.runtime.follow import automatic, planning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -215,16 +217,14 @@ def test_threads_that_follow_at_the_same_time(tmp_path: Path) -> None:
     alone = run_with_own_numbers(contextlib.nullcontext)
     budgets: list[MemoryBudget] = []
 
-    def scope() -> MemoryBudget:
-        budgets.append(MemoryBudget(budget_bytes, Config(planner="torchdelta", tier="disk", swap_dir=tmp_path)))
-        return budgets[-1]
+    @contextlib.contextmanager
+    def scope() -> Iterator[MemoryBudget]:  # without a limit: what the other threads allocate counts against it, too
+        with MemoryBudget("1TiB", Config(planner="torchdelta", tier="disk", swap_dir=tmp_path)) as budget:
+            budgets.append(budget)
+            follow_anyway(running_session())
+            yield budget
 
-    with MemoryBudget("1TiB") as unlimited:
-        before_bytes = unlimited.summary().peak_bytes
-    needed = MemoryBudget("1TiB")
-    run_with_own_numbers(lambda: needed)
-    budget_bytes = before_bytes + int(0.8 * (needed.summary().peak_bytes - before_bytes))
-    with planned_here(least_bytes=LEAST_BYTES):
+    with planned_here(lambda trace, _machine, _budget_bytes: drawn_plan(trace, 0), least_bytes=0):
         reports = train_in_threads([scope, scope, contextlib.nullcontext])
     for report in reports:
         assert isinstance(report, Report), report
@@ -248,10 +248,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "files"
 
 
-def planned_by_a_helper(directory: Path) -> MemoryBudget:
-    """Return a budget whose steps are planned by another process."""
+def planned_by_a_helper(directory: Path, planner: str = "torchdelta") -> Scope:
+    """Return a scope whose steps are planned by another process."""
     budget_bytes = base_bytes() + int(PRESSED_SHARE * needed_bytes())
-    return MemoryBudget(budget_bytes, Config(planner="torchdelta", tier="disk", swap_dir=directory))
+    return lambda: MemoryBudget(budget_bytes, Config(planner=planner, tier="disk", swap_dir=directory))
 
 
 def helper_of(loop: Loop) -> Any:
@@ -262,11 +262,18 @@ def helper_of(loop: Loop) -> Any:
     return planning._helper  # noqa: SLF001 - the process is what the tests are about
 
 
+@pytest.mark.parametrize("planner", ["torchdelta", "auto"])
 def test_a_helper_that_is_killed(
-    plain: Report, tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    planner: str,
+    plain: Report,
+    tmp_path: Path,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One warning, no further plan, and the training goes on with the same bits."""
     monkeypatch.setattr(planning, "COMMAND", HANGS)
+    warn_once.cache_clear()
     killed: list[Any] = []
 
     @contextlib.contextmanager
@@ -277,7 +284,10 @@ def test_a_helper_that_is_killed(
             killed[0].wait()
         yield
 
-    ours = run(kill, lambda: planned_by_a_helper(tmp_path), num_steps=NUM_STEPS)
+    if planner == "auto":
+        monkeypatch.setattr(automatic, "PLAN_COST_S", 1e-9)
+        monkeypatch.setattr(automatic, "FEWEST_TIMED", 1)
+    ours = run(kill, planned_by_a_helper(tmp_path, planner), num_steps=NUM_STEPS)
     assert killed
     assert complaints(plain, ours) == []
     assert list(files.iterdir()) == []
@@ -301,9 +311,11 @@ def test_a_scope_left_while_a_plan_is_made(
         assert list(files.iterdir()) != []
         yield
 
+    planned_scope = planned_by_a_helper(tmp_path)
+
     @contextlib.contextmanager
     def scope() -> Iterator[MemoryBudget]:
-        with planned_by_a_helper(tmp_path) as budget:
+        with planned_scope() as budget:
             yield budget
             if kind:
                 strike_with(kind)()
@@ -329,7 +341,7 @@ def kill(loop):
     print(helper_of(loop).pid, len(os.listdir(sys.argv[1])), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     yield
-run(kill, lambda: planned_by_a_helper(Path(sys.argv[1]).parent))
+run(kill, planned_by_a_helper(Path(sys.argv[1]).parent))
 """
     process = script(code, tmp_path / "files")
     printed, complained = process.communicate(timeout=300)
