@@ -30,8 +30,13 @@ def _needs_counter() -> None:
         pytest.skip(f"no counting allocator here: {made}")
 
 
-def _train(budget: int | str, planner: str | None) -> tuple[list[torch.Tensor], int, Session]:
-    """Train with two lengths in turn. Return the parameters, the highest peak after the first steps and the session."""
+def _train(
+    budget: int | str, planner: str | None, followed: list[Key] | None = None
+) -> tuple[list[torch.Tensor], int, Session]:
+    """Train with two lengths in turn. Return the parameters, the highest peak after the first steps and the session.
+
+    The kinds of the steps that are followed are added to `followed`.
+    """
     torch.manual_seed(0)
     layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
     model = nn.Sequential(*layers)
@@ -41,6 +46,9 @@ def _train(budget: int | str, planner: str | None) -> tuple[list[torch.Tensor], 
             optimizer.zero_grad()
             model(torch.randn(ROWS[index % 2], WIDTH)).square().mean().backward()
             optimizer.step()
+            ended = session.follower.ended
+            if followed is not None and ended is not None and ended.program is not None:
+                followed.append(ended.key)
     peaks = [step.peak_bytes for step in memory_budget.summary().steps]
     return [parameter.detach() for parameter in model.parameters()], max(peaks[2:]), session
 
@@ -49,6 +57,7 @@ def test_a_kind_that_is_slower_is_followed_no_more(monkeypatch: pytest.MonkeyPat
     """Neither by a program of its own nor by that of the other length, which goes on."""
     expected, plain_bytes, _ = _train(UNLIMITED, None)
     judged: list[Key] = []
+    followed: list[Key] = []
 
     def is_slower(_automatic: Automatic, key: Key, _time_s: float) -> bool:
         judged.append(key)
@@ -56,10 +65,12 @@ def test_a_kind_that_is_slower_is_followed_no_more(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Automatic, "is_slower", is_slower)
     with planned_soon():
-        found, peak_bytes, session = _train(plain_bytes * 6 // 10, "auto")
+        found, peak_bytes, session = _train(plain_bytes * 6 // 10, "auto", followed)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert peak_bytes <= plain_bytes * 6 // 10
     assert judged.count(judged[0]) == 4
-    assert len(judged) - 4 >= 8  # of the other length
+    last = [index for index, key in enumerate(followed) if key == judged[0]][-1]
+    assert followed[: last + 1].count(judged[0]) <= 5  # the first one is not judged
+    assert len(followed) - last > 8  # of the other length
     assert session.programs.num_programs == 2
     assert len(session.programs.cache) == 1
