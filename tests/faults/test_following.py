@@ -208,7 +208,9 @@ def test_a_fork_in_a_followed_step(place: str, plain: Report, tmp_path: Path) ->
 
     ours = run(striking(place, fork), planned(tmp_path), num_steps=NUM_STEPS)
     assert children
-    assert complaints(plain, ours) == []
+    # Other libraries end their threads where a process forks.
+    assert [complaint for complaint in complaints(plain, ours) if "num_threads" not in complaint] == []
+    assert ours.levels[-1].num_threads <= ours.levels[0].num_threads
     assert num_followed_steps(ours) >= NUM_STEPS - 3
 
 
