@@ -26,7 +26,7 @@ from torchdelta.trace.file import read_trace
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-__all__ = ["serve"]
+__all__ = ["main", "serve"]
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
