@@ -202,3 +202,20 @@ def _followed(step: Step, plain: Outcome, seed: int) -> tuple[list[str], Outcome
             outcome = run(step)
             found += [f"repetition {index}: {d}" for d in differences(plain, outcome) if not d.endswith("leaked")]
     return found, replace(outcome, tracked_bytes=tracked_bytes(), num_threads=threading.active_count())
+
+
+@contextlib.contextmanager
+def planned_soon(*, least_bytes: int | None = None, slower: float = 1e9) -> Iterator[None]:
+    """Let the planner "auto" begin after two steps that reacted, and plan at once, in this process.
+
+    Args:
+        least_bytes: As of `planned_here`.
+        slower: From which multiple of the time of reacting steps on a plan is given up; by default never.
+    """
+    with (
+        mock.patch.multiple(
+            "torchdelta.runtime.follow.automatic", PLAN_COST_S=1e-9, FEWEST_TIMED=2, _NUM_TIMES=3, _SLOWER=slower
+        ),
+        planned_here(least_bytes=least_bytes),
+    ):
+        yield

@@ -19,7 +19,7 @@ from tests.planners.tangles import tangles
 from tests.sampling import sample
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
-from torchdelta.planners.default.search_planner import least_peak
+from torchdelta.planners.problem_within import least_peak
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak
 

@@ -14,7 +14,8 @@ import importlib, pkgutil
 from numba.core.dispatcher import Dispatcher
 import torchdelta.planners.default, torchdelta.simulate
 from tests.planners.chains import MACHINE, MIB, chain
-from torchdelta.planners.default.search_planner import choose, least_peak
+from torchdelta.planners.default.search_planner import choose
+from torchdelta.planners.problem_within import least_peak
 from torchdelta.simulate.problem import PlanningProblem
 
 step = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3, optimizer=True)

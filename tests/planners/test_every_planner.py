@@ -16,8 +16,9 @@ from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners import classes_of, get, names
-from torchdelta.planners.default.search_planner import choose, least_peak
+from torchdelta.planners.default.search_planner import choose
 from torchdelta.planners.literature import played
+from torchdelta.planners.problem_within import least_peak
 from torchdelta.simulate import execute, simulate_plan
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import peak

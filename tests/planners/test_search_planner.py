@@ -14,8 +14,9 @@ from torchdelta.errors import InfeasibleError
 from torchdelta.plan.validate import validate
 from torchdelta.planners.default import moves
 from torchdelta.planners.default.anneal import anneal
-from torchdelta.planners.default.search_planner import choose, least_peak
+from torchdelta.planners.default.search_planner import choose
 from torchdelta.planners.default.windows import try_windows
+from torchdelta.planners.problem_within import least_peak
 from torchdelta.simulate import simulate_plan
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem

@@ -59,8 +59,8 @@ def plan(
     with progress() as say:
         from torchdelta.plan.file import write_plan
         from torchdelta.planners import DEFAULT_PLANNER, Effort, get, plan_step
-        from torchdelta.planners.default.search_planner import NEAR_LEAST, least_peak
-        from torchdelta.simulate.problem import PlanningProblem
+        from torchdelta.planners.default.search_planner import NEAR_LEAST
+        from torchdelta.planners.problem_within import least_peak, problem_within
 
         wanted_effort, wanted_class = one_of("effort", effort, get_args(Effort)), class_named(decision_class)
         get(planner, wanted_class)  # before the trace is read
@@ -100,7 +100,7 @@ def plan(
                 "proved_optimal": found.pooled.placement.proved_optimal,
             }
         if planner == DEFAULT_PLANNER and facts["decision_class"] == "saved":
-            least_bytes = least_peak(PlanningProblem.of(found.trace, found.machine))
+            least_bytes = least_peak(problem_within(found.trace, found.machine, found.simulation.budget_bytes))
             is_near = found.overhead > _WORTH_A_HINT and found.simulation.budget_bytes < NEAR_LEAST * least_bytes
             facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
         if found.bound is not None:

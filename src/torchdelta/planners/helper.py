@@ -1,12 +1,15 @@
-"""`python -m torchdelta.planners.helper`: plans steps for another process, until its input ends.
+"""`python -m torchdelta.planners.helper DIRECTORY`: plans steps for another process, until its input ends.
 
 A process that trains plans elsewhere: the planners are compiled by numba, which takes a hundred megabytes, and they
 would hold the interpreter's lock for seconds. Requests and answers are those of `plan/request.py`; the plan itself
-is a file.
+is a file. The directory holds the files; who asks ends the helper and removes them, unless it was killed: then the
+input ends here, and the helper removes them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,7 +26,7 @@ from torchdelta.trace.file import read_trace
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-__all__ = ["serve"]
+__all__ = ["main", "serve"]
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
@@ -50,5 +53,14 @@ def _plan(request: Request) -> Answer:
     return Answer(time_s=simulation.time_s, plain_time_s=simulation.plain_time_s, peak_bytes=simulation.peak.size_bytes)
 
 
+def main(directory: str) -> None:
+    """Answer requests until there are no more, or nobody reads the answers."""
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            serve(sys.stdin.buffer, sys.stdout.buffer)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    main(sys.argv[1])

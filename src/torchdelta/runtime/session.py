@@ -206,8 +206,7 @@ class Session:
         if self._process_id != os.getpid():
             return  # in a forked child nothing is installed
         if current_session() is not self:
-            msg = "this MemoryBudget is not running on this thread: start and stop it on the same one"
-            raise ScopeError(msg)
+            raise ScopeError("this MemoryBudget is not running on this thread: start and stop it on the same one")
         try:
             self._uninstall()
         finally:
@@ -339,6 +338,7 @@ class Session:
             log_first_step(self.room, self.steps, self.budget_bytes)
         self.pause.on_step_end()
         if self.pause.is_on:
+            self.programs.on_unrecorded_step()
             return
         self.traces.end()
         self.placing.on_step_end()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.following import planned_here
 from tests.runtime.programs import UNLIMITED, running
 from tests.sampling import sample
 from torchdelta.config import PLANNERS, Config
@@ -81,6 +82,18 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     assert session.follower.num_diverged_steps == 0
     assert session.counters.num_unplanned == 0
     assert session.programs.latest.proofs
+
+
+def test_a_step_of_small_tensors_is_followed() -> None:
+    """No saved tensor of it has the size from which on buffers leave where there are larger ones."""
+    rows = [NUM_ROWS // 4] * 6
+    expected, plain_peaks, _ = _train(UNLIMITED, rows)
+    budget = int(0.7 * max(plain_peaks[1:]))
+    with planned_here():
+        found, peaks, session = _train(budget, rows, "torchdelta", "memory")
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps == 4
 
 
 def test_steps_of_other_sizes_keep_bits_and_budget() -> None:

@@ -28,12 +28,13 @@ from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners.default import moves
 from torchdelta.planners.default.search import Search, Start, allowed_codes
 from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.problem_within import least_peak, problem_within
 from torchdelta.planners.registry import Effort, Planner, register
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
-__all__ = ["NEAR_LEAST", "choose", "least_peak"]
+__all__ = ["NEAR_LEAST", "choose"]
 
 Codes = NDArray[np.int8]
 
@@ -102,7 +103,7 @@ _SHAKEN_OPS = 500_000_000
 
 def _planner(decision_class: DecisionClass) -> Planner:
     def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:
-        problem = PlanningProblem.of(trace, machine, decision_class=decision_class)
+        problem = problem_within(trace, machine, budget_bytes, decision_class=decision_class)
         start = None if decision_class == "saved" else _start_within_saved(problem, budget_bytes, effort)
         codes = choose(problem, budget_bytes, effort, start=start)
         least_bytes = least_peak(problem)
@@ -122,7 +123,7 @@ def _start_within_saved(problem: PlanningProblem, budget_bytes: int, effort: Eff
     In the class *all* parameters, gradients and optimizer states leave between two uses, over the end of the step too:
     what the optimizer alone uses can be away for the whole rest of it.
     """
-    saved = PlanningProblem.of(problem.trace, problem.machine)
+    saved = PlanningProblem.of(problem.trace, problem.machine, min_size_bytes=problem.min_size_bytes)
     carried = problem.keep_all()
     carried[_places(saved, problem)] = choose(saved, budget_bytes, effort)
     starts = [carried, *_with_states_away(saved, problem, budget_bytes)]
@@ -135,14 +136,6 @@ def _start_within_saved(problem: PlanningProblem, budget_bytes: int, effort: Eff
         # Near the least budget the one that passes it by less need not be the better one to go on from.
         starts = [choose(problem, budget_bytes, "fast", start=codes) for codes in starts]
     return min(starts, key=cost)
-
-
-def least_peak(problem: PlanningProblem) -> int:
-    """Return the least peak that is surely found: that of swapping everything.
-
-    Within the class *saved* no plan has a lower one: nothing is away for longer, and no replay adds to it.
-    """
-    return problem.score(np.full(len(problem.gaps), Code.SWAP, np.int8), 0).peak_bytes
 
 
 def choose(problem: PlanningProblem, budget_bytes: int, effort: Effort, *, start: Codes | None = None) -> Codes:

@@ -31,6 +31,7 @@ from torchdelta.planners.feasible_plan import feasible_plan
 from torchdelta.planners.literature.ideal import IdealLoad, LinkSlack
 from torchdelta.planners.literature.lineage import Lineage, lineage
 from torchdelta.planners.literature.lower_limit import NoChoiceError, choose_within_budget
+from torchdelta.planners.problem_within import problem_within
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
@@ -45,7 +46,7 @@ _LIMITS_TO_REPAIR = 20
 @register("delta-2024")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Let the set of saved tensors leave that the knapsack's heuristic finds cheapest."""
-    problem = PlanningProblem.of(trace, machine)
+    problem = problem_within(trace, machine, budget_bytes)
     relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
     found = choose_within_budget(
         problem, budget_bytes, lambda limit_bytes: _choose(problem, machine, relations, limit_bytes)

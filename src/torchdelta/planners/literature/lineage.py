@@ -13,6 +13,7 @@ from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.planners.feasible_plan import feasible_plan
 from torchdelta.planners.literature.lower_limit import choose_within_budget
+from torchdelta.planners.problem_within import problem_within
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import BEFORE_STEP, Trace
@@ -72,7 +73,7 @@ def register_by_lineage(name: str, choose: ChooseByLineage) -> None:
     """Register the planner that has a choice made, under limits that are lowered until it holds the budget."""
 
     def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
-        problem = PlanningProblem.of(trace, machine)
+        problem = problem_within(trace, machine, budget_bytes)
         relations = lineage(trace, {gap.buffer_id for gap in problem.gaps})
         found = choose_within_budget(
             problem, budget_bytes, lambda limit_bytes: choose(problem, machine, relations, limit_bytes)

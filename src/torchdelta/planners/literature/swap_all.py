@@ -9,9 +9,9 @@ import numpy as np
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.planners.feasible_plan import feasible_plan
+from torchdelta.planners.problem_within import problem_within
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.model import Code
-from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
 __all__ = ["plan"]
@@ -20,6 +20,6 @@ __all__ = ["plan"]
 @register("swap-all")
 def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fast") -> Plan:  # noqa: ARG001
     """Swap every candidate of the class *saved*, whether the budget asks for it or not."""
-    problem = PlanningProblem.of(trace, machine)
+    problem = problem_within(trace, machine, budget_bytes)
     codes = np.full(len(problem.gaps), int(Code.SWAP), dtype=np.int8)
     return feasible_plan(problem, codes, budget_bytes, planner="swap-all")

@@ -7,8 +7,9 @@ replays, and the choice of what leaves. Whenever the training ends, at most twic
 in hindsight would have lost (the rule for renting or buying). A step that fits, or a short script, never starts a
 helper.
 
-Before that, some steps are timed that react. A program whose steps take longer than these did is given up, and the
-steps of its kind react again. So the default is never slower than reacting, but for the steps that show it.
+Before that, some steps are timed that react. A program whose steps take longer than these did is given up: the steps of
+its kind react again, for good, and those of other shapes do not borrow it any more. So the default is never slower than
+reacting, but for the steps that show it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Automatic:
         self._reacting_s: dict[Key, collections.deque[float]] = {}
         self._following_s: dict[Key, collections.deque[float]] = {}
         self._num_timed = 0
+        self._has_given_up = False
 
     @property
     def lost_s(self) -> float:
@@ -93,11 +95,13 @@ class Automatic:
         following_s.clear()
         if median_s <= reacting_median_s * _SLOWER:
             return False
-        _logger.info(
+        _logger.log(
+            logging.DEBUG if self._has_given_up else logging.INFO,  # once, not for each kind of step
             "plan: given up: followed steps took %.1f ms, steps that reacted %.1f",
             median_s * 1e3,
             reacting_median_s * 1e3,
         )
+        self._has_given_up = True
         return True
 
     def _missing(self) -> str:

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchdelta._torch.modes import Quietly
-from torchdelta.errors import TierError
+from torchdelta.errors import ReplayError, SavedTensorError, TierError
 from torchdelta.runtime.follow.program import Position, ProgramCache
 from torchdelta.runtime.follow.step_log import signature_of
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.retry import is_out_of_memory
+from torchdelta.runtime.memory.room import NoRoomError
 from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import Residence
 
@@ -301,6 +302,18 @@ class Follower:
             and buffer.fetching is None
             and resident(buffer) is None
         ]
-        if missing and not self.ledger.surveys:
+        if not missing or self.ledger.surveys:
+            return
+        room = self.room
+        room.is_optional = True
+        try:
             with self.restorer.device.exclusive(), Quietly():
                 self.restorer.replayer.recompute_group(missing)
+        except (NoRoomError, ReplayError, SavedTensorError) as error:
+            # `bring` makes each of them again, and raises, when it is unpacked; not all of them may be.
+            _logger.debug("a replay ahead of its use failed: %r", error)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            room.is_optional = False

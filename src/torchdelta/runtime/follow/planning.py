@@ -2,6 +2,9 @@
 
 The helper is started with the first request, answers one request at a time, and is ended when it has been idle for a
 number of steps. If it fails, or gives no answer for long, no further step is planned: the training goes on unplanned.
+
+Traces and plans are files of one directory. This process removes it when it ends the helper; if this process is killed,
+the helper removes it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Planned", "Planning"]
 
-COMMAND: Final = (sys.executable, "-m", "torchdelta.planners.helper")
+COMMAND: Final = (sys.executable, "-m", "torchdelta.planners.helper")  # and the directory
 IDLE_STEPS: Final = 64
 ANSWER_TIME_S: Final = 600.0
 
@@ -62,6 +65,8 @@ class Planning:
         self.is_given_up = False
         self._waiting: collections.deque[tuple[Any, Request]] = collections.deque()  # the first is being answered
         self._helper: subprocess.Popen[bytes] | None = None
+        self._directory: Path | None = None
+        self._num_asked = 0
         self._output = b""
         self._asked_at_s = 0.0
         self._num_idle_steps = 0
@@ -83,15 +88,14 @@ class Planning:
             return
         planner = self.config.planner
         assert planner is not None
-        directory = Path(tempfile.mkdtemp(prefix="torchdelta-"))
-        try:
-            write_trace(trace, directory / "step.trace")
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="torchdelta-"))
+        self._num_asked += 1
+        trace_path = self._directory / f"{self._num_asked}.trace"
+        write_trace(trace, trace_path)
         request = Request(
-            trace_path=str(directory / "step.trace"),
-            plan_path=str(directory / "step.plan"),
+            trace_path=str(trace_path),
+            plan_path=str(trace_path.with_suffix(".plan")),
             machine=machine,
             budget_bytes=budget_bytes,
             planner=planner,
@@ -120,8 +124,7 @@ class Planning:
         self._num_idle_steps = 0
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._output:
-            ready, _, _ = select.select([helper.stdout], [], [], max(0.0, deadline_s - time.monotonic()))
-            if not ready:
+            if not _is_readable(helper.stdout.fileno(), max(0.0, deadline_s - time.monotonic())):
                 if time.monotonic() - self._asked_at_s > ANSWER_TIME_S:
                     raise self._given_up(f"no answer within {ANSWER_TIME_S:.0f} s")
                 return None
@@ -144,8 +147,6 @@ class Planning:
 
     def close(self) -> None:
         """End the helper and forget what was asked."""
-        for _, request in self._waiting:
-            _remove(request)
         self._waiting.clear()
         self._end_helper()
 
@@ -153,7 +154,7 @@ class Planning:
         """Use no helper in a forked child: it belongs to the parent."""
         if self._helper is not None:
             self._helper.returncode = 0  # do not wait for it here
-        self._helper = None
+        self._helper = self._directory = None
         self._waiting.clear()
         self.is_given_up = True
 
@@ -167,11 +168,12 @@ class Planning:
 
     def _start_helper(self) -> subprocess.Popen[bytes]:
         if self._helper is None:
+            assert self._directory is not None
             paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             # Safe path: do not import modules from the working directory of the program.
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
             self._helper = subprocess.Popen(  # noqa: S603 - our own module
-                COMMAND,
+                (*COMMAND, str(self._directory)),
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -186,7 +188,9 @@ class Planning:
         return PlanError(why)
 
     def _end_helper(self) -> None:
+        """End the helper, then remove the files: it may be writing one."""
         helper, self._helper = self._helper, None
+        directory, self._directory = self._directory, None
         self._output = b""
         if helper is not None:
             helper.kill()
@@ -195,7 +199,17 @@ class Planning:
                     if pipe is not None:
                         pipe.close()
             helper.wait()
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Return whether there is something to read, or the other end is closed."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _remove(request: Request) -> None:
-    shutil.rmtree(Path(request.trace_path).parent, ignore_errors=True)
+    for path in (request.trace_path, request.plan_path):
+        Path(path).unlink(missing_ok=True)

@@ -8,7 +8,8 @@ programs of one step, the one is followed that was made for the bytes in use at 
 accumulation begins with gradients, the first one without). Where none agrees exactly, one that agrees but for the
 shapes is followed: of those, the smallest one whose saved bytes were at least those of this step, because a program
 that holds a longer sequence within the budget holds a shorter one, too; else the largest, whatever start it was made
-for. This serves until the step itself has been traced and planned.
+for. This serves until the step itself has been traced and planned. A kind of step whose programs were given up follows
+none, unless it saves what another kind does up to there.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class Program:
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
         used_at: When it last carried a step out to its end, or was made: larger is later.
+        lends: Whether steps of other shapes may follow it.
     """
 
     schedule: Schedule
@@ -132,6 +134,7 @@ class Program:
     step_times_s: list[float] = field(default_factory=list)
     first_s: float = 0.0
     used_at: int = 0
+    lends: bool = True
 
     def prove(self, key: Key, graph: int, proof: Proof) -> None:
         """Record what a watched backward, named by its step and graph, has taken."""
@@ -147,8 +150,7 @@ class Program:
     def agrees(self, position: Position, *, exactly: bool) -> bool:
         """Return whether the saves so far are those of the traced step, or those but for the shapes."""
         hashes = self.schedule.exact_hashes if exactly else self.schedule.shape_free_hashes
-        index = position.num_saves - 1
-        return index < len(hashes) and hashes[index] == (position.exact if exactly else position.shape_free)
+        return _has_prefix(hashes, position, position.exact if exactly else position.shape_free)
 
 
 class ProgramCache:
@@ -161,6 +163,7 @@ class ProgramCache:
     def __init__(self, budget_bytes: int) -> None:
         self._same_start_bytes = int(budget_bytes * _SAME_START_SHARE)
         self._programs: dict[tuple[Key, int], Program] = {}
+        self._given_up: dict[Key, tuple[int, ...]] = {}  # the exact hashes of steps that follow no program any more
         self._clock = itertools.count(1)
 
     def __len__(self) -> int:
@@ -189,6 +192,14 @@ class ProgramCache:
         program.step = None  # a report may still refer to it
         self._programs.pop((program.key, program.start_bytes), None)
 
+    def give_up(self, key: Key) -> None:
+        """Forget all programs of a kind of step, which follows none from now on."""
+        for program in [program for program in self._programs.values() if program.key == key]:
+            self._given_up[key] = program.schedule.exact_hashes
+            self.remove(program)
+        while len(self._given_up) > _MOST_PROGRAMS:
+            del self._given_up[next(iter(self._given_up))]
+
     def use(self, program: Program) -> None:
         """Note that a program has carried a step out."""
         program.used_at = next(self._clock)
@@ -199,8 +210,9 @@ class ProgramCache:
         return min(serving, key=lambda program: program.start_bytes, default=None)
 
     def begins(self, first: int) -> bool:
-        """Return whether a program begins with this save (`Position.first`)."""
-        return any(program.schedule.exact_hashes[0] == first for program in self._programs.values())
+        """Return whether a step that has a program, or was given up, begins with this save (`Position.first`)."""
+        known = [program.schedule.exact_hashes for program in self._programs.values()]
+        return any(hashes[0] == first for hashes in (*known, *self._given_up.values()))
 
     def covers(self, program_start_bytes: int, start_bytes: int) -> bool:
         """Return whether a program for one start serves a step that begins with so many bytes in use, or fewer."""
@@ -216,11 +228,19 @@ class ProgramCache:
             if serving:
                 return min((p for p in serving if p.key == key), key=lambda program: program.start_bytes), True
             return max((p for p in exact if p.key == key), key=lambda program: program.start_bytes), True
+        if any(_has_prefix(hashes, position, position.exact) for hashes in self._given_up.values()):
+            return None
         index = position.num_saves - 1
-        others = [program for program in programs if program.agrees(position, exactly=False)]
+        others = [program for program in programs if program.lends and program.agrees(position, exactly=False)]
         larger = [program for program in others if program.schedule.saved_bytes[index] >= position.saved_bytes]
         if larger:
             return min(larger, key=lambda program: program.schedule.saved_bytes[index]), False
         if others:
             return max(others, key=lambda program: program.schedule.saved_bytes[index]), False
         return None
+
+
+def _has_prefix(hashes: tuple[int, ...], position: Position, found: int) -> bool:
+    """Return whether the saves so far, hashed to `found`, are the first ones of those with these hashes."""
+    index = position.num_saves - 1
+    return index < len(hashes) and hashes[index] == found

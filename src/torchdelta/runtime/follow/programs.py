@@ -130,7 +130,7 @@ class Programs:
         if key[0] != len(log.signatures):
             return  # a part of it was not traced, or is no part of the step
         known = self.cache.find(key, start_bytes)
-        self._is_fruitless = self._has_program(key, start_bytes)
+        self._is_fruitless = self._has_program(key, start_bytes) or self._wanted.is_unplannable(key, start_bytes)
         if not key[0] or self._is_fruitless:
             return
         why = log.why_not_followed()
@@ -196,12 +196,16 @@ class Programs:
                 self._judge(program, ended.key, peak_bytes, num_unplanned, is_own=is_own)
                 if is_own and not ended.was_watched:
                     self._judge_time(program, time_s)
-                if is_own and program.num_followed > 1:
+                if program.num_followed > 1:
                     self._compare_time(program, ended, time_s)
         self._is_traced = False
         if self.automatic is not None and self.planning is not None:
             self._go_on(self.automatic)
-        if self.planning is not None:  # also where nothing was asked: a helper that is idle for long is ended
+        self.on_unrecorded_step()
+
+    def on_unrecorded_step(self) -> None:
+        """Take a program that is ready; where there is none, the helper ends once it has been idle for long."""
+        if self.planning is not None:
             self._take(self.planning)
 
     def on_step_refused(self) -> None:
@@ -251,8 +255,10 @@ class Programs:
     def _compare_time(self, program: Program, ended: EndedStep, time_s: float) -> None:
         """Give a program up whose steps take longer than steps that reacted, if the planner is "auto"."""
         if self.automatic is not None and self.automatic.is_slower(ended.key, time_s):
-            self.cache.remove(program)
-            self._wanted.note_unplannable(ended.key, 0)
+            if ended.is_exact:
+                self.cache.give_up(ended.key)
+                self._wanted.note_unplannable(ended.key, 0)
+            program.lends = False
             self.why_no_plan = "steps that followed their plan took longer than steps that reacted"
 
     # -- plans
@@ -312,8 +318,9 @@ class Programs:
 
     def _add(self, planned: Planned, asked: _Asked) -> None:
         if planned.plan is None:
+            level = logging.DEBUG if self.why_no_plan else logging.INFO  # once, not for each kind of step
+            _logger.log(level, "plan: none is followed: %s", planned.answer.error)
             self.why_no_plan = planned.answer.error
-            _logger.info("plan: none is followed: %s", planned.answer.error)
             self._wanted.note_unplannable(asked.key, asked.start_bytes)
             return
         schedule = make_schedule(planned.plan, asked.step[1])

@@ -82,11 +82,15 @@ class WantedSteps:
         self._wanted[ended.key] = _Wanted(first=ended.first, start_bytes=ended.start_bytes, seen_at=self._num_steps)
         for key, wanted in list(self._wanted.items()):
             is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
-            is_unplannable = key in self._unplannable and wanted.start_bytes >= self._unplannable[key]
+            is_unplannable = self.is_unplannable(key, wanted.start_bytes)
             wanted.num_fruitless += is_fruitless and wanted.first == ended.first
             is_old |= wanted.num_fruitless >= MOST_FRUITLESS_TRACES
             if is_old or is_unplannable or has_program(key, wanted.start_bytes):
                 del self._wanted[key]
+
+    def is_unplannable(self, key: Key, start_bytes: int) -> bool:
+        """Return whether a step that begins with so many bytes in use is known to have no plan."""
+        return key in self._unplannable and start_bytes >= self._unplannable[key]
 
     def note_unplannable(self, key: Key, start_bytes: int) -> None:
         """Want no trace any more of a step that begins with so many bytes in use, or more: it has no plan."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.usage import Usage
 
-__all__ = ["LEAST_EVICTION_BYTES", "Room", "collect_garbage", "digest_of"]
+__all__ = ["LEAST_EVICTION_BYTES", "NoRoomError", "Room", "collect_garbage", "digest_of"]
 
 _logger = logging.getLogger("torchdelta")
 
@@ -40,6 +40,10 @@ _logger = logging.getLogger("torchdelta")
 LEAST_EVICTION_BYTES: Final = 4096
 # How many ops a ranking is used for: scores change slowly, and computing them takes time.
 RANKING_LIFE_OPS: Final = 24
+
+
+class NoRoomError(Exception):
+    """There is no room for what need not be on the device yet."""
 
 
 class Room:
@@ -85,6 +89,7 @@ class Room:
         if persistents is not None:
             persistents.make = self.make
         self.is_followed = False  # a program is carried out: only its misses are made up for here
+        self.is_optional = False  # what room is made for now can wait: see `NoRoomError`
         self.num_waits = 0  # times that a followed step waited here
         self.digests = False  # verify="first-step": hash buffers when they are dropped
         self.largest_request_bytes = 0
@@ -99,6 +104,7 @@ class Room:
 
         Raises:
             BudgetError: They do not fit, whatever is evicted (raised by `on_shortage`).
+            NoRoomError: The same, for what can wait.
         """
         if self.transfers.leaving:
             self.transfers.reap()
@@ -122,6 +128,8 @@ class Room:
             self._evict_down_to(budget_bytes - size_bytes)  # buffers that garbage also kept alive
             usage.ask_counter()
         if usage.total_bytes + size_bytes > budget_bytes:
+            if self.is_optional:
+                raise NoRoomError
             self._on_shortage(size_bytes, why)
 
     def try_to_make(self, size_bytes: int) -> None:

@@ -1,0 +1,49 @@
+"""The problem that a planner solves: with small buffers only where the budget cannot be held without them.
+
+[Note: small buffers]
+Buffers below `MIN_SIZE_BYTES` cost more to handle than they free, so they stay. A step of a small model has none that
+are larger, or too few: then smaller ones may leave as well, by quarters, as far as the budget asks for it. Every gap
+costs planning time. So no buffer leaves that is smaller than a 4096th of the budget, which leaves a step no more gaps
+than some thousand times its peak over the budget; nor one that the runtime would not evict.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from torchdelta.machine.model import Machine
+from torchdelta.plan.model import DecisionClass
+from torchdelta.simulate.model import Code
+from torchdelta.simulate.problem import PlanningProblem
+from torchdelta.trace.model import Trace
+
+__all__ = ["FINEST_BYTES", "least_peak", "problem_within"]
+
+FINEST_BYTES: Final = 4096
+"""The runtime evicts nothing smaller."""
+
+_FINEST_SHARE: Final = 4096
+_FINER: Final = 4
+
+
+def problem_within(
+    trace: Trace, machine: Machine, budget_bytes: int, *, decision_class: DecisionClass = "saved"
+) -> PlanningProblem:
+    """Return the problem of a step, with the fewest gaps that can hold a budget. See [Note: small buffers].
+
+    If none can, the one with the most gaps is returned.
+    """
+    problem = PlanningProblem.of(trace, machine, decision_class=decision_class)
+    finest_bytes = max(FINEST_BYTES, budget_bytes // _FINEST_SHARE)
+    while least_peak(problem) > budget_bytes and problem.min_size_bytes // _FINER >= finest_bytes:
+        finer_bytes = problem.min_size_bytes // _FINER
+        problem = PlanningProblem.of(trace, machine, decision_class=decision_class, min_size_bytes=finer_bytes)
+    return problem
+
+
+def least_peak(problem: PlanningProblem) -> int:
+    """Return the least peak that is surely found: that of swapping everything.
+
+    Within the class *saved* no plan has a lower one: nothing is away for longer, and no replay adds to it.
+    """
+    return problem.score(np.full(len(problem.gaps), Code.SWAP, np.int8), 0).peak_bytes

@@ -1,0 +1,76 @@
+"""A kind of step whose plan was given up by the planner "auto" reacts for good: nothing is borrowed or planned anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from tests.following import planned_soon
+from tests.runtime.programs import UNLIMITED, running
+from torchdelta.errors import NativeError
+from torchdelta.native.counting import new_counter
+from torchdelta.runtime.follow.automatic import Automatic
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.program import Key
+    from torchdelta.runtime.session import Session
+
+WIDTH, DEPTH = 64, 6
+ROWS = (512, 384)
+NUM_STEPS = 32
+
+
+@pytest.fixture(autouse=True)
+def _needs_counter() -> None:
+    made = new_counter()
+    if isinstance(made, NativeError):
+        pytest.skip(f"no counting allocator here: {made}")
+
+
+def _train(
+    budget: int | str, planner: str | None, followed: list[Key] | None = None
+) -> tuple[list[torch.Tensor], int, Session]:
+    """Train with two lengths in turn. Return the parameters, the highest peak after the first steps and the session.
+
+    The kinds of the steps that are followed are added to `followed`.
+    """
+    torch.manual_seed(0)
+    layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with running(budget, planner=planner) as (memory_budget, session):
+        for index in range(NUM_STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(ROWS[index % 2], WIDTH)).square().mean().backward()
+            optimizer.step()
+            ended = session.follower.ended
+            if followed is not None and ended is not None and ended.program is not None:
+                followed.append(ended.key)
+    peaks = [step.peak_bytes for step in memory_budget.summary().steps]
+    return [parameter.detach() for parameter in model.parameters()], max(peaks[2:]), session
+
+
+def test_a_kind_that_is_slower_is_followed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a program of its own nor by that of the other length, which goes on."""
+    expected, plain_bytes, _ = _train(UNLIMITED, None)
+    judged: list[Key] = []
+    followed: list[Key] = []
+
+    def is_slower(_automatic: Automatic, key: Key, _time_s: float) -> bool:
+        judged.append(key)
+        return key == judged[0] and judged.count(key) == 4
+
+    monkeypatch.setattr(Automatic, "is_slower", is_slower)
+    with planned_soon():
+        found, peak_bytes, session = _train(plain_bytes * 6 // 10, "auto", followed)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert peak_bytes <= plain_bytes * 6 // 10
+    assert judged.count(judged[0]) == 4
+    last = [index for index, key in enumerate(followed) if key == judged[0]][-1]
+    assert followed[: last + 1].count(judged[0]) <= 5  # the first one is not judged
+    assert len(followed) - last > 8  # of the other length
+    assert session.programs.num_programs == 2
+    assert len(session.programs.cache) == 1

@@ -1,0 +1,106 @@
+"""A program that brings back more, and earlier, than there is room for costs time, and neither an error nor a bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from tests.following import planned_here
+from tests.runtime.programs import UNLIMITED, running
+from torchdelta.errors import NativeError
+from torchdelta.native.counting import new_counter
+from torchdelta.plan.model import Absence, Plan, PlanHeader
+from torchdelta.runtime.memory.replay import Replayer
+from torchdelta.simulate.gaps import find_gaps
+
+if TYPE_CHECKING:
+    from torchdelta.machine.model import Machine
+    from torchdelta.trace.model import Trace
+
+WIDTH, NUM_ROWS, DEPTH = 64, 256, 10
+NUM_STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def _needs_counter() -> None:
+    made = new_counter()
+    if isinstance(made, NativeError):
+        pytest.skip(f"no counting allocator here: {made}")
+
+
+def _all_at_once(action: str, trace: Trace) -> Plan:
+    """Return a program in which all saved tensors leave, and are back before the first op of backward."""
+    gaps = find_gaps(trace, decision_class="saved", min_size_bytes=4096)
+    first = min(gap.next_use_op for gap in gaps)
+    absences = [
+        Absence(
+            buffer_id=gap.buffer_id,
+            last_use_op=gap.last_use_op,
+            next_use_op=gap.next_use_op,
+            action=action,
+            out_op=gap.last_use_op if action == "swap" else None,
+            leave_op=gap.last_use_op + 1,
+            return_op=first,
+        )
+        for gap in gaps
+    ]
+    header = PlanHeader(
+        planner="early", machine="", budget_bytes=0, num_ops=len(trace.ops), num_buffers=len(trace.buffers)
+    )
+    return Plan(header=header, absences=tuple(absences))
+
+
+def _train(budget: int | str, **options: str) -> tuple[list[torch.Tensor], int, int]:
+    """Return the parameters, the highest peak after the first step, and how many steps were followed."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with running(budget, **options) as (memory_budget, session):
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(NUM_ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+    peak_bytes = max(step.peak_bytes for step in memory_budget.summary().steps[1:])
+    return [parameter.detach() for parameter in model.parameters()], peak_bytes, session.follower.num_followed_steps
+
+
+@pytest.mark.parametrize("action", ["recompute", "swap"])
+def test_what_there_is_no_room_for_yet_comes_when_it_is_used(action: str) -> None:
+    """The budget of a step that reacts is enough, whatever the program asks for."""
+    expected, plain_bytes, _ = _train(UNLIMITED)
+    budget = plain_bytes * 6 // 10
+    reacting, peak_bytes, _ = _train(budget, policy="recompute-only")
+    assert peak_bytes <= budget
+
+    def choose(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
+        return _all_at_once(action, trace)
+
+    with planned_here(choose):
+        found, peak_bytes, num_followed = _train(budget, policy="recompute-only", planner="torchdelta")
+    assert num_followed >= 2
+    assert peak_bytes <= budget
+    for parameters in (reacting, found):
+        assert all(torch.equal(a, b) for a, b in zip(expected, parameters, strict=True))
+
+
+def test_a_replay_that_fails_ahead_of_its_use_is_made_again_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error belongs to the tensor that cannot be brought back, when it is unpacked; others may never be."""
+    from torchdelta.errors import ReplayError
+
+    expected, plain_bytes, _ = _train(UNLIMITED)
+    failed: list[int] = []
+
+    def fail(_replayer: Replayer, targets: list[object]) -> None:
+        failed.append(len(targets))
+        raise ReplayError("injected")
+
+    monkeypatch.setattr(Replayer, "recompute_group", fail)
+    with planned_here(lambda trace, _machine, _budget_bytes: _all_at_once("recompute", trace)):
+        found, _, num_followed = _train(plain_bytes * 8 // 10, policy="recompute-only", planner="torchdelta")
+    assert failed
+    assert num_followed >= 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
