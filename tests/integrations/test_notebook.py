@@ -2,67 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
 import signal
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from IPython.core.interactiveshell import InteractiveShell
 
 from tests.integrations.holding import held_bytes, share_of_peak
+from tests.integrations.shells import notebook_shell
 from torchdelta import BudgetError, MemoryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-SETUP = """\
-import signal, torch
-from torch import nn
-from torchdelta import Config, MemoryBudget
-config = Config(tier="memory")
-def make():
-    torch.manual_seed(0)
-    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
-    model = nn.Sequential(*layers)
-    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
-def train(model, optimizer, hook=None):
-    losses = []
-    for step in range(3):
-        hidden = model[:8](torch.randn(2048, 64))
-        if hook is not None:
-            hook(step)
-        loss = model[8:](hidden).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
-    return losses
-"""
+    from IPython.core.interactiveshell import InteractiveShell
+
 TRAIN = "model, optimizer = make()\nlosses = train(model, optimizer)"
 
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
-    """Return a shell with the extension and the functions above."""
+    """Return a shell with the extension and the functions of a notebook."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    shell = InteractiveShell()
-    shell.history_manager.enabled = False
-    shell.run_line_magic("colors", "nocolor")
-    for cell in ("%load_ext torchdelta", SETUP):
-        assert shell.run_cell(cell).success
-    yield shell
-    assert shell.run_cell("%unload_ext torchdelta").success
-    assert MemoryBudget.current() is None
-    shell.history_manager.end_session()
-    # The process keeps each shell to its end (`atexit`), and the shell keeps what its cells made.
-    shell.reset(new_session=False)
-    atexit.unregister(shell.atexit_operations)
-    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        if hasattr(sys, name):
-            delattr(sys, name)
+    with notebook_shell() as shell:
+        yield shell
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 from transformers import Trainer
 
 from tests.cli.inside import inside
 from tests.cli.test_follow_plan import TRAIN
 from tests.following import planned_soon
+from tests.integrations.holding import held_bytes, share_of_peak
+from tests.integrations.shells import notebook_shell
 from tests.integrations.test_lightning import Classifier, assert_equal, assert_pressed, fit
-from tests.integrations.test_notebook import SETUP
 from tests.integrations.trainers import arguments, assert_same, assert_under_pressure, finished, tiny_llama, token_data
 from tests.runtime.parts import running_session
 from torchdelta import Config, MemoryBudget
@@ -74,7 +74,8 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
         return finished(trainer)
 
     plain = train(None)
-    limit = int(train("1TiB").peak_bytes * 0.7)
+    held = held_bytes()
+    limit = share_of_peak(train("1TiB").peak_bytes, 0.7, held)
     ours = train(limit)
     assert_same(plain, ours)
     assert_under_pressure(ours, limit)
@@ -84,10 +85,11 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
 def test_lightning() -> None:
     """Three epochs with validations between them."""
     options = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    held = held_bytes()
     roomy = lightning.MemoryBudgetCallback(2**40, CONFIG)
     fit(Classifier, roomy, **options)
     assert roomy.budget is not None
-    callback = lightning.MemoryBudgetCallback(int(roomy.budget.summary().peak_bytes * 0.7), CONFIG)
+    callback = lightning.MemoryBudgetCallback(share_of_peak(roomy.budget.summary().peak_bytes, 0.7, held), CONFIG)
     assert_equal(fit(Classifier, callback, **options), fit(Classifier, **options))
     assert_pressed(callback)
     assert callback.budget is not None
@@ -97,27 +99,23 @@ def test_lightning() -> None:
 def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cell goes on in the same scope: what was planned in one is followed in the next."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    shell = InteractiveShell()
-    shell.history_manager.enabled = False
+    held = held_bytes()
+    with notebook_shell() as shell:
 
-    def run(cell: str) -> None:
-        assert shell.run_cell(cell).success
+        def run(cell: str) -> None:
+            assert shell.run_cell(cell).success
 
-    run("%load_ext torchdelta")
-    run(SETUP)
-    run("model, optimizer = make()")
-    run("plain = [train(model, optimizer) for _ in range(3)]\ndel model, optimizer")
-    run(f"with MemoryBudget({2**40}, config) as budget:\n    train(*make())")
-    budget_bytes = int(shell.user_ns["budget"].summary().peak_bytes * 0.6)
-    run(f"%memory_budget {budget_bytes} config\nmodel, optimizer = make()\nlosses = []")
-    for _ in range(3):
-        run("losses.append(train(model, optimizer))")
-    run("summary = MemoryBudget.current().summary()")
-    run("%memory_budget off")
-    run("%unload_ext torchdelta")
-    shell.history_manager.end_session()
-    assert shell.user_ns["losses"] == shell.user_ns["plain"]
-    assert_followed(shell.user_ns["summary"])
+        run("model, optimizer = make()")
+        run("plain = [train(model, optimizer) for _ in range(3)]\ndel model, optimizer")
+        run(f"with MemoryBudget({2**40}, config) as budget:\n    train(*make())")
+        budget_bytes = share_of_peak(shell.user_ns["budget"].summary().peak_bytes, 0.6, held)
+        run(f"%memory_budget {budget_bytes} config\nmodel, optimizer = make()\nlosses = []")
+        for _ in range(3):
+            run("losses.append(train(model, optimizer))")
+        run("summary = MemoryBudget.current().summary()")
+        run("%memory_budget off")
+        assert shell.user_ns["losses"] == shell.user_ns["plain"]
+        assert_followed(shell.user_ns["summary"])
 
 
 def test_a_script_that_nobody_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +152,9 @@ def test_a_compiled_part() -> None:
         return losses, budget
 
     roomy = MemoryBudget("1TiB", CONFIG)
+    held = held_bytes()
     plain, _ = train(roomy)
-    ours, budget = train(MemoryBudget(int(roomy.summary().peak_bytes * 0.75), CONFIG))
+    ours, budget = train(MemoryBudget(share_of_peak(roomy.summary().peak_bytes, 0.75, held), CONFIG))
     assert ours == plain
     assert_followed(budget.summary())
     torch.compiler.reset()
@@ -170,10 +169,11 @@ def test_a_scope_left_in_the_middle_of_planning_ends_it(monkeypatch: pytest.Monk
         model.zero_grad()
         model(torch.randn(512, 64)).square().mean().backward()
 
+    held = held_bytes()
     with MemoryBudget("1TiB", CONFIG) as roomy:
         for _ in range(2):
             step()
-    waiting = MemoryBudget(int(roomy.summary().peak_bytes * 0.7), CONFIG)
+    waiting = MemoryBudget(share_of_peak(roomy.summary().peak_bytes, 0.7, held), CONFIG)
     with waiting:
         session = running_session()
         planning = session.programs.planning
