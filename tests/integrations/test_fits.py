@@ -59,8 +59,8 @@ def test_what_is_said_of_a_peak():
     assert "aten._log_softmax_backward_data.default" in lines[1]
     assert "8.00 MiB  activation, made by aten." in text
     assert "in head" in text
-    # What the model itself keeps cannot leave.
-    assert lines[-1] == "the least budget is 37.65 MiB: it does not fit inside a MemoryBudget either"
+    # What the model itself keeps cannot leave, but for a few small tensors.
+    assert lines[-1] == "the least budget is 37.15 MiB: it does not fit inside a MemoryBudget either"
     by_hand = message(size_after("uncheckpointed", {"attention_by_hand": True}), limit_above("uncheckpointed"))
     assert by_hand.splitlines()[-1].endswith("it would still train")
 
