@@ -185,7 +185,7 @@ class ProgramState:
             add([_value_of(value) for value in contents])
 
     def _holds_made(self, value: Any, *, depth: int) -> bool:
-        """Return whether a value is or contains a tensor that the survey made; known containers are asked themselves."""
+        """Return whether a value is or contains a tensor that the survey made; known containers answer themselves."""
         kind = type(value)
         if kind is FakeTensor:
             return value.fake_mode is self._mode
