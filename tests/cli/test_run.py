@@ -162,7 +162,7 @@ def test_an_impossible_budget_that_another_error_wraps_is_still_one(script):
     """Moving a model, as transformers' Trainer does, makes a RuntimeError of it: its cause is shown alone."""
     path = script("import torch\nmodel = torch.nn.Linear(64, 64)\nmodel.to('cpu')\n")
     done = torchdelta("run", "--memory-budget", "2kB", path, code=78)
-    assert "torchdelta: the memory budget of 1.95 KiB is out of memory. This run needs at least " in done.stderr
+    assert "torchdelta run: the memory budget of 1.95 KiB is out of memory. This run needs at least " in done.stderr
     assert "the rest of the step was not seen" in done.stderr
     assert "Traceback" not in done.stderr
 
