@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
+from tests.integrations.holding import held_bytes, share_of_peak
 from torchdelta.errors import ConfigError, SizeError, TorchdeltaError
 
 if TYPE_CHECKING:
@@ -94,11 +95,12 @@ def callback_of(plugin: Any, options: Options) -> Any:
 def test_losses_are_those_without_the_plugin(plugin: Any, tmp_path: Path) -> None:
     """Inside 60 % of the plain peak; without the key it does nothing."""
     plain = train(plugin, Options(), tmp_path)
+    held = held_bytes()
     roomy = callback_of(plugin, Options(memory_budget="1TiB"))
     options = Options(memory_budget="1TiB", memory_budget_config={"tier": "memory"})
     plugin.add_callbacks_post_trainer = lambda _cfg, _trainer: [roomy]
     assert train(plugin, options, tmp_path) == plain
-    budget_bytes = int(roomy.budget.summary().peak_bytes * 0.6)
+    budget_bytes = share_of_peak(roomy.budget.summary().peak_bytes, 0.6, held)
     tight = callback_of(type(plugin)(), Options(options, memory_budget=budget_bytes))
     plugin.add_callbacks_post_trainer = lambda _cfg, _trainer: [tight]
     assert train(plugin, options, tmp_path) == plain

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.integrations.holding import held_bytes, share_of_peak
 from tests.sampling import keep
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.errors import SizeError
@@ -143,10 +144,11 @@ def assert_equal(model: Any, plain: Any) -> None:
 
 def tight(kind: type[Any], share: float = 0.6, **options: Any) -> MemoryBudgetCallback:
     """Make a callback with a share of the memory that training takes plainly."""
+    held = held_bytes()
     roomy = MemoryBudgetCallback(ROOMY, CONFIG)
     fit(kind, roomy, **options)
     assert roomy.budget is not None
-    return MemoryBudgetCallback(int(roomy.budget.summary().peak_bytes * share), CONFIG)
+    return MemoryBudgetCallback(share_of_peak(roomy.budget.summary().peak_bytes, share, held), CONFIG)
 
 
 def assert_pressed(callback: MemoryBudgetCallback) -> None:
