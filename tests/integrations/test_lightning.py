@@ -274,7 +274,7 @@ def test_figures_are_logged(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "train_loss" in row] == [2]
 
 
-@pytest.mark.parametrize("mode", keep(["power", "binsearch"], ["power"]))
+@pytest.mark.parametrize("mode", keep(["power", "binsearch"], ["power"], 0))
 def test_the_batch_size_finder_ends_at_a_batch_that_fits(mode: str, tmp_path: Path) -> None:
     """BudgetError is out of memory in its eyes: it shrinks the batch, and `fit` goes on with it inside the budget."""
     roomy = MemoryBudgetCallback(ROOMY, CONFIG)

@@ -60,7 +60,7 @@ def test_the_database_is_the_whole_one() -> None:
     assert len(differentiable_operators()) >= 500
 
 
-@pytest.mark.parametrize("chunk", sample(range(NUM_CHUNKS), 1, 1))
+@pytest.mark.parametrize("chunk", sample(range(NUM_CHUNKS), 1, 0))
 def test_every_operator_leaves_the_same_bits(chunk: int) -> None:
     """Outputs, gradients and generators of up to four samples of each operator equal the plain run's."""
     named_steps = (
@@ -73,7 +73,7 @@ def test_every_operator_leaves_the_same_bits(chunk: int) -> None:
     assert num_finished >= 80
 
 
-@pytest.mark.parametrize("chunk", sample(range(NUM_CHUNKS), 1, 1))
+@pytest.mark.parametrize("chunk", sample(range(NUM_CHUNKS), 1, 0))
 def test_every_operator_leaves_the_same_bits_when_a_plan_is_followed(chunk: int) -> None:
     """The same of the first sample of each operator, in steps in which saved tensors leave and return by a program."""
     named_steps = (
