@@ -100,3 +100,26 @@ def test_large_results_take_no_memory() -> None:
         read_all()
     assert len(kept) == 17
     assert sum(tensor.nbytes for tensor in kept[1:] if type(tensor) is torch.Tensor) == 2**20
+
+
+def test_generators_have_their_states_from_before_the_survey() -> None:
+    """Orders that are drawn in a survey differ between its reads, and leave no trace in what is drawn after it."""
+    own = torch.Generator().manual_seed(3)
+    states: list[torch.Tensor] = []
+    orders: list[list[int]] = []
+
+    def draw() -> None:
+        torch.randperm(8)  # before the survey: it stays drawn
+        states.extend([torch.get_rng_state(), own.get_state()])
+        kept = torch.ones(64, 64)  # the survey begins
+        orders.extend(torch.randperm(8).tolist() for _ in range(2))
+        orders.append(torch.randperm(8, generator=own).tolist())
+        orders.append(torch.arange(8).random_(0, 100).tolist())
+        raise InterruptedError(str(kept.shape))
+
+    with pytest.raises(BudgetError), MemoryBudget(held_bytes() + 2**13, CONFIG), pytest.raises(InterruptedError):
+        draw()
+    assert len(orders) == 4
+    assert orders[0] != orders[1]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(own.get_state(), states[1])

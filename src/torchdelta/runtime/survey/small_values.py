@@ -5,7 +5,8 @@ Where what exists already is more than the budget, the survey begins at the firs
 order of its rows (`randperm(...).tolist()`), a seed, the number of labels in a batch. A fake tensor has no values to
 read, so the survey would end there, before it has seen the step. Ops whose arguments are all real, and whose results
 are whole numbers or booleans, are therefore run for real, up to a mebibyte in a survey. They are not differentiable,
-so nothing of a graph is among them. What the survey has left unwritten is not read.
+so nothing of a graph is among them. What the survey has left unwritten is not read. When it ends, generators
+have the states from before it: in plain torch nothing would have drawn from them after the error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torchdelta._torch.ops import execute
 from torchdelta._torch.storages import storage_address
 from torchdelta.aten.facts import Kind
 from torchdelta.runtime.state.kinds import tensors_in
+from torchdelta.runtime.state.tape import generator_of
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -34,6 +36,7 @@ class SmallValues:
         self._left_bytes = _MOST_BYTES
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}  # by id: computed here, so it may be written, too
         self._stale: set[int] = set()  # addresses of real storages that the survey did not write
+        self._random_states: dict[torch.Generator, torch.Tensor] = {}  # before the survey drew from them
 
     def reads_true_values(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return whether all tensors among an op's arguments are real and up to date."""
@@ -55,6 +58,19 @@ class SmallValues:
         """Remember that the program has written real tensors, and the survey has not."""
         self._stale.update(storage_address(target) for target in targets if type(target) in _PLAIN_TYPES)
 
+    def execute(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op for real."""
+        generator = generator_of(facts, args, kwargs)
+        if generator is not None and generator not in self._random_states:
+            self._random_states[generator] = generator.get_state()
+        return execute(func, facts, args, kwargs)
+
+    def restore(self) -> None:
+        """Undo what was drawn from generators."""
+        for generator, state in self._random_states.items():
+            generator.set_state(state)
+        self._random_states.clear()
+
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, fake: Any) -> Any:
         """Run an op that makes whole numbers, and return them; `fake`, its fake result, if it is none of these."""
         fakes = list(tensors_in(fake))
@@ -63,7 +79,7 @@ class SmallValues:
         if facts.kind is not Kind.COMPUTE or not fakes or not is_whole or size_bytes > self._left_bytes:
             return fake
         self._left_bytes -= size_bytes
-        out = execute(func, facts, args, kwargs)
+        out = self.execute(func, facts, args, kwargs)
         for tensor in tensors_in(out):
             self._made[id(tensor)] = weakref.ref(tensor)
         return out

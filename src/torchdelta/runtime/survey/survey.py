@@ -108,6 +108,7 @@ class Survey:
     def end(self) -> None:
         """Switch back to the real tensors, as they were when the survey began."""
         self._program.restore()
+        self._values.restore()
         drop_fake_gradients(self.leaves)  # on leaves that the garbage collector does not list
         self.mode.end(
             "this tensor was made in a step that did not fit the memory budget "
@@ -153,8 +154,10 @@ class Survey:
         if is_true and facts.kind is Kind.NO_OUTPUT:
             return execute(func, facts, args, kwargs)
         if targets and not any(isinstance(target, FakeTensor) for target in targets):
-            if torch.Tag.inplace_view in func.tags or (is_true and self._values.may_write(targets)):
+            if torch.Tag.inplace_view in func.tags:
                 return execute(func, facts, args, kwargs)
+            if is_true and self._values.may_write(targets):
+                return self._values.execute(func, facts, args, kwargs)
             self._values.note_unwritten(targets)
             return targets[0]  # real tensors are not changed: parameters, statistics, optimizer states
         try:
