@@ -13,9 +13,8 @@ from torch import nn
 from tests.following import planned_here
 from tests.runtime.parts import running_session
 from torchdelta import Config, MemoryBudget
-from torchdelta.errors import ConfigError, NativeError, TorchdeltaError
+from torchdelta.errors import ConfigError, TorchdeltaError
 from torchdelta.host import HostMemory
-from torchdelta.native.counting import new_counter
 from torchdelta.runtime.follow import automatic
 from torchdelta.runtime.follow.automatic import FEWEST_TIMED, Automatic, may_plan
 from torchdelta.runtime.state.counters import Counters
@@ -26,16 +25,11 @@ if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
     from torchdelta.summary import Summary
 
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
 WIDTH, NUM_ROWS, DEPTH = 64, 1024, 12
 NUM_STEPS = FEWEST_TIMED + 7
 KEY: Key = (1, 1)
-
-
-@pytest.fixture(autouse=True)
-def _needs_counter() -> None:
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 def _train(budget: int | str, config: Config) -> tuple[list[torch.Tensor], Summary, Session]:

@@ -13,8 +13,7 @@ from tests.following import planned_here
 from tests.runtime.programs import UNLIMITED, running
 from tests.sampling import sample
 from torchdelta.config import PLANNERS, Config
-from torchdelta.errors import ConfigError, NativeError
-from torchdelta.native.counting import new_counter
+from torchdelta.errors import ConfigError
 from torchdelta.planners import classes_of, names
 from torchdelta.runtime.errors import BudgetError
 
@@ -23,15 +22,10 @@ if TYPE_CHECKING:
 
     from torchdelta.runtime.session import Session
 
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
 WIDTH, NUM_ROWS, DEPTH = 64, 1024, 12
 WAIT_S = 240.0
-
-
-@pytest.fixture(autouse=True)
-def _needs_counter() -> None:
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 def _network() -> nn.Module:

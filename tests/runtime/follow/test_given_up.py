@@ -10,24 +10,17 @@ from torch import nn
 
 from tests.following import planned_soon
 from tests.runtime.programs import UNLIMITED, running
-from torchdelta.errors import NativeError
-from torchdelta.native.counting import new_counter
 from torchdelta.runtime.follow.automatic import Automatic
 
 if TYPE_CHECKING:
     from torchdelta.runtime.follow.program import Key
     from torchdelta.runtime.session import Session
 
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
 WIDTH, DEPTH = 64, 6
 ROWS = (512, 384)
 NUM_STEPS = 32
-
-
-@pytest.fixture(autouse=True)
-def _needs_counter() -> None:
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 def _train(

@@ -11,24 +11,17 @@ import torch
 from torch import nn
 
 from tests.runtime.programs import UNLIMITED, running
-from torchdelta.errors import NativeError
-from torchdelta.native.counting import new_counter
 from torchdelta.runtime.follow.wanted import MOST_FRUITLESS_TRACES
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
 
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
 WIDTH, DEPTH = 64, 8
 WAIT_S = 240.0
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
-
-
-@pytest.fixture(autouse=True)
-def _needs_counter() -> None:
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 class _Network(nn.Module):

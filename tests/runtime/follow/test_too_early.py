@@ -10,8 +10,6 @@ from torch import nn
 
 from tests.following import planned_here
 from tests.runtime.programs import UNLIMITED, running
-from torchdelta.errors import NativeError
-from torchdelta.native.counting import new_counter
 from torchdelta.plan.model import Absence, Plan, PlanHeader
 from torchdelta.runtime.memory.replay import Replayer
 from torchdelta.simulate.gaps import find_gaps
@@ -20,15 +18,10 @@ if TYPE_CHECKING:
     from torchdelta.machine.model import Machine
     from torchdelta.trace.model import Trace
 
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
 WIDTH, NUM_ROWS, DEPTH = 64, 256, 10
 NUM_STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def _needs_counter() -> None:
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 def _all_at_once(action: str, trace: Trace) -> Plan:
