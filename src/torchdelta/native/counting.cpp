@@ -234,6 +234,10 @@ PyObject* counter_add(PyObject* self, PyObject* argument) {
 
 PyObject* counter_live(PyObject* self, PyObject*) { return PyLong_FromLongLong(counter_of(self)->live.load()); }
 
+PyObject* counter_live_capsule(PyObject* self, PyObject*) {
+  return PyCapsule_New(&counter_of(self)->live, "torchdelta.live_bytes", nullptr);
+}
+
 PyObject* counter_mark(PyObject* self, PyObject*) {
   Counter* counter = counter_of(self);
   counter->marked = counter->mark_peak = counter->live.load();
@@ -282,6 +286,8 @@ PyMethodDef counter_methods[] = {
     {"stop", counter_stop, METH_NOARGS, "Stop counting allocations; later frees are still subtracted."},
     {"add", counter_add, METH_O, "Add bytes that were allocated elsewhere; a negative number subtracts."},
     {"live_bytes", counter_live, METH_NOARGS, "Return the live bytes."},
+    {"live_capsule", counter_live_capsule, METH_NOARGS,
+     "Return a capsule with the address of the live bytes, valid as long as this object lives."},
     {"mark", counter_mark, METH_NOARGS, "Start to measure growth. Return the live bytes."},
     {"growth_bytes", counter_growth, METH_NOARGS, "Return the largest growth since the mark."},
     {"take_peak_bytes", counter_take_peak, METH_NOARGS, "Return the peak since the last call."},

@@ -147,6 +147,10 @@ class LimitedCounter(Counter, Protocol):
     def clear_limit(self) -> None:
         """Call none, and refuse none."""
 
+    def live_capsule(self) -> object:
+        """Return a capsule with the address of the live bytes, for other native modules."""
+        ...
+
 
 def loaded_module() -> Any:
     """Return the module, built and imported but not installed, or the NativeError that explains why there is none."""

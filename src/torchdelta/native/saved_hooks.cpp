@@ -7,9 +7,13 @@
 //
 // `pack` also compares the sizes of the saved tensors with those of the last recorded step. The first one that is larger,
 // or one more, calls back on the main thread, between two instructions of Python: such a step is not known to fit.
+//
+// Steps that are recorded in part (runtime/record/partial.py) have a list of saved tensors: the size of each, and a number
+// if Python has to pack it, because it leaves, or because something is due when it is unpacked. All others get handles.
 #include <Python.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
@@ -30,6 +34,20 @@ struct Handle {
   Handle* next;
 };
 
+// The tensors that a step saves, in order.
+struct Saves {
+  PyObject_HEAD
+  std::vector<int64_t>* sizes;    // in bytes
+  std::vector<int64_t>* numbers;  // negative: Python need not pack it
+};
+
+enum class Partly {
+  kNot,        // steps are recorded as a whole, or not at all
+  kAwaiting,   // the next saved tensor is the first one of its step
+  kFollowing,  // the tensors that this step saves are compared with `saves`
+  kRecorded,   // Python packs all of this step
+};
+
 struct Hooks {
   PyObject_HEAD
   PyObject* pack;  // the Python hooks
@@ -42,9 +60,15 @@ struct Hooks {
   size_t num_saved;                // by this step, if it is not recorded
   bool is_paused;
   Handle* newest;
+  Partly partly;
+  Saves* saves;
+  PyObject* on_first;       // (size in bytes) at the first saved tensor of a step; returns its `Saves`, or None
+  PyObject* on_other;       // (index): the step saves another tensor
+  PyObject* pack_numbered;  // (tensor, number)
 };
 
 PyTypeObject* handle_type = nullptr;
+PyTypeObject* saves_type = nullptr;
 constexpr size_t kMostSizes = size_t{1} << 20;  // a program that saves and saves without a step does not fill the memory
 
 Handle* handle_of(PyObject* self) { return reinterpret_cast<Handle*>(self); }
@@ -123,6 +147,42 @@ PyType_Slot handle_slots[] = {
 PyType_Spec handle_spec = {"torchdelta_saved_hooks.Handle", sizeof(Handle), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, handle_slots};
 
+// -- lists of saved tensors
+
+PyObject* saves_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *sizes, *numbers;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &sizes, &PyList_Type, &numbers)) return nullptr;
+  if (PyList_GET_SIZE(sizes) != PyList_GET_SIZE(numbers)) {
+    PyErr_SetString(PyExc_ValueError, "Saves takes two lists of the same length");
+    return nullptr;
+  }
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* saves = reinterpret_cast<Saves*>(self);
+  saves->sizes = new std::vector<int64_t>;
+  saves->numbers = new std::vector<int64_t>;
+  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(sizes); ++index) {
+    saves->sizes->push_back(PyLong_AsLongLong(PyList_GET_ITEM(sizes, index)));
+    saves->numbers->push_back(PyLong_AsLongLong(PyList_GET_ITEM(numbers, index)));
+  }
+  if (PyErr_Occurred()) Py_CLEAR(self);
+  return self;
+}
+
+void saves_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Saves*>(self)->sizes;
+  delete reinterpret_cast<Saves*>(self)->numbers;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyType_Slot saves_slots[] = {{Py_tp_new, reinterpret_cast<void*>(saves_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(saves_dealloc)},
+                             {0, nullptr}};
+
+PyType_Spec saves_spec = {"torchdelta_saved_hooks.Saves", sizeof(Saves), 0, Py_TPFLAGS_DEFAULT, saves_slots};
+
 // -- hooks
 
 PyObject* hooks_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
@@ -148,6 +208,9 @@ int hooks_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(hooks->pack_odd);
   Py_VISIT(hooks->on_modified);
   Py_VISIT(hooks->on_larger);
+  Py_VISIT(hooks->on_first);
+  Py_VISIT(hooks->on_other);
+  Py_VISIT(hooks->pack_numbered);
   return 0;
 }
 
@@ -159,6 +222,11 @@ int hooks_clear(PyObject* self) {
   Py_CLEAR(hooks->pack_odd);
   Py_CLEAR(hooks->on_modified);
   Py_CLEAR(hooks->on_larger);
+  hooks->partly = Partly::kNot;
+  Py_CLEAR(hooks->saves);
+  Py_CLEAR(hooks->on_first);
+  Py_CLEAR(hooks->on_other);
+  Py_CLEAR(hooks->pack_numbered);
   return 0;
 }
 
@@ -203,20 +271,66 @@ void compare_size(Hooks* hooks, int64_t size_bytes) {
   if (Py_AddPendingCall(&call_on_larger, hooks) != 0) Py_DECREF(hooks);  // full: the next saved tensor tries again
 }
 
+PyObject* pack_handle(Hooks* hooks, PyObject* argument) {
+  if (!THPVariable_Check(argument)) return PyObject_CallOneArg(hooks->pack_odd, argument);
+  const at::Tensor& tensor = THPVariable_Unpack(argument);
+  return is_plain(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
+}
+
+// Ask Python what the step that begins here saves. Return false if that failed.
+bool begin_partly(Hooks* hooks, int64_t size_bytes) {
+  hooks->partly = Partly::kRecorded;
+  PyObject* saves = PyObject_CallFunction(hooks->on_first, "L", static_cast<long long>(size_bytes));
+  if (saves == nullptr) return false;
+  hooks->num_saved = 0;  // the step before may have ended only now
+  if (Py_TYPE(saves) == saves_type && hooks->partly != Partly::kNot) {
+    Py_XSETREF(hooks->saves, reinterpret_cast<Saves*>(Py_NewRef(saves)));
+    hooks->partly = Partly::kFollowing;
+  } else if (hooks->partly == Partly::kAwaiting) {
+    hooks->partly = Partly::kRecorded;
+  }
+  Py_DECREF(saves);
+  return true;
+}
+
+// Return whether the step saves what it is expected to, and count that. Otherwise ask Python, which may fail.
+bool is_expected(Hooks* hooks, int64_t size_bytes, bool* failed) {
+  const size_t index = hooks->num_saved;
+  const std::vector<int64_t>& sizes = *hooks->saves->sizes;
+  if (index < sizes.size() && sizes[index] == size_bytes) {
+    ++hooks->num_saved;
+    return true;
+  }
+  hooks->partly = Partly::kRecorded;
+  PyObject* answer = PyObject_CallFunction(hooks->on_other, "n", static_cast<Py_ssize_t>(index));
+  *failed = answer == nullptr;
+  Py_XDECREF(answer);
+  return false;
+}
+
 PyObject* hooks_pack(PyObject* self, PyObject* argument) {
   Hooks* hooks = hooks_of(self);
   if (hooks->pack == nullptr) return closed();
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);  // gate.cpp sees the ops of the program only
   const bool is_tensor = THPVariable_Check(argument);
   try {
     const int64_t size_bytes = is_tensor ? size_of(THPVariable_Unpack(argument)) : 0;
+    if (hooks->partly == Partly::kAwaiting && !begin_partly(hooks, size_bytes)) return nullptr;
+    if (hooks->partly == Partly::kFollowing) {
+      bool failed = false;
+      if (is_expected(hooks, size_bytes, &failed)) {
+        const int64_t number = (*hooks->saves->numbers)[hooks->num_saved - 1];
+        if (number < 0) return pack_handle(hooks, argument);
+        return PyObject_CallFunction(hooks->pack_numbered, "OL", argument, static_cast<long long>(number));
+      }
+      if (failed) return nullptr;
+    }
     if (!hooks->is_paused) {
       if (hooks->sizes->size() < kMostSizes) hooks->sizes->push_back(size_bytes);
       return PyObject_CallOneArg(hooks->pack, argument);
     }
     compare_size(hooks, size_bytes);
-    if (!is_tensor) return PyObject_CallOneArg(hooks->pack_odd, argument);
-    const at::Tensor& tensor = THPVariable_Unpack(argument);
-    return is_plain(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
+    return pack_handle(hooks, argument);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -246,9 +360,49 @@ PyObject* hooks_pause(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* hooks_record_partly(PyObject* self, PyObject* arguments) {
+  Hooks* hooks = hooks_of(self);
+  PyObject *on_first, *on_other, *pack_numbered;
+  if (!PyArg_ParseTuple(arguments, "OOO", &on_first, &on_other, &pack_numbered)) return nullptr;
+  Py_XSETREF(hooks->on_first, Py_NewRef(on_first));
+  Py_XSETREF(hooks->on_other, Py_NewRef(on_other));
+  Py_XSETREF(hooks->pack_numbered, Py_NewRef(pack_numbered));
+  hooks->partly = Partly::kAwaiting;
+  Py_RETURN_NONE;
+}
+
+PyObject* hooks_await_step(PyObject* self, PyObject*) {
+  Hooks* hooks = hooks_of(self);
+  if (hooks->partly != Partly::kNot) hooks->partly = Partly::kAwaiting;
+  Py_RETURN_NONE;
+}
+
+PyObject* hooks_is_complete(PyObject* self, PyObject*) {
+  Hooks* hooks = hooks_of(self);
+  return PyBool_FromLong(hooks->partly == Partly::kFollowing && hooks->num_saved == hooks->saves->sizes->size());
+}
+
+PyObject* hooks_sizes(PyObject* self, PyObject*) {
+  const std::vector<int64_t>& sizes = *hooks_of(self)->sizes;
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(sizes.size()));
+  for (size_t index = 0; list != nullptr && index < sizes.size(); ++index) {
+    PyObject* size = PyLong_FromLongLong(sizes[index]);
+    if (size == nullptr) {
+      Py_CLEAR(list);
+      break;
+    }
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(index), size);
+  }
+  return list;
+}
+
+PyObject* hooks_num_sizes(PyObject* self, PyObject*) { return PyLong_FromSize_t(hooks_of(self)->sizes->size()); }
+
 PyObject* hooks_adopt(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);
   hooks->is_paused = false;
+  hooks->partly = Partly::kNot;
   hooks->sizes->clear();  // those of the rest of the step: it will not equal another
   std::vector<Handle*> handles;
   for (Handle* handle = hooks->newest; handle != nullptr; handle = handle->next) {
@@ -290,6 +444,7 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
 PyObject* hooks_end_step(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
   hooks->num_saved = 0;
+  if (hooks->partly != Partly::kNot) hooks->partly = Partly::kAwaiting;
   if (hooks->is_paused) Py_RETURN_TRUE;
   const size_t num_saved = hooks->sizes->size();
   const bool is_same = num_saved > 0 && num_saved < kMostSizes && *hooks->sizes == *hooks->expected;
@@ -310,6 +465,12 @@ PyMethodDef hooks_methods[] = {
     {"pause", hooks_pause, METH_NOARGS, "Make handles, without Python, from now on."},
     {"adopt", hooks_adopt, METH_NOARGS,
      "Call the Python hooks from now on, and pack with them what the living handles hold. Return their number."},
+    {"record_partly", hooks_record_partly, METH_VARARGS,
+     "Compare what each step saves with a list (on_first, on_other, pack_numbered), from the next step on."},
+    {"await_step", hooks_await_step, METH_NOARGS, "The next saved tensor is the first one of its step."},
+    {"is_complete", hooks_is_complete, METH_NOARGS, "Return whether the step has saved all that its list has."},
+    {"sizes", hooks_sizes, METH_NOARGS, "Return the sizes of what Python has packed in this step."},
+    {"num_sizes", hooks_num_sizes, METH_NOARGS, "Return how many these are, the running one included."},
     {"end_step", hooks_end_step, METH_NOARGS,
      "Begin a new step. Return whether a recorded one saved tensors of the same sizes as the recorded one before it."},
     {"num_handles", hooks_num_handles, METH_NOARGS, "Return the number of living handles."},
@@ -335,7 +496,10 @@ PyMODINIT_FUNC PyInit_torchdelta_saved_hooks() {
   if (self == nullptr) return nullptr;
   PyObject* type = PyType_FromSpec(&hooks_spec);
   handle_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&handle_spec));
-  if (type == nullptr || handle_type == nullptr || PyModule_AddObject(self, "Hooks", type) < 0) {
+  saves_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&saves_spec));
+  if (type == nullptr || handle_type == nullptr || saves_type == nullptr ||
+      PyModule_AddObject(self, "Saves", Py_NewRef(reinterpret_cast<PyObject*>(saves_type))) < 0 ||
+      PyModule_AddObject(self, "Hooks", type) < 0) {
     Py_XDECREF(type);
     Py_DECREF(self);
     return nullptr;

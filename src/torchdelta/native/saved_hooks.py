@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["NativeHooks", "new_hooks"]
+__all__ = ["NativeHooks", "new_hooks", "new_saves"]
 
 _SOURCE: Final = Path(__file__).parent / "saved_hooks.cpp"
 _MODULE_NAME: Final = "torchdelta_saved_hooks"
@@ -73,6 +73,27 @@ gone = weakref.ref(y)
 del y
 assert gone() is None and hooks.num_handles() == 0
 hooks.adopt()
+events = []
+def on_first(size):
+    events.append(size)
+    return module.Saves([32, 32], [-1, 7])
+def numbered(tensor, number):
+    events.append(("number", number))
+    return pack(tensor)
+hooks.record_partly(on_first, lambda index: events.append(("other", index)), numbered)
+seen.clear()
+for size in (8, 9):
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        y = torch.randn(8, requires_grad=True).exp()
+        y = torch.cat([y, y[:size - 8]]).tanh()
+    assert hooks.is_complete() == (size == 8), size
+    assert events == [32, ("number", 7) if size == 8 else ("other", 1)], events
+    assert seen == ["pack"] and hooks.num_sizes() == (size == 9), seen
+    y.sum().backward()
+    events.clear()
+    seen.clear()
+    hooks.end_step()
+hooks.adopt()
 """
 
 
@@ -101,6 +122,38 @@ class NativeHooks(Protocol):
         """Return the number of living handles."""
         ...
 
+    def record_partly(
+        self,
+        on_first: Callable[[int], object | None],
+        on_other: Callable[[int], object],
+        pack_numbered: Callable[[torch.Tensor, int], Any],
+        /,
+    ) -> None:
+        """Compare what each step saves with a list, from the next step on, until `adopt`.
+
+        Args:
+            on_first: Called with the bytes of a step's first saved tensor; returns the step's `new_saves`, or None: the
+                Python hook then packs the whole step.
+            on_other: Called with the position of a saved tensor that is not the expected one; the Python hook packs
+                it.
+            pack_numbered: The hook for saved tensors that have a number.
+        """
+
+    def await_step(self) -> None:
+        """Take the next saved tensor for the first one of its step."""
+
+    def is_complete(self) -> bool:
+        """Return whether the step has saved all that its list has."""
+        ...
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each tensor that the Python hook has packed in this step."""
+        ...
+
+    def num_sizes(self) -> int:
+        """Return how many these are, the running one included."""
+        ...
+
 
 def new_hooks(
     pack: Callable[[torch.Tensor], Any],
@@ -125,3 +178,13 @@ def new_hooks(
         return NativeError("TORCHDELTA_NATIVE disables it")
     module = loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
     return module if isinstance(module, NativeError) else module.Hooks(pack, unpack, pack_odd, on_modified, on_larger)
+
+
+def new_saves(sizes_bytes: list[int], numbers: list[int]) -> object:
+    """Return a list of saved tensors for `NativeHooks.record_partly`. Call this only where there are such hooks.
+
+    Args:
+        sizes_bytes: By saved tensor of a step, all of them.
+        numbers: For those that the Python hook packs, by a number; -1 for all others.
+    """
+    return loaded(_SOURCE, _MODULE_NAME, _SELF_TEST).Saves(sizes_bytes, numbers)

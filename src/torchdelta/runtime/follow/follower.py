@@ -32,6 +32,7 @@ from torchdelta.runtime.state.buffer import Residence
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchdelta.runtime.follow.outline import Learning
     from torchdelta.runtime.follow.program import Key, Program, Proof
     from torchdelta.runtime.follow.schedule import Due, Schedule
     from torchdelta.runtime.memory.restore import Restorer
@@ -92,7 +93,10 @@ class Follower:
         self._had_abandoned = False
         self._why_left = ""
         self._due: dict[int, Due] = {}
-        self._saved: list[weakref.ref[Buffer]] = []  # by save
+        self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
+        self.learning: Learning | None = None  # while the outline of a step is learned
+        self._is_blind = False  # whether the rest of the step's saves is not numbered
+        self._saved: dict[int, weakref.ref[Buffer]] = {}  # by save
         self._swapped: list[weakref.ref[Buffer] | None] = []  # in the order of the program's copies out
         self._num_released = 0  # how many of them have been waited for
 
@@ -138,15 +142,22 @@ class Follower:
 
     def on_save(self, buffer: Buffer, view: View) -> int:
         """Number a save, and let leave what leaves there. Return the number; -1 if saves are not counted."""
-        if not self.is_on or self.ledger.surveys:
+        if not self.is_on or self.ledger.surveys or self._is_blind:
             return -1
+        if self.number >= 0:
+            self._saved[self.number] = weakref.ref(buffer)
+            if self._running is not None:
+                self._evict(self._running.schedule, self.number)
+            return self.number
         position = self.position
         save = position.num_saves
         if save == 0:
             position.restart(self.room.usage.total_bytes)
             self._saved.clear()
         position.add(signature_of(buffer, view), buffer.size_bytes)
-        self._saved.append(weakref.ref(buffer))
+        self._saved[save] = weakref.ref(buffer)
+        if self.learning is not None:
+            self.learning.on_save(save)
         running = self._running
         if save == 0 or (running is not None and not running.agrees(position, exactly=self._is_exact)):
             if save == 0 and self.on_first_save is not None:
@@ -162,7 +173,7 @@ class Follower:
         transfers = self.transfers
         if transfers.leaving:
             transfers.reap()
-        if save not in self._due or save >= len(self._saved) or self._saved[save]() is not buffer:
+        if save not in self._due or self._buffer_at(save) is not buffer:
             return  # nothing is due, or it is the save of an earlier graph
         due = self._due.pop(save)
         for reference in self._swapped[self._num_released : due.num_released]:
@@ -214,6 +225,7 @@ class Follower:
         self._why_left = ""
         self._had_abandoned = False
         self._was_watched = True
+        self._is_blind = False
         self._saved.clear()
         self.position.restart(0)
 
@@ -230,6 +242,25 @@ class Follower:
             self._running.disprove(self.position.key)
         self.leave("the budget cannot hold")
 
+    # -- a step that is recorded in part
+
+    def begin_outlined(self, program: Program) -> None:
+        """Begin a program at the first save: the step is expected to save what its outline has."""
+        self.position.restart(self.room.usage.total_bytes)
+        self._saved.clear()
+        self._is_exact = True
+        self._begin(program)
+
+    def complete_outlined(self) -> None:
+        """Note that the step has saved all that its outline has."""
+        if self._running is not None:
+            self.position.complete(self._running.key, self._running.schedule.exact_hashes[0])
+
+    def leave_outlined(self, why: str) -> None:
+        """Stop following for the rest of this step, and do not number its saves: the earlier ones were not all seen."""
+        self.leave(why)
+        self._is_blind = True
+
     # -- which program
 
     def _choose(self, save: int) -> None:
@@ -239,13 +270,16 @@ class Follower:
             self.leave(f"it saved other tensors: from save {save} on")
             return
         program, self._is_exact = chosen
+        self._begin(program)
+        for earlier in range(save):
+            self._evict(program.schedule, earlier)
+
+    def _begin(self, program: Program) -> None:
         self._running = program
         self._due = dict(program.schedule.due)
         self._swapped.clear()
         self._num_released = 0
         self.room.is_followed = True
-        for earlier in range(save):
-            self._evict(program.schedule, earlier)
 
     def _stop(self) -> None:
         self._running = None
@@ -266,10 +300,14 @@ class Follower:
         """Return the live buffer that a buffer of the trace stands for, in its latest content."""
         assert self._running is not None
         save = self._running.schedule.first_saves[buffer_id]
-        buffer = self._saved[save]() if save < len(self._saved) else None
+        buffer = self._buffer_at(save)
         while buffer is not None and buffer.successor is not None:
             buffer = buffer.successor
         return buffer
+
+    def _buffer_at(self, save: int) -> Buffer | None:
+        reference = self._saved.get(save)
+        return reference() if reference is not None else None
 
     def _fetch(self, buffer_id: int) -> None:
         buffer = self._find(buffer_id)

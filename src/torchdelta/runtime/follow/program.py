@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchdelta.plan.request import Answer
+    from torchdelta.runtime.follow.outline import Outline
     from torchdelta.runtime.follow.schedule import Schedule
     from torchdelta.runtime.follow.step_log import Signature, StepLog
     from torchdelta.trace.model import Trace
@@ -63,6 +64,11 @@ class Position:
             self.first = self.exact
         self.shape_free = next_shape_free_hash(self.shape_free, signature)
         self.saved_bytes += size_bytes
+
+    def complete(self, key: Key, first: int) -> None:
+        """Go to the end of a step whose saves were compared elsewhere (outline.py)."""
+        self.num_saves, self.exact = key
+        self.first = first
 
     @property
     def key(self) -> Key:
@@ -116,6 +122,8 @@ class Program:
         first_s: The first median of them; 0.0 before there is one.
         used_at: When it last carried a step out to its end, or was made: larger is later.
         lends: Whether steps of other shapes may follow it.
+        outline: What its steps record, once that is known.
+        num_others: Steps that were expected to be like the outline, and were not; or that gave none.
     """
 
     schedule: Schedule
@@ -135,6 +143,8 @@ class Program:
     first_s: float = 0.0
     used_at: int = 0
     lends: bool = True
+    outline: Outline | None = None
+    num_others: int = 0
 
     def prove(self, key: Key, graph: int, proof: Proof) -> None:
         """Record what a watched backward, named by its step and graph, has taken."""

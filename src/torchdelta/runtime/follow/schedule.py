@@ -52,6 +52,7 @@ class Schedule:
         first_saves: By buffer that an action refers to: its first save.
         evictions: By save: what leaves there.
         due: By save: what is due when it is unpacked for the first time.
+        watched_saves: Those of buffers that an action refers to, and those in `due`.
         num_not_carried_out: Absences of the plan that have no moment here: of buffers that nobody saves, or in a gap
             that does not lead from forward to backward.
     """
@@ -62,6 +63,7 @@ class Schedule:
     first_saves: dict[int, int]
     evictions: dict[int, tuple[tuple[int, Action], ...]]
     due: dict[int, Due]
+    watched_saves: frozenset[int] = frozenset()
     num_not_carried_out: int = 0
 
     @property
@@ -88,13 +90,15 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
     absences = [a for a in plan.absences if a.buffer_id in saves and a.last_use_op < end_of_forward <= a.next_use_op]
     maker.add_drops([a for a in absences if a.action == "recompute"])
     maker.add_swaps([a for a in absences if a.action == "swap"])
+    all_due = {log.unpacks[position][0]: due for position, due in maker.due.items()}
     return Schedule(
         exact_hashes=tuple(accumulate(log.signatures, next_exact_hash, initial=0))[1:],
         shape_free_hashes=tuple(accumulate(log.signatures, next_shape_free_hash, initial=0))[1:],
         saved_bytes=tuple(accumulate(log.sizes_bytes)),
         first_saves={a.buffer_id: saves[a.buffer_id][0] for a in absences},
         evictions={save: tuple(actions) for save, actions in maker.evictions.items()},
-        due={log.unpacks[position][0]: due for position, due in maker.due.items()},
+        due=all_due,
+        watched_saves=frozenset(all_due).union(*(saves[absence.buffer_id] for absence in absences)),
         num_not_carried_out=len(plan.absences) - len(absences),
     )
 

@@ -50,6 +50,7 @@ class Replayer:
         self.counters = room.counters
         self.bring = bring
         self._depth = 0
+        self.on_replay: Callable[[OpEntry], None] | None = None  # while the outline of a step is learned
 
     def recompute(self, target: Buffer) -> torch.UntypedStorage:
         """Recompute a buffer and return its storage. Call this inside `Quietly`.
@@ -150,6 +151,8 @@ class Replayer:
         if self.ledger.surveys:
             self._count_replay(entry, buffer, chain)
             return
+        if self.on_replay is not None:
+            self.on_replay(entry)
         build = _Arguments(self, entry, chain.held)
         self.counters.num_recomputed_ops += 1
         try:

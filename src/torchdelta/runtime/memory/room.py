@@ -140,6 +140,18 @@ class Room:
         if not self.has(size_bytes):
             self._evict_down_to(self.budget_bytes - size_bytes, persistents=False)
 
+    def wait_for(self, size_bytes: int) -> bool:
+        """Wait for copies out that a program has started, if `size_bytes` do not fit. Return whether they fit then."""
+        budget_bytes = self.budget_bytes
+        self.usage.ask_counter()
+        if budget_bytes is None or self.has(size_bytes):
+            return True
+        with self.device.exclusive():
+            self.num_waits += bool(self.transfers.leaving)
+            self.transfers.finish_leaving(budget_bytes - size_bytes - self.usage.unseen_bytes)
+        self.usage.ask_counter()
+        return self.has(size_bytes)
+
     def has(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` fit without an eviction."""
         return self.budget_bytes is None or self.usage.total_bytes + size_bytes <= self.budget_bytes

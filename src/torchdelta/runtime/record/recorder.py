@@ -28,6 +28,7 @@ from torchdelta.runtime.state.kinds import runs_own_ops
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, generator_of
 
 if TYPE_CHECKING:
+    from torchdelta.runtime.follow.outline import Learning
     from torchdelta.runtime.memory.restore import Restorer
     from torchdelta.runtime.record.other_streams import OtherStreams
     from torchdelta.runtime.record.saved import SavedTensors
@@ -86,6 +87,7 @@ class Recorder(TorchDispatchMode):
         self.execute = execute  # a survey replaces it
         self.only_counts = False  # inside transforms, see transforms.py
         self.persistents = restorer.room.persistents
+        self.learning: Learning | None = None  # while the outline of a step is learned
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -213,6 +215,8 @@ class Recorder(TorchDispatchMode):
             entry.output_bytes = 0 if writes else size_bytes
             # Its replay sets the random state back, and holds the state of that moment meanwhile.
             entry.workspace_bytes = workspace_bytes + (RANDOM_STATE_BYTES if entry.random_state is not None else 0)
+        if self.learning is not None:
+            self.learning.on_op(entry, need.total_bytes, writes=bool(targets))
         observer = self.observing.observer
         if observer.wants_every_op:
             observer.on_op(

@@ -192,6 +192,7 @@ class OpEntry:
         "kwargs",
         "output_bytes",
         "outputs",
+        "position",
         "random_state",
         "time_s",
         "workspace_bytes",
@@ -209,6 +210,7 @@ class OpEntry:
         self.workspace_bytes = 0  # what the op allocates and frees again while it runs
         self.random_state: tuple[torch.Generator, torch.Tensor] | None = None
         self.outputs: list[weakref.ref[Buffer]] = []
+        self.position = -1  # among the ops of a step whose outline is learned (follow/outline.py)
 
 
 class StorageRecord:
