@@ -1,0 +1,428 @@
+// The gate: sees the ops of a followed step in C++, and lets only those be recorded that its program replays.
+//
+// It is a fallback on the dispatch key `Fake`, which lies below autograd and the Python key and has no kernels in stock
+// torch. The key is switched on for one thread, between the optimizer's step and the backward. A recorded step teaches the
+// gate a *sequence*: for each op a hash of its identity and of the shapes, dtypes and integers of its arguments, what it
+// needed, and whether it has to be recorded. In later steps each op is compared with the sequence. An op that has to
+// be recorded goes to the recorder, which is a dispatch mode in Python; all others go to their kernels at once. If an op
+// differs, or might pass the budget, Python is asked before it runs (runtime/record/partial.py).
+#include <Python.h>
+#include <ATen/core/PythonFallbackKernel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::impl::TorchDispatchModeTLS;
+using Mode = c10::impl::PyObject_TorchDispatchMode;
+
+constexpr DispatchKey kKey = DispatchKey::Fake;
+
+enum class State {
+  kOff,        // every op goes to its kernel
+  kRecording,  // every op is recorded; none is counted
+  kIdle,       // no op is recorded before the step's first saved tensor, as long as no more memory is used than expected
+  kLearning,   // every op is recorded, and its hash becomes the next one of the sequence
+  kFollowing,  // ops are compared with the sequence
+  kEnded,      // the recorder is on the thread's stack again; an op that was dispatched before is still recorded
+};
+
+struct Op {
+  uint64_t hash;
+  int64_t need_bytes;  // of its outputs, and what it allocated inside itself
+  bool is_recorded;
+};
+
+struct Sequence {
+  PyObject_HEAD
+  std::vector<Op>* ops;
+};
+
+struct Gate {
+  PyObject_HEAD
+  PyObject* mode;       // the recorder; `shared_mode` holds the reference
+  PyObject* counter;    // keeps `live` alive
+  PyObject* on_other;   // (position): an op differs from the sequence
+  PyObject* make_room;  // (need_bytes): an op might pass the budget
+  const std::atomic<int64_t>* live;
+  std::shared_ptr<Mode>* shared_mode;
+  State state;
+  size_t position;  // of the next op of the sequence
+  Sequence* sequence;
+  std::vector<uint64_t>* learned;
+  int64_t most_bytes;  // the budget, or in kIdle the most that is expected
+};
+
+PyTypeObject* sequence_type = nullptr;
+thread_local Gate* current = nullptr;
+Gate* gate_of(PyObject* self) { return reinterpret_cast<Gate*>(self); }
+
+// -- what an op is known by
+
+uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15ull + (hash >> 29); }
+
+uint64_t with_tensor(uint64_t hash, const at::Tensor& tensor) {
+  if (!tensor.defined()) return mixed(hash, 1);
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  hash = mixed(hash, static_cast<uint64_t>(c10::typeMetaToScalarType(impl->dtype())));
+  hash = mixed(hash, static_cast<uint64_t>(impl->device_type()));
+  if (impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided || tensor.is_nested() ||
+      impl->key_set().has(DispatchKey::Python)) {
+    return mixed(hash, 2);
+  }
+  for (const int64_t size : impl->sizes()) hash = mixed(hash, static_cast<uint64_t>(size) + 3);
+  return mixed(hash, static_cast<uint64_t>(impl->is_contiguous()));
+}
+
+uint64_t with_value(uint64_t hash, const c10::IValue& value) {
+  if (value.isTensor()) return with_tensor(hash, value.toTensor());
+  if (value.isInt()) return mixed(hash, static_cast<uint64_t>(value.toInt()));
+  if (value.isBool()) return mixed(hash, value.toBool() ? 5 : 7);
+  if (value.isNone()) return mixed(hash, 11);
+  if (value.isIntList()) {
+    for (const int64_t item : value.toIntVector()) hash = mixed(hash, static_cast<uint64_t>(item));
+    return mixed(hash, 13);
+  }
+  if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) hash = with_value(hash, item);
+    return mixed(hash, 17);
+  }
+  return mixed(hash, 19);  // numbers that may change from step to step, names, generators
+}
+
+uint64_t hash_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const size_t num_arguments = op.schema().arguments().size();
+  uint64_t hash = std::hash<c10::OperatorHandle>{}(op);
+  for (size_t index = stack.size() - num_arguments; index < stack.size(); ++index) hash = with_value(hash, stack[index]);
+  return hash;
+}
+
+// -- the fallback
+
+struct WithInterpreter {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~WithInterpreter() { PyGILState_Release(state); }
+};
+
+void ask(PyObject* function, int64_t argument) {
+  WithInterpreter guard;
+  PyObject* answer = PyObject_CallFunction(function, "L", static_cast<long long>(argument));
+  if (answer == nullptr) throw python_error();
+  Py_DECREF(answer);
+}
+
+struct WithMode {
+  explicit WithMode(const std::shared_ptr<Mode>& mode) { TorchDispatchModeTLS::push_non_infra_mode_onto_stack(mode); }
+  ~WithMode() {
+    TorchDispatchModeTLS::pop_stack();
+    // With the last mode torch switches this key off. It notes autocast's state at the start of an op for the recorder.
+    c10::impl::tls_set_dispatch_key_included(DispatchKey::PythonTLSSnapshot, true);
+  }
+};
+
+void record(Gate* gate, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::shared_ptr<Mode> mode = *gate->shared_mode;
+  WithMode guard(mode);
+  at::impl::MaybeSetTLSOnEntryGuard snapshot;
+  op.callBoxedForDispatchKey(DispatchKey::Python, *stack);
+}
+
+bool is_on_top(const Gate* gate) {
+  const int64_t height = TorchDispatchModeTLS::stack_len();
+  return height > 0 && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python) &&
+         TorchDispatchModeTLS::get_stack_at(height - 1)->ptr(getPyInterpreter()) == gate->mode;
+}
+
+void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);  // what the op and the recorder call is no op of the step
+  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
+  Gate* gate = current;
+  if (gate == nullptr) return op.redispatchBoxed(below, stack);
+  switch (gate->state) {
+    case State::kOff:
+      break;
+    case State::kRecording:
+      return record(gate, op, stack);
+    case State::kIdle:
+      if (gate->live->load(std::memory_order_relaxed) > gate->most_bytes) ask(gate->on_other, -1);
+      break;
+    case State::kLearning:
+      gate->learned->push_back(hash_of(op, *stack));
+      ++gate->position;
+      return record(gate, op, stack);
+    case State::kFollowing: {
+      const std::vector<Op>& ops = *gate->sequence->ops;
+      const size_t position = gate->position;
+      if (position >= ops.size() || ops[position].hash != hash_of(op, *stack)) {
+        ask(gate->on_other, static_cast<int64_t>(position));
+        break;
+      }
+      ++gate->position;
+      const Op& expected = ops[position];
+      if (expected.is_recorded) return record(gate, op, stack);
+      if (expected.need_bytes > 0 &&
+          gate->live->load(std::memory_order_relaxed) + expected.need_bytes > gate->most_bytes) {
+        ask(gate->make_room, expected.need_bytes);
+      }
+      break;
+    }
+    case State::kEnded:
+      break;
+  }
+  if (gate->state == State::kEnded && is_on_top(gate)) {
+    return op.callBoxedForDispatchKey(DispatchKey::Python, *stack);
+  }
+  op.redispatchBoxed(below, stack);
+}
+
+c10::RegistrationHandleRAII& registration() {
+  static auto& handle = *new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerFallback(
+      kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "torchdelta"));
+  return handle;
+}
+
+PyObject* install(PyObject*, PyObject*) {
+  static bool is_installed = false;
+  if (!is_installed) {
+    if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kKey)) Py_RETURN_FALSE;
+    registration();
+    is_installed = true;
+  }
+  Py_RETURN_TRUE;
+}
+
+// -- sequences
+
+PyObject* sequence_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *hashes, *needs, *recorded;
+  if (!PyArg_ParseTuple(arguments, "O!O!O!", &PyList_Type, &hashes, &PyList_Type, &needs, &PyList_Type, &recorded)) {
+    return nullptr;
+  }
+  const Py_ssize_t num_ops = PyList_GET_SIZE(hashes);
+  if (PyList_GET_SIZE(needs) != num_ops || PyList_GET_SIZE(recorded) != num_ops) {
+    PyErr_SetString(PyExc_ValueError, "a sequence takes three lists of the same length");
+    return nullptr;
+  }
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* ops = reinterpret_cast<Sequence*>(self)->ops = new std::vector<Op>;
+  ops->reserve(static_cast<size_t>(num_ops));
+  for (Py_ssize_t index = 0; index < num_ops; ++index) {
+    ops->push_back(Op{PyLong_AsUnsignedLongLong(PyList_GET_ITEM(hashes, index)),
+                      PyLong_AsLongLong(PyList_GET_ITEM(needs, index)),
+                      PyObject_IsTrue(PyList_GET_ITEM(recorded, index)) != 0});
+  }
+  if (PyErr_Occurred()) Py_CLEAR(self);
+  return self;
+}
+
+void sequence_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Sequence*>(self)->ops;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+Py_ssize_t sequence_length(PyObject* self) {
+  return static_cast<Py_ssize_t>(reinterpret_cast<Sequence*>(self)->ops->size());
+}
+
+PyType_Slot sequence_slots[] = {{Py_tp_new, reinterpret_cast<void*>(sequence_new)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(sequence_dealloc)},
+                                {Py_sq_length, reinterpret_cast<void*>(sequence_length)},
+                                {0, nullptr}};
+
+PyType_Spec sequence_spec = {"torchdelta_gate.Sequence", sizeof(Sequence), 0, Py_TPFLAGS_DEFAULT, sequence_slots};
+
+// -- gates
+
+PyObject* gate_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *mode, *counter, *live, *on_other, *make_room;
+  if (!PyArg_ParseTuple(arguments, "OOOOO", &mode, &counter, &live, &on_other, &make_room)) return nullptr;
+  auto* count = static_cast<const std::atomic<int64_t>*>(PyCapsule_GetPointer(live, "torchdelta.live_bytes"));
+  if (count == nullptr) return nullptr;
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Gate* gate = gate_of(self);
+  gate->mode = mode;
+  gate->counter = Py_NewRef(counter);
+  gate->on_other = Py_NewRef(on_other);
+  gate->make_room = Py_NewRef(make_room);
+  gate->live = count;
+  gate->shared_mode = new std::shared_ptr<Mode>(std::make_shared<Mode>(Py_NewRef(mode), getPyInterpreter()));
+  gate->learned = new std::vector<uint64_t>;
+  return self;
+}
+
+int gate_traverse(PyObject* self, visitproc visit, void* arg) {
+  Gate* gate = gate_of(self);
+  Py_VISIT(Py_TYPE(self));
+  if (gate->shared_mode != nullptr && gate->shared_mode->use_count() == 1) Py_VISIT(gate->mode);
+  Py_VISIT(gate->counter);
+  Py_VISIT(gate->on_other);
+  Py_VISIT(gate->make_room);
+  return 0;
+}
+
+void turn(Gate* gate, State state) {
+  gate->state = state;
+  const bool is_on = state != State::kOff;
+  if (is_on) {
+    current = gate;
+  } else if (current == gate) {
+    current = nullptr;
+  } else {
+    return;  // it is that of another thread, or was turned off before
+  }
+  c10::impl::tls_set_dispatch_key_included(kKey, is_on);
+  // Torch itself switches this one on and off with the first and the last mode.
+  if (TorchDispatchModeTLS::stack_len() == 0) {
+    c10::impl::tls_set_dispatch_key_included(DispatchKey::PythonTLSSnapshot, is_on);
+  }
+}
+
+int gate_clear(PyObject* self) {
+  Gate* gate = gate_of(self);
+  turn(gate, State::kOff);
+  gate->mode = nullptr;
+  if (gate->shared_mode != nullptr) gate->shared_mode->reset();
+  Py_CLEAR(gate->counter);
+  Py_CLEAR(gate->on_other);
+  Py_CLEAR(gate->make_room);
+  Py_CLEAR(gate->sequence);
+  return 0;
+}
+
+void gate_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  gate_clear(self);
+  delete gate_of(self)->shared_mode;
+  delete gate_of(self)->learned;
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* gate_record(PyObject* self, PyObject*) {
+  turn(gate_of(self), State::kRecording);
+  Py_RETURN_NONE;
+}
+
+PyObject* gate_idle(PyObject* self, PyObject* argument) {
+  const long long most_bytes = PyLong_AsLongLong(argument);
+  if (most_bytes == -1 && PyErr_Occurred()) return nullptr;
+  gate_of(self)->most_bytes = most_bytes;
+  turn(gate_of(self), State::kIdle);
+  Py_RETURN_NONE;
+}
+
+PyObject* gate_learn(PyObject* self, PyObject*) {
+  Gate* gate = gate_of(self);
+  gate->learned->clear();
+  gate->position = 0;
+  turn(gate, State::kLearning);
+  Py_RETURN_NONE;
+}
+
+PyObject* gate_follow(PyObject* self, PyObject* arguments) {
+  PyObject* sequence;
+  long long most_bytes;
+  if (!PyArg_ParseTuple(arguments, "O!L", sequence_type, &sequence, &most_bytes)) return nullptr;
+  Gate* gate = gate_of(self);
+  Py_XSETREF(gate->sequence, reinterpret_cast<Sequence*>(Py_NewRef(sequence)));
+  gate->most_bytes = most_bytes;
+  gate->position = 0;
+  turn(gate, State::kFollowing);
+  Py_RETURN_NONE;
+}
+
+PyObject* gate_end(PyObject* self, PyObject*) {
+  turn(gate_of(self), State::kEnded);
+  Py_RETURN_NONE;
+}
+
+PyObject* gate_close(PyObject* self, PyObject*) {
+  turn(gate_of(self), State::kOff);
+  Py_RETURN_NONE;
+}
+
+PyObject* gate_is_complete(PyObject* self, PyObject*) {
+  Gate* gate = gate_of(self);
+  return PyBool_FromLong(gate->state == State::kFollowing && gate->position == gate->sequence->ops->size());
+}
+
+PyObject* gate_learned(PyObject* self, PyObject*) {
+  const std::vector<uint64_t>& learned = *gate_of(self)->learned;
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(learned.size()));
+  for (size_t index = 0; list != nullptr && index < learned.size(); ++index) {
+    PyObject* hash = PyLong_FromUnsignedLongLong(learned[index]);
+    if (hash == nullptr) {
+      Py_CLEAR(list);
+      break;
+    }
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(index), hash);
+  }
+  return list;
+}
+
+PyObject* gate_position(PyObject* self, void*) { return PyLong_FromSize_t(gate_of(self)->position); }
+
+PyGetSetDef gate_attributes[] = {
+    {"position", gate_position, nullptr, "How many ops of the sequence there were so far, the running one included.",
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMethodDef gate_methods[] = {
+    {"record", gate_record, METH_NOARGS, "Record every op of this thread."},
+    {"idle", gate_idle, METH_O, "Record no op, and call `on_other(-1)` before one once more bytes than these are live."},
+    {"learn", gate_learn, METH_NOARGS, "Record every op from here on, and learn the sequence."},
+    {"follow", gate_follow, METH_VARARGS, "Compare the ops from here on with a sequence, within so many bytes."},
+    {"end", gate_end, METH_NOARGS, "The recorder is on the stack again: record what was dispatched before."},
+    {"close", gate_close, METH_NOARGS, "See no op from now on."},
+    {"is_complete", gate_is_complete, METH_NOARGS, "Return whether the sequence was followed to its end."},
+    {"learned", gate_learned, METH_NOARGS, "Return the hashes of the ops since `learn`."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot gate_slots[] = {{Py_tp_new, reinterpret_cast<void*>(gate_new)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(gate_dealloc)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(gate_traverse)},
+                            {Py_tp_clear, reinterpret_cast<void*>(gate_clear)},
+                            {Py_tp_getset, gate_attributes},
+                            {Py_tp_methods, gate_methods},
+                            {0, nullptr}};
+
+PyType_Spec gate_spec = {"torchdelta_gate.Gate", sizeof(Gate), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, gate_slots};
+
+PyMethodDef module_methods[] = {
+    {"install", install, METH_NOARGS,
+     "Register the fallback. Repeated calls do nothing. Return False if there is another one."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_gate", nullptr, -1, module_methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_torchdelta_gate() {
+  PyObject* self = PyModule_Create(&module);
+  if (self == nullptr) return nullptr;
+  PyObject* gate_type = PyType_FromSpec(&gate_spec);
+  sequence_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&sequence_spec));
+  if (gate_type == nullptr || sequence_type == nullptr || PyModule_AddObject(self, "Gate", gate_type) < 0 ||
+      PyModule_AddObject(self, "Sequence", Py_NewRef(reinterpret_cast<PyObject*>(sequence_type))) < 0) {
+    Py_XDECREF(gate_type);
+    Py_DECREF(self);
+    return nullptr;
+  }
+  return self;
+}

@@ -1,0 +1,161 @@
+"""The gate: in a followed step, only the ops that its program replays reach the recorder; the C++ side is gate.cpp.
+
+TORCHDELTA_NATIVE=0 disables it: then followed steps are recorded as a whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from torchdelta.errors import NativeError
+from torchdelta.native.build import is_switched_off, loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.native.counting import LimitedCounter
+
+__all__ = ["Gate", "load_gate", "new_gate", "new_sequence"]
+
+_SOURCE: Final = Path(__file__).parent / "gate.cpp"
+_MODULE_NAME: Final = "torchdelta_gate"
+
+# A sequence that is learned and followed, ops below autocast, an op that differs, one that needs room, and memory
+# before the first op of a sequence.
+_SELF_TEST: Final = """
+import ctypes
+from torch.utils._python_dispatch import TorchDispatchMode
+assert module.install() and module.install()
+seen, asked = [], []
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C._RestorePythonTLSSnapshot():
+            seen.append((func.__name__, torch.is_autocast_enabled("cpu")))
+        return func(*args, **(kwargs or {}))
+mode = Mode()
+live = ctypes.c_int64(0)
+new_capsule = ctypes.pythonapi.PyCapsule_New
+new_capsule.restype = ctypes.py_object
+name = ctypes.c_char_p(b"torchdelta.live_bytes")
+capsule = new_capsule(ctypes.byref(live), name, None)
+gate = module.Gate(mode, None, capsule, lambda position: (asked.append(("other", position)), gate.end()),
+                   lambda need: asked.append(("room", need)))
+x = torch.randn(4, 4, requires_grad=True)
+def step(size=4):
+    return torch.nn.functional.layer_norm((x[:size] @ x).exp(), (4,)).sum()
+step()
+assert not seen
+gate.record()
+step()
+whole = [name for name, _ in seen]
+assert whole[-1] == "sum.default" and "exp.default" in whole, whole
+seen.clear()
+gate.learn()
+expected = step()
+learned = gate.learned()
+assert [name for name, _ in seen] == whole and len(learned) == len(set(learned)) == len(whole), (seen, learned)
+exp = whole.index("exp.default")
+needs = [0] * len(whole)
+needs[exp + 1] = 100
+sequence = module.Sequence(learned, needs, [index == exp for index in range(len(whole))])
+for size, live.value in ((4, 0), (4, 950), (3, 0)):
+    seen.clear()
+    asked.clear()
+    gate.follow(sequence, 1000)
+    loss = step(size)
+    is_complete = gate.is_complete()
+    gate.close()
+    assert is_complete == (size == 4)
+    if size == 4:
+        assert torch.equal(loss, expected)
+        assert seen == [("exp.default", False)], seen
+        assert asked == ([("room", 100)] if live.value else []), asked
+    else:
+        assert len(asked) == 1 and asked[0][0] == "other", asked
+seen.clear()
+gate.record()
+with torch.autocast("cpu"):
+    x @ x
+assert ("mm.default", True) in seen, seen
+seen.clear()
+asked.clear()
+live.value = 5
+gate.idle(10)
+x + 1
+assert not asked
+live.value = 11
+x + 1
+assert asked == [("other", -1)] and not seen
+with mode:
+    x + 1
+assert [name for name, _ in seen] == ["add.Tensor"], seen
+gate.close()
+expected.backward()
+assert x.grad is not None
+del gate
+"""
+
+
+class Gate(Protocol):
+    """Sees the ops of one thread. Mutable."""
+
+    @property
+    def position(self) -> int:
+        """How many ops of the sequence there were so far, the running one included."""
+        ...
+
+    def record(self) -> None:
+        """Record every op."""
+
+    def idle(self, most_bytes: int, /) -> None:
+        """Record no op; call `on_other(-1)` before one if more bytes than these are live."""
+
+    def learn(self) -> None:
+        """Record every op from here on, and learn the sequence."""
+
+    def learned(self) -> list[int]:
+        """Return the hashes of the ops since `learn`."""
+        ...
+
+    def follow(self, sequence: object, most_bytes: int, /) -> None:
+        """Compare the ops from here on with a sequence, and call `make_room` before one that may pass these bytes."""
+
+    def is_complete(self) -> bool:
+        """Return whether the sequence was followed to its end."""
+        ...
+
+    def end(self) -> None:
+        """The recorder is on the thread's stack again: only record what was dispatched before that."""
+
+    def close(self) -> None:
+        """See no op from now on."""
+
+
+def load_gate() -> Any:
+    """Return the module, built and installed if needed, or the NativeError that explains why there is none."""
+    if is_switched_off():
+        return NativeError("TORCHDELTA_NATIVE disables it")
+    module = loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
+    if not isinstance(module, NativeError) and not module.install():
+        return NativeError("the dispatch key of the gate is in use")
+    return module
+
+
+def new_gate(
+    mode: object, counter: LimitedCounter, on_other: Callable[[int], object], make_room: Callable[[int], object]
+) -> Gate:
+    """Return a gate for this thread. Call this only after `load_gate`, if that returned a module.
+
+    Args:
+        mode: The dispatch mode to which it gives ops; not on the thread's stack meanwhile.
+        counter: Counts the live bytes.
+        on_other: Called with the position of an op that is not the expected one, before it runs; -1 in `idle`.
+        make_room: Called with the bytes that an op needs, before it runs, if they might not fit.
+    """
+    return load_gate().Gate(mode, counter, counter.live_capsule(), on_other, make_room)
+
+
+def new_sequence(hashes: list[int], needs_bytes: list[int], is_recorded: list[bool]) -> object:
+    """Return a sequence of ops: what each is known by, what it needs, and whether it is recorded."""
+    return load_gate().Sequence(hashes, needs_bytes, is_recorded)

@@ -1,0 +1,122 @@
+"""Outlines: what the steps of a program do, and which of it has to be recorded.
+
+[Note: recording in part]
+A program replays some ops; recording all others costs Python and is of no use. So one followed step is recorded as a
+whole to learn its outline: the sequence of its ops and saved tensors, which ops were replayed, which write to existing
+tensors, and what each one needs. Later steps are compared with it in C++ (native/gate.cpp, native/saved_hooks.cpp), and
+Python sees only
+
+* the ops that were replayed in the learned step, and those that write,
+* the saved tensors that leave, and those at whose unpack something is due,
+* an op before which copies out have to end, since the budget has no room for it otherwise.
+
+What is not recorded is like everything that a scope has not seen: a tensor without an op, which can be swapped and not
+recomputed. So correctness does not depend on the outline. If a step differs from it, recording resumes before the op that
+differs, and the policy carries out the rest of that step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchdelta.native.gate import new_sequence
+from torchdelta.native.saved_hooks import new_saves
+
+if TYPE_CHECKING:
+    from torchdelta.native.gate import Gate
+    from torchdelta.native.saved_hooks import NativeHooks
+    from torchdelta.runtime.follow.program import Program
+    from torchdelta.runtime.state.buffer import OpEntry
+
+__all__ = ["Learning", "Outline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """The ops and saved tensors of a step, from its first saved tensor to its backward.
+
+    Attributes:
+        ops: For the gate.
+        saves: For the hooks.
+        first_bytes: Of the first saved tensor.
+        num_ops: How many ops there are.
+        num_recorded: How many of them are recorded.
+        reads_start: Whether a replay reads what ops before the first saved tensor have made: these are then recorded.
+    """
+
+    ops: object
+    saves: object
+    first_bytes: int
+    num_ops: int
+    num_recorded: int
+    reads_start: bool
+
+
+class Learning:
+    """Learns the outline of a program's steps while one of them is recorded as a whole. Mutable.
+
+    Args:
+        program: What is followed.
+        gate: Sees the ops.
+        hooks: See the saved tensors.
+    """
+
+    def __init__(self, program: Program, gate: Gate, hooks: NativeHooks) -> None:
+        self.program = program
+        self._gate = gate
+        self._hooks = hooks
+        self._needs: dict[int, int] = {}  # in bytes, by op
+        self._recorded: set[int] = set()
+        self._numbers: dict[int, int] = {}  # by saved tensor: its number among those that may leave
+        self._hashes: list[int] = []
+        self._sizes_bytes: list[int] = []
+        self._reads_start = False
+
+    def on_op(self, entry: OpEntry | None, need_bytes: int, *, writes: bool) -> None:
+        """Note what the running op needs, and whether it writes to existing tensors."""
+        position = self._gate.position - 1
+        if entry is not None:
+            entry.position = position
+        if need_bytes:
+            self._needs[position] = need_bytes
+        if writes:
+            self._recorded.add(position)
+
+    def on_save(self, number: int) -> None:
+        """Note the number of the tensor that is being saved."""
+        self._numbers[self._hooks.num_sizes() - 1] = number
+
+    def on_forward_end(self) -> None:
+        """Take what the gate and the hooks have seen: backward begins."""
+        self._hashes = self._gate.learned()
+        self._sizes_bytes = self._hooks.sizes()
+
+    def on_replay(self, entry: OpEntry) -> None:
+        """Note that an op is replayed."""
+        if entry.position >= 0:
+            self._recorded.add(entry.position)
+        else:
+            self._reads_start = True
+
+    def outline(self) -> Outline | None:
+        """Return the outline; None if the saved tensors were not those of the program."""
+        schedule = self.program.schedule
+        if list(self._numbers.values()) != list(range(schedule.num_saves)) or not self._hashes:
+            return None
+        numbers = [self._numbers.get(index, -1) for index in range(len(self._sizes_bytes))]
+        positions = range(len(self._hashes))
+        return Outline(
+            ops=new_sequence(
+                self._hashes,
+                [self._needs.get(position, 0) for position in positions],
+                [position in self._recorded for position in positions],
+            ),
+            saves=new_saves(
+                self._sizes_bytes, [number if number in schedule.watched_saves else -1 for number in numbers]
+            ),
+            first_bytes=self._sizes_bytes[0],
+            num_ops=len(positions),
+            num_recorded=len(self._recorded),
+            reads_start=self._reads_start,
+        )
