@@ -15,6 +15,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -61,7 +62,8 @@ struct Gate {
   size_t position;  // of the next op of the sequence
   Sequence* sequence;
   std::vector<uint64_t>* learned;
-  int64_t most_bytes;  // the budget, or in kIdle the most that is expected
+  int64_t most_bytes;     // the budget, or in kIdle the most that is expected
+  int64_t highest_bytes;  // the most live bytes before an op since `record` or `idle`
 };
 
 PyTypeObject* sequence_type = nullptr;
@@ -115,8 +117,29 @@ struct WithInterpreter {
   ~WithInterpreter() { PyGILState_Release(state); }
 };
 
+// An op runs below autograd. What Python does in the middle of one makes aliases that share a version counter, which
+// only autograd's kernels do. Modes may come onto the stack or leave it meanwhile, so the set of keys is not restored
+// as a whole.
+struct AboveAutograd {
+  static constexpr std::array<DispatchKey, 4> keys = {DispatchKey::AutogradFunctionality, DispatchKey::AutogradOther,
+                                                      DispatchKey::AutogradNestedTensor, DispatchKey::ADInplaceOrView};
+  std::array<bool, keys.size()> was_excluded{};
+  AboveAutograd() {
+    for (size_t index = 0; index < keys.size(); ++index) {
+      was_excluded[index] = c10::impl::tls_is_dispatch_key_excluded(keys[index]);
+      c10::impl::tls_set_dispatch_key_excluded(keys[index], false);
+    }
+  }
+  ~AboveAutograd() {
+    for (size_t index = 0; index < keys.size(); ++index) {
+      c10::impl::tls_set_dispatch_key_excluded(keys[index], was_excluded[index]);
+    }
+  }
+};
+
 void ask(PyObject* function, int64_t argument) {
-  WithInterpreter guard;
+  const AboveAutograd keys;
+  const WithInterpreter guard;
   PyObject* answer = PyObject_CallFunction(function, "L", static_cast<long long>(argument));
   if (answer == nullptr) throw python_error();
   Py_DECREF(answer);
@@ -144,6 +167,12 @@ bool is_on_top(const Gate* gate) {
          TorchDispatchModeTLS::get_stack_at(height - 1)->ptr(getPyInterpreter()) == gate->mode;
 }
 
+int64_t live_at_start(Gate* gate) {
+  const int64_t live = gate->live->load(std::memory_order_relaxed);
+  if (live > gate->highest_bytes) gate->highest_bytes = live;
+  return live;
+}
+
 void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);  // what the op and the recorder call is no op of the step
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
@@ -153,9 +182,10 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
     case State::kOff:
       break;
     case State::kRecording:
+      live_at_start(gate);
       return record(gate, op, stack);
     case State::kIdle:
-      if (gate->live->load(std::memory_order_relaxed) > gate->most_bytes) ask(gate->on_other, -1);
+      if (live_at_start(gate) > gate->most_bytes) ask(gate->on_other, -1);
       break;
     case State::kLearning:
       gate->learned->push_back(hash_of(op, *stack));
@@ -315,6 +345,7 @@ void gate_dealloc(PyObject* self) {
 }
 
 PyObject* gate_record(PyObject* self, PyObject*) {
+  gate_of(self)->highest_bytes = 0;
   turn(gate_of(self), State::kRecording);
   Py_RETURN_NONE;
 }
@@ -323,6 +354,7 @@ PyObject* gate_idle(PyObject* self, PyObject* argument) {
   const long long most_bytes = PyLong_AsLongLong(argument);
   if (most_bytes == -1 && PyErr_Occurred()) return nullptr;
   gate_of(self)->most_bytes = most_bytes;
+  gate_of(self)->highest_bytes = 0;
   turn(gate_of(self), State::kIdle);
   Py_RETURN_NONE;
 }
@@ -378,7 +410,10 @@ PyObject* gate_learned(PyObject* self, PyObject*) {
 
 PyObject* gate_position(PyObject* self, void*) { return PyLong_FromSize_t(gate_of(self)->position); }
 
+PyObject* gate_highest(PyObject* self, void*) { return PyLong_FromLongLong(gate_of(self)->highest_bytes); }
+
 PyGetSetDef gate_attributes[] = {
+    {"highest_bytes", gate_highest, nullptr, "The most live bytes before an op since `record` or `idle`.", nullptr},
     {"position", gate_position, nullptr, "How many ops of the sequence there were so far, the running one included.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

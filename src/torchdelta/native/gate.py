@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import is_switched_off, loaded
+from torchdelta.native.build import built_path, is_switched_off, loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.native.counting import LimitedCounter
 
-__all__ = ["Gate", "load_gate", "new_gate", "new_sequence"]
+__all__ = ["Gate", "gate_is_built", "load_gate", "new_gate", "new_sequence"]
 
 _SOURCE: Final = Path(__file__).parent / "gate.cpp"
 _MODULE_NAME: Final = "torchdelta_gate"
@@ -105,6 +105,11 @@ class Gate(Protocol):
         """How many ops of the sequence there were so far, the running one included."""
         ...
 
+    @property
+    def highest_bytes(self) -> int:
+        """The most live bytes before an op since `record` or `idle`."""
+        ...
+
     def record(self) -> None:
         """Record every op."""
 
@@ -130,6 +135,11 @@ class Gate(Protocol):
 
     def close(self) -> None:
         """See no op from now on."""
+
+
+def gate_is_built() -> bool:
+    """Return whether `load_gate` takes no more than milliseconds: the module was built earlier, or is not to be."""
+    return is_switched_off() or built_path(_SOURCE).exists()
 
 
 def load_gate() -> Any:

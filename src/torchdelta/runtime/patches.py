@@ -87,6 +87,8 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             _warn_of_other_training()
         if session is not None and session.pause.is_on:
             return session.pause.run_backward(session.backward.run, original, outputs, *args, **kwargs)
+        if session is not None and session.partial.is_on:
+            return session.partial.run_backward(original, outputs, *args, **kwargs)
         if session is None or session.recorder not in mode_stack():
             return original(outputs, *args, **kwargs)
         if session.device.is_off():
@@ -127,6 +129,7 @@ def _make_functorch_guard(original: Callable[..., Any]) -> Callable[..., Any]:
             with original(message):
                 yield
             return
+        session.partial.end("a transform runs")
         session.pause.forbid()
         if session.pause.is_on:  # it ends with the forward that is under way
             with without_saved_hooks(), original(message):
@@ -145,6 +148,7 @@ def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Ca
         session = current_session()
         if session is None:
             return original(*args, **kwargs)
+        session.partial.end("a compiled region runs")
         session.pause.forbid()
         return session.compiled.call(original, inputs_of(args, kwargs), args, kwargs)
 

@@ -43,6 +43,7 @@ from torchdelta.runtime.record.bringing import recorder_for
 from torchdelta.runtime.record.compiled import CompiledRegions
 from torchdelta.runtime.record.other_streams import OtherStreams
 from torchdelta.runtime.record.owners import Owners
+from torchdelta.runtime.record.partial import PartialRecording
 from torchdelta.runtime.record.pause import Pause, may_pause
 from torchdelta.runtime.record.readers import Readers
 from torchdelta.runtime.record.resized import Resizes
@@ -113,6 +114,7 @@ class Session:
         self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
+        self.partial = PartialRecording(self.recorder, self.saved, self.steps, self.backward.run)
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
         self.placing = open_arena(
@@ -184,6 +186,7 @@ class Session:
         ]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.pause.open_hooks())
         self._hooks.__enter__()
+        self.partial.hooks = self.pause.hooks
         self.resizes.start()
         self.readers.start()
         self.recorder.__enter__()
@@ -216,6 +219,7 @@ class Session:
         self.ledger.is_closing = True
         self.placing.stop()
         self.pause.close()
+        self.partial.close()
         self.programs.close()
         usage = self.ledger.usage
         if usage.counter is not None:
@@ -246,6 +250,7 @@ class Session:
         """Remove from a forked child what acts on its one thread."""
         set_current_session(None)
         self.pause.close()
+        self.partial.close()
         while self.recorder in mode_stack():
             remove_mode(self.recorder)
         self._remove_hooks()
@@ -315,7 +320,9 @@ class Session:
                 raise self.survey.error(is_lower_bound=not self.survey.had_backward)
             self.steps.on_optimizer_start()
             foresees = self.room.budget_bytes is not None and self.room.persistents is None
-            if foresees and optimizer not in self._foreseen and not optimizer.state:
+            is_new = foresees and optimizer not in self._foreseen and not optimizer.state
+            self.partial.before_optimizer(is_new=is_new or bool(args[1:]) or kwargs.get("closure") is not None)
+            if is_new:
                 self._foreseen.add(optimizer)
                 self.pause.end()
                 makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
@@ -329,6 +336,7 @@ class Session:
         if current_session() is self and not is_trial(optimizer):
             self.steps.on_optimizer_end()
             self.pause.on_optimizer_end()
+            self.partial.on_optimizer_end()
             if self.ledger.num_handles:
                 self.ledger.cut_unread()
 

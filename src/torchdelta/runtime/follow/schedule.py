@@ -52,7 +52,7 @@ class Schedule:
         first_saves: By buffer that an action refers to: its first save.
         evictions: By save: what leaves there.
         due: By save: what is due when it is unpacked for the first time.
-        watched_saves: Those of buffers that an action refers to, and those in `due`.
+        watched_saves: Those of buffers that an action refers to, those in `evictions`, and those in `due`.
         num_not_carried_out: Absences of the plan that have no moment here: of buffers that nobody saves, or in a gap
             that does not lead from forward to backward.
     """
@@ -98,7 +98,7 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
         first_saves={a.buffer_id: saves[a.buffer_id][0] for a in absences},
         evictions={save: tuple(actions) for save, actions in maker.evictions.items()},
         due=all_due,
-        watched_saves=frozenset(all_due).union(*(saves[absence.buffer_id] for absence in absences)),
+        watched_saves=frozenset(all_due).union(maker.evictions, *(saves[a.buffer_id] for a in absences)),
         num_not_carried_out=len(plan.absences) - len(absences),
     )
 

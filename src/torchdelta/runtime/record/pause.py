@@ -78,7 +78,7 @@ class Pause:
         self._ledger = recorder.ledger
         self._usage = recorder.ledger.usage
         self._is_allowed = is_allowed
-        self._hooks: NativeHooks | None = None
+        self.hooks: NativeHooks | None = None  # native ones, if recording may pause
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._must_end = False
         self._num_needed = _FEWEST_ALIKE
@@ -99,7 +99,7 @@ class Pause:
         if self._is_allowed and is_counted and threading.current_thread() is threading.main_thread():
             hooks = new_hooks(saved.pack, saved.unpack, saved.let_stay, saved.raise_modified, self.on_limit)
             if not isinstance(hooks, NativeError):
-                self._hooks = hooks
+                self.hooks = hooks
                 return hooks.pack, hooks.unpack
             _logger.debug("every step is recorded: %s", hooks)
         return saved.pack, saved.unpack
@@ -108,16 +108,16 @@ class Pause:
 
     def on_backward_start(self) -> None:
         """Measure the forward that has ended."""
-        if self._hooks is not None and graph_task_id() == -1:
+        if self.hooks is not None and graph_task_id() == -1:
             self._usage.ask_counter(fresh=True)
             self._step_forward_bytes = max(self._step_forward_bytes, self._usage.total_bytes)
             self._step_forward_peak_bytes = max(self._step_forward_peak_bytes, self._usage.peak_bytes)
 
     def on_step_end(self) -> None:
         """Compare the step with the earlier ones; in a pause, set the limit for the next forward."""
-        if self._hooks is None:
+        if self.hooks is None:
             return
-        is_same = self._hooks.end_step()
+        is_same = self.hooks.end_step()
         if self.is_on:
             self._set_limit(self._forward_peak_bytes, refuses=True)
             return
@@ -141,7 +141,7 @@ class Pause:
 
     def on_optimizer_end(self) -> None:
         """Pause if the next step is expected to fit."""
-        if self._hooks is not None and not self.is_on and self._num_alike >= self._num_needed and self._may_begin():
+        if self.hooks is not None and not self.is_on and self._num_alike >= self._num_needed and self._may_begin():
             self._begin()
 
     def _may_begin(self) -> bool:
@@ -161,10 +161,10 @@ class Pause:
         )
 
     def _begin(self) -> None:
-        assert self._hooks is not None
+        assert self.hooks is not None
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
-        self._hooks.pause()
+        self.hooks.pause()
         self._steps.is_unrecorded = True
         self.is_on = True
         self._must_end = False
@@ -216,7 +216,7 @@ class Pause:
     @shielded
     def end(self) -> None:
         """Resume recording."""
-        hooks = self._hooks
+        hooks = self.hooks
         if hooks is None or not self.is_on:
             return
         if is_transforming():  # what is saved outside of the transform must not become a tensor of its inside
