@@ -114,7 +114,7 @@ class Session:
         self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
-        self.partial = PartialRecording(self.recorder, self.saved, self.steps, self.backward.run)
+        self.partial = PartialRecording(self.recorder, self.saved, self.steps, self.backward)
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
         self.placing = open_arena(

@@ -100,7 +100,7 @@ class Proof:
         return self.peak_bytes + max(0, more_bytes, more_staying_bytes)
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True, weakref_slot=True)
 class Program:
     """A schedule, what it was made of, and what is known of the steps that it carried out. Mutable.
 

@@ -22,7 +22,7 @@ from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
-from torchdelta.runtime.record.headroom import Graph, Headroom
+from torchdelta.runtime.record.headroom import Graph, Headroom, KnownBackward
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
@@ -75,6 +75,7 @@ class Backward:
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
+        self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
 
     @shielded
     def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,12 +97,14 @@ class Backward:
             Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
         )
         follows_as = 0
+        self.latest_known = None
         if graph is not None and follows:
             grads = tuple(leaf.grad is None for leaf in graph.leaves)
             follows_as = hash((graph.signature, grads, self.recorder.needs.num_made))
             is_watched = graph.has_hooks or self.observing.observer.wants_every_op
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
                 follower.on_unwatched()
+                self.latest_known = KnownBackward(graph, grads, follows_as, self.recorder.needs.num_made)
                 return self._run_unwatched(original, graph, 0, outputs, *args, **kwargs)
         elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
@@ -174,6 +177,30 @@ class Backward:
             finally:
                 error = None  # an exception that its own frame holds would keep everything in it alive
                 leaves.clear()
+
+    def runs_known(self, known: KnownBackward) -> bool:
+        """Return whether the backward that begins is a known one, and fits unwatched."""
+        usage = self.usage
+        usage.ask_counter(fresh=True)
+        return known.is_same(self.recorder.needs.num_made) and self.follower.may_run_unwatched(
+            known.name, usage.total_bytes
+        )
+
+    @shielded
+    def run_known(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward for which `runs_known` has returned True."""
+        self.follower.on_unwatched()
+        error: BaseException | None = None
+        try:
+            return call_outside(original, outputs, *args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            try:
+                self._on_end(keeps_graph=False, is_outermost=True, leaves=[], error=error)
+            finally:
+                error = None  # as in `run`
 
     def _may_fit(self) -> bool:
         """Return whether a backward that fitted before may run unwatched."""

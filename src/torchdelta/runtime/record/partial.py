@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.engine import graph_task_id
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from torchdelta.native.saved_hooks import NativeHooks
     from torchdelta.runtime.follow.outline import Outline
     from torchdelta.runtime.follow.program import Program
+    from torchdelta.runtime.record.backward import Backward
+    from torchdelta.runtime.record.headroom import KnownBackward
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.record.saved import SavedTensors
     from torchdelta.runtime.state.steps import StepTracker
@@ -55,12 +58,10 @@ class PartialRecording:
         recorder: The dispatch mode that records; knows the room, the ledger and the device.
         saved: Its Python hooks; know the follower.
         steps: The position in the training step.
-        run_backward: Runs a backward of a recorded step, given the engine and its arguments.
+        backward: Runs the engine.
     """
 
-    def __init__(
-        self, recorder: Recorder, saved: SavedTensors, steps: StepTracker, run_backward: Callable[..., Any]
-    ) -> None:
+    def __init__(self, recorder: Recorder, saved: SavedTensors, steps: StepTracker, backward: Backward) -> None:
         self.is_on = False
         self.hooks: NativeHooks | None = None  # of the session, if they are native
         self.num_steps = 0  # that were recorded in part to their ends
@@ -68,7 +69,8 @@ class PartialRecording:
         self._recorder = recorder
         self._saved = saved
         self._steps = steps
-        self._run_backward = run_backward
+        self._backward = backward
+        self._known: weakref.WeakKeyDictionary[Program, KnownBackward] = weakref.WeakKeyDictionary()
         self._room = recorder.room
         self._ledger = recorder.ledger
         self._follower = saved.follower
@@ -284,16 +286,21 @@ class PartialRecording:
         if graph_task_id() != -1 or is_transforming():
             self._must_end = True
             return original(outputs, *args, **kwargs)
-        if self._running is not None:
+        backward, known = self._backward, None
+        if self._running is not None and self._program is not None:
             if not (gate.is_complete() and hooks.is_complete()):
                 self._leave("its backward began early")
-                return self._run_backward(original, outputs, *args, **kwargs)
+                return backward.run(original, outputs, *args, **kwargs)
             self._follower.complete_outlined()
+            known = self._known.get(self._program)
         elif self._learning is not None:
             self._learning.on_forward_end()
         gate.close()
         try:
-            return self._run_backward(original, outputs, *args, **kwargs)
+            is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)  # the graph goes, all leaves get theirs
+            if known is not None and is_usual and backward.runs_known(known):
+                return backward.run_known(original, outputs, *args, **kwargs)
+            return backward.run(original, outputs, *args, **kwargs)
         except BaseException:
             self._must_end = True
             raise
@@ -307,6 +314,8 @@ class PartialRecording:
         if self._must_end or self._ledger.num_handles or hooks.num_handles() or self._ledger.surveys:
             self.end("its graph lives on, or its backward was unusual")
             return
+        if self._running is not None and self._program is not None and self._backward.latest_known is not None:
+            self._known[self._program] = self._backward.latest_known
         self._ledger.cut()
         self._room.forget()
         hooks.await_step()
@@ -345,6 +354,11 @@ class PartialRecording:
         gate.end()
         hooks.adopt()
         self._room.usage.ask_counter(fresh=True)
+
+    def forget_leaves(self) -> None:
+        """Hold no weak reference to a leaf: two tensors are about to be exchanged."""
+        self._backward.latest_known = None
+        self._known.clear()
 
     def close(self) -> None:
         """Leave everything as it is: the session stops, or is that of a forked child."""

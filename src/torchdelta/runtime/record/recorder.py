@@ -216,7 +216,7 @@ class Recorder(TorchDispatchMode):
             # Its replay sets the random state back, and holds the state of that moment meanwhile.
             entry.workspace_bytes = workspace_bytes + (RANDOM_STATE_BYTES if entry.random_state is not None else 0)
         if self.learning is not None:
-            self.learning.on_op(entry, need.total_bytes, writes=bool(targets))
+            self.learning.on_op(entry, need.total_bytes, [old for _, old in overwritten if old is not None])
         observer = self.observing.observer
         if observer.wants_every_op:
             observer.on_op(
