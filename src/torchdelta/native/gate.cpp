@@ -1,11 +1,11 @@
 // The gate: sees the ops of a followed step in C++, and lets only those be recorded that its program replays.
 //
 // It is a fallback on the dispatch key `Fake`, which lies below autograd and the Python key and has no kernels in stock
-// torch. The key is switched on for one thread, between the optimizer's step and the backward. A recorded step teaches the
-// gate a *sequence*: for each op a hash of its identity and of the shapes, dtypes and integers of its arguments, what it
-// needed, and whether it has to be recorded. In later steps each op is compared with the sequence. An op that has to
-// be recorded goes to the recorder, which is a dispatch mode in Python; all others go to their kernels at once. If an op
-// differs, or might pass the budget, Python is asked before it runs (runtime/record/partial.py).
+// torch. The key is switched on for one thread, outside of backwards. A recorded step teaches the gate a *sequence*: for
+// each op a hash of its identity and of the shapes, dtypes and integers of its arguments, what it needed, and whether it
+// has to be recorded. In later steps each op is compared with the sequence. An op that has to be recorded goes to the
+// recorder, which is a dispatch mode in Python; all others go to their kernels at once. If an op differs, or might pass
+// the budget, Python is asked before it runs (runtime/record/partial.py).
 #include <Python.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -33,7 +33,6 @@ constexpr DispatchKey kKey = DispatchKey::Fake;
 enum class State {
   kOff,        // every op goes to its kernel
   kRecording,  // every op is recorded; none is counted
-  kIdle,       // no op is recorded before the step's first saved tensor, as long as no more memory is used than expected
   kLearning,   // every op is recorded, and its hash becomes the next one of the sequence
   kFollowing,  // ops are compared with the sequence
   kEnded,      // the recorder is on the thread's stack again; an op that was dispatched before is still recorded
@@ -62,8 +61,7 @@ struct Gate {
   size_t position;  // of the next op of the sequence
   Sequence* sequence;
   std::vector<uint64_t>* learned;
-  int64_t most_bytes;     // the budget, or in kIdle the most that is expected
-  int64_t highest_bytes;  // the most live bytes before an op since `record` or `idle`
+  int64_t most_bytes;  // the budget
 };
 
 PyTypeObject* sequence_type = nullptr;
@@ -167,12 +165,6 @@ bool is_on_top(const Gate* gate) {
          TorchDispatchModeTLS::get_stack_at(height - 1)->ptr(getPyInterpreter()) == gate->mode;
 }
 
-int64_t live_at_start(Gate* gate) {
-  const int64_t live = gate->live->load(std::memory_order_relaxed);
-  if (live > gate->highest_bytes) gate->highest_bytes = live;
-  return live;
-}
-
 void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);  // what the op and the recorder call is no op of the step
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
@@ -182,11 +174,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
     case State::kOff:
       break;
     case State::kRecording:
-      live_at_start(gate);
       return record(gate, op, stack);
-    case State::kIdle:
-      if (live_at_start(gate) > gate->most_bytes) ask(gate->on_other, -1);
-      break;
     case State::kLearning:
       gate->learned->push_back(hash_of(op, *stack));
       ++gate->position;
@@ -345,17 +333,7 @@ void gate_dealloc(PyObject* self) {
 }
 
 PyObject* gate_record(PyObject* self, PyObject*) {
-  gate_of(self)->highest_bytes = 0;
   turn(gate_of(self), State::kRecording);
-  Py_RETURN_NONE;
-}
-
-PyObject* gate_idle(PyObject* self, PyObject* argument) {
-  const long long most_bytes = PyLong_AsLongLong(argument);
-  if (most_bytes == -1 && PyErr_Occurred()) return nullptr;
-  gate_of(self)->most_bytes = most_bytes;
-  gate_of(self)->highest_bytes = 0;
-  turn(gate_of(self), State::kIdle);
   Py_RETURN_NONE;
 }
 
@@ -410,17 +388,13 @@ PyObject* gate_learned(PyObject* self, PyObject*) {
 
 PyObject* gate_position(PyObject* self, void*) { return PyLong_FromSize_t(gate_of(self)->position); }
 
-PyObject* gate_highest(PyObject* self, void*) { return PyLong_FromLongLong(gate_of(self)->highest_bytes); }
-
 PyGetSetDef gate_attributes[] = {
-    {"highest_bytes", gate_highest, nullptr, "The most live bytes before an op since `record` or `idle`.", nullptr},
     {"position", gate_position, nullptr, "How many ops of the sequence there were so far, the running one included.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef gate_methods[] = {
     {"record", gate_record, METH_NOARGS, "Record every op of this thread."},
-    {"idle", gate_idle, METH_O, "Record no op, and call `on_other(-1)` before one once more bytes than these are live."},
     {"learn", gate_learn, METH_NOARGS, "Record every op from here on, and learn the sequence."},
     {"follow", gate_follow, METH_VARARGS, "Compare the ops from here on with a sequence, within so many bytes."},
     {"end", gate_end, METH_NOARGS, "The recorder is on the stack again: record what was dispatched before."},

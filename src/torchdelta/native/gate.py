@@ -21,8 +21,7 @@ __all__ = ["Gate", "gate_is_built", "load_gate", "new_gate", "new_sequence"]
 _SOURCE: Final = Path(__file__).parent / "gate.cpp"
 _MODULE_NAME: Final = "torchdelta_gate"
 
-# A sequence that is learned and followed, ops below autocast, an op that differs, one that needs room, and memory
-# before the first op of a sequence.
+# A sequence that is learned and followed, ops below autocast, an op that differs, and one that needs room.
 _SELF_TEST: Final = """
 import ctypes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,14 +78,9 @@ with torch.autocast("cpu"):
     x @ x
 assert ("mm.default", True) in seen, seen
 seen.clear()
-asked.clear()
-live.value = 5
-gate.idle(10)
+gate.end()
 x + 1
-assert not asked
-live.value = 11
-x + 1
-assert asked == [("other", -1)] and not seen
+assert not seen
 with mode:
     x + 1
 assert [name for name, _ in seen] == ["add.Tensor"], seen
@@ -105,16 +99,8 @@ class Gate(Protocol):
         """How many ops of the sequence there were so far, the running one included."""
         ...
 
-    @property
-    def highest_bytes(self) -> int:
-        """The most live bytes before an op since `record` or `idle`."""
-        ...
-
     def record(self) -> None:
         """Record every op."""
-
-    def idle(self, most_bytes: int, /) -> None:
-        """Record no op; call `on_other(-1)` before one if more bytes than these are live."""
 
     def learn(self) -> None:
         """Record every op from here on, and learn the sequence."""
@@ -160,7 +146,7 @@ def new_gate(
     Args:
         mode: The dispatch mode to which it gives ops; not on the thread's stack meanwhile.
         counter: Counts the live bytes.
-        on_other: Called with the position of an op that is not the expected one, before it runs; -1 in `idle`.
+        on_other: Called with the position of an op that is not the expected one, before it runs.
         make_room: Called with the bytes that an op needs, before it runs, if they might not fit.
     """
     return load_gate().Gate(mode, counter, counter.live_capsule(), on_other, make_room)

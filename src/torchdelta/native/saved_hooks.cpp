@@ -8,8 +8,9 @@
 // `pack` also compares the sizes of the saved tensors with those of the last recorded step. The first one that is larger,
 // or one more, calls back on the main thread, between two instructions of Python: such a step is not known to fit.
 //
-// Steps that are recorded in part (runtime/record/partial.py) have a list of saved tensors: the size of each, and a number
-// if Python has to pack it, because it leaves, or because something is due when it is unpacked. All others get handles.
+// Steps that are recorded in part (runtime/record/partial.py) are compared with a list of saved tensors: the size of each,
+// and a number if Python has to pack it, because it leaves, or because something is due when it is unpacked. All others
+// get handles.
 #include <Python.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
@@ -34,18 +35,11 @@ struct Handle {
   Handle* next;
 };
 
-// The tensors that a step saves, in order.
+// The tensors that a step saves from some moment on, in order.
 struct Saves {
   PyObject_HEAD
   std::vector<int64_t>* sizes;    // in bytes
   std::vector<int64_t>* numbers;  // negative: Python need not pack it
-};
-
-enum class Partly {
-  kNot,        // steps are recorded as a whole, or not at all
-  kAwaiting,   // the next saved tensor is the first one of its step
-  kFollowing,  // the tensors that this step saves are compared with `saves`
-  kRecorded,   // Python packs all of this step
 };
 
 struct Hooks {
@@ -60,9 +54,8 @@ struct Hooks {
   size_t num_saved;                // by this step, if it is not recorded
   bool is_paused;
   Handle* newest;
-  Partly partly;
+  bool is_compared;  // whether the tensors that this step saves are compared with `saves`
   Saves* saves;
-  PyObject* on_first;       // (size in bytes) at the first saved tensor of a step; returns its `Saves`, or None
   PyObject* on_other;       // (index): the step saves another tensor
   PyObject* pack_numbered;  // (tensor, number)
 };
@@ -208,7 +201,6 @@ int hooks_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(hooks->pack_odd);
   Py_VISIT(hooks->on_modified);
   Py_VISIT(hooks->on_larger);
-  Py_VISIT(hooks->on_first);
   Py_VISIT(hooks->on_other);
   Py_VISIT(hooks->pack_numbered);
   return 0;
@@ -222,9 +214,8 @@ int hooks_clear(PyObject* self) {
   Py_CLEAR(hooks->pack_odd);
   Py_CLEAR(hooks->on_modified);
   Py_CLEAR(hooks->on_larger);
-  hooks->partly = Partly::kNot;
+  hooks->is_compared = false;
   Py_CLEAR(hooks->saves);
-  Py_CLEAR(hooks->on_first);
   Py_CLEAR(hooks->on_other);
   Py_CLEAR(hooks->pack_numbered);
   return 0;
@@ -277,22 +268,6 @@ PyObject* pack_handle(Hooks* hooks, PyObject* argument) {
   return is_plain(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
 }
 
-// Ask Python what the step that begins here saves. Return false if that failed.
-bool begin_partly(Hooks* hooks, int64_t size_bytes) {
-  hooks->partly = Partly::kRecorded;
-  PyObject* saves = PyObject_CallFunction(hooks->on_first, "L", static_cast<long long>(size_bytes));
-  if (saves == nullptr) return false;
-  hooks->num_saved = 0;  // the step before may have ended only now
-  if (Py_TYPE(saves) == saves_type && hooks->partly != Partly::kNot) {
-    Py_XSETREF(hooks->saves, reinterpret_cast<Saves*>(Py_NewRef(saves)));
-    hooks->partly = Partly::kFollowing;
-  } else if (hooks->partly == Partly::kAwaiting) {
-    hooks->partly = Partly::kRecorded;
-  }
-  Py_DECREF(saves);
-  return true;
-}
-
 // Return whether the step saves what it is expected to, and count that. Otherwise ask Python, which may fail.
 bool is_expected(Hooks* hooks, int64_t size_bytes, bool* failed) {
   const size_t index = hooks->num_saved;
@@ -301,7 +276,7 @@ bool is_expected(Hooks* hooks, int64_t size_bytes, bool* failed) {
     ++hooks->num_saved;
     return true;
   }
-  hooks->partly = Partly::kRecorded;
+  hooks->is_compared = false;
   PyObject* answer = PyObject_CallFunction(hooks->on_other, "n", static_cast<Py_ssize_t>(index));
   *failed = answer == nullptr;
   Py_XDECREF(answer);
@@ -315,8 +290,7 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
   const bool is_tensor = THPVariable_Check(argument);
   try {
     const int64_t size_bytes = is_tensor ? size_of(THPVariable_Unpack(argument)) : 0;
-    if (hooks->partly == Partly::kAwaiting && !begin_partly(hooks, size_bytes)) return nullptr;
-    if (hooks->partly == Partly::kFollowing) {
+    if (hooks->is_compared) {
       bool failed = false;
       if (is_expected(hooks, size_bytes, &failed)) {
         const int64_t number = (*hooks->saves->numbers)[hooks->num_saved - 1];
@@ -360,26 +334,23 @@ PyObject* hooks_pause(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* hooks_record_partly(PyObject* self, PyObject* arguments) {
+PyObject* hooks_compare(PyObject* self, PyObject* arguments) {
   Hooks* hooks = hooks_of(self);
-  PyObject *on_first, *on_other, *pack_numbered;
-  if (!PyArg_ParseTuple(arguments, "OOO", &on_first, &on_other, &pack_numbered)) return nullptr;
-  Py_XSETREF(hooks->on_first, Py_NewRef(on_first));
+  PyObject *saves, *on_other, *pack_numbered;
+  if (!PyArg_ParseTuple(arguments, "O!OO", saves_type, &saves, &on_other, &pack_numbered)) return nullptr;
+  Py_XSETREF(hooks->saves, reinterpret_cast<Saves*>(Py_NewRef(saves)));
   Py_XSETREF(hooks->on_other, Py_NewRef(on_other));
   Py_XSETREF(hooks->pack_numbered, Py_NewRef(pack_numbered));
-  hooks->partly = Partly::kAwaiting;
+  hooks->is_compared = true;
+  hooks->num_saved = 0;
   Py_RETURN_NONE;
 }
 
-PyObject* hooks_await_step(PyObject* self, PyObject*) {
+PyObject* hooks_end_comparison(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
-  if (hooks->partly != Partly::kNot) hooks->partly = Partly::kAwaiting;
-  Py_RETURN_NONE;
-}
-
-PyObject* hooks_is_complete(PyObject* self, PyObject*) {
-  Hooks* hooks = hooks_of(self);
-  return PyBool_FromLong(hooks->partly == Partly::kFollowing && hooks->num_saved == hooks->saves->sizes->size());
+  const bool is_complete = hooks->is_compared && hooks->num_saved == hooks->saves->sizes->size();
+  hooks->is_compared = false;
+  return PyBool_FromLong(is_complete);
 }
 
 PyObject* hooks_sizes(PyObject* self, PyObject*) {
@@ -401,8 +372,7 @@ PyObject* hooks_num_sizes(PyObject* self, PyObject*) { return PyLong_FromSize_t(
 PyObject* hooks_adopt(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);
-  hooks->is_paused = false;
-  hooks->partly = Partly::kNot;
+  hooks->is_paused = hooks->is_compared = false;
   hooks->sizes->clear();  // those of the rest of the step: it will not equal another
   std::vector<Handle*> handles;
   for (Handle* handle = hooks->newest; handle != nullptr; handle = handle->next) {
@@ -444,7 +414,7 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
 PyObject* hooks_end_step(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
   hooks->num_saved = 0;
-  if (hooks->partly != Partly::kNot) hooks->partly = Partly::kAwaiting;
+  hooks->is_compared = false;
   if (hooks->is_paused) Py_RETURN_TRUE;
   const size_t num_saved = hooks->sizes->size();
   const bool is_same = num_saved > 0 && num_saved < kMostSizes && *hooks->sizes == *hooks->expected;
@@ -465,10 +435,10 @@ PyMethodDef hooks_methods[] = {
     {"pause", hooks_pause, METH_NOARGS, "Make handles, without Python, from now on."},
     {"adopt", hooks_adopt, METH_NOARGS,
      "Call the Python hooks from now on, and pack with them what the living handles hold. Return their number."},
-    {"record_partly", hooks_record_partly, METH_VARARGS,
-     "Compare what each step saves with a list (on_first, on_other, pack_numbered), from the next step on."},
-    {"await_step", hooks_await_step, METH_NOARGS, "The next saved tensor is the first one of its step."},
-    {"is_complete", hooks_is_complete, METH_NOARGS, "Return whether the step has saved all that its list has."},
+    {"compare", hooks_compare, METH_VARARGS,
+     "Compare what this step saves from here on with a list: (saves, on_other, pack_numbered)."},
+    {"end_comparison", hooks_end_comparison, METH_NOARGS,
+     "Call the Python hooks from now on. Return whether the step has saved all that the list has."},
     {"sizes", hooks_sizes, METH_NOARGS, "Return the sizes of what Python has packed in this step."},
     {"num_sizes", hooks_num_sizes, METH_NOARGS, "Return how many these are, the running one included."},
     {"end_step", hooks_end_step, METH_NOARGS,

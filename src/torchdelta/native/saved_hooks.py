@@ -74,20 +74,17 @@ del y
 assert gone() is None and hooks.num_handles() == 0
 hooks.adopt()
 events = []
-def on_first(size):
-    events.append(size)
-    return module.Saves([32, 32], [-1, 7])
 def numbered(tensor, number):
     events.append(("number", number))
     return pack(tensor)
-hooks.record_partly(on_first, lambda index: events.append(("other", index)), numbered)
 seen.clear()
 for size in (8, 9):
+    hooks.compare(module.Saves([32, 32], [-1, 7]), lambda index: events.append(("other", index)), numbered)
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
         y = torch.randn(8, requires_grad=True).exp()
         y = torch.cat([y, y[:size - 8]]).tanh()
-    assert hooks.is_complete() == (size == 8), size
-    assert events == [32, ("number", 7) if size == 8 else ("other", 1)], events
+    assert hooks.end_comparison() == (size == 8), size
+    assert events == [("number", 7) if size == 8 else ("other", 1)], events
     assert seen == ["pack"] and hooks.num_sizes() == (size == 9), seen
     y.sum().backward()
     events.clear()
@@ -122,28 +119,24 @@ class NativeHooks(Protocol):
         """Return the number of living handles."""
         ...
 
-    def record_partly(
+    def compare(
         self,
-        on_first: Callable[[int], object | None],
+        saves: object,
         on_other: Callable[[int], object],
         pack_numbered: Callable[[torch.Tensor, int], Any],
         /,
     ) -> None:
-        """Compare what each step saves with a list, from the next step on, until `adopt`.
+        """Compare what this step saves from here on with a list, and make handles without Python for most of it.
 
         Args:
-            on_first: Called with the bytes of a step's first saved tensor; returns the step's `new_saves`, or None: the
-                Python hook then packs the whole step.
+            saves: What `new_saves` has made.
             on_other: Called with the position of a saved tensor that is not the expected one; the Python hook packs
-                it.
+                it, and all later ones.
             pack_numbered: The hook for saved tensors that have a number.
         """
 
-    def await_step(self) -> None:
-        """Take the next saved tensor for the first one of its step."""
-
-    def is_complete(self) -> bool:
-        """Return whether the step has saved all that its list has."""
+    def end_comparison(self) -> bool:
+        """Call the Python hooks from now on. Return whether the step has saved all that the list has."""
         ...
 
     def sizes(self) -> list[int]:
@@ -181,10 +174,10 @@ def new_hooks(
 
 
 def new_saves(sizes_bytes: list[int], numbers: list[int]) -> object:
-    """Return a list of saved tensors for `NativeHooks.record_partly`. Call this only where there are such hooks.
+    """Return a list of saved tensors for `NativeHooks.compare`. Call this only where there are such hooks.
 
     Args:
-        sizes_bytes: By saved tensor of a step, all of them.
+        sizes_bytes: By saved tensor.
         numbers: For those that the Python hook packs, by a number; -1 for all others.
     """
     return loaded(_SOURCE, _MODULE_NAME, _SELF_TEST).Saves(sizes_bytes, numbers)

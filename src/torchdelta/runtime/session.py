@@ -351,6 +351,7 @@ class Session:
         self.traces.end()
         self.placing.on_step_end()
         self.follower.on_step_end()
+        self.partial.on_step_end()
         self.following.on_step_end(self.steps)
         self.programs.on_step_end(self.steps.last_peak_bytes, self.steps.last_time_s)
         if not self.ledger.is_closing:

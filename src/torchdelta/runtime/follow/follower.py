@@ -95,6 +95,7 @@ class Follower:
         self._due: dict[int, Due] = {}
         self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
         self.learning: Learning | None = None  # while the outline of a step is learned
+        self.on_watched: Callable[[Program], None] | None = None  # at the first save that the step's program watches
         self._is_blind = False  # whether the rest of the step's saves is not numbered
         self._saved: dict[int, weakref.ref[Buffer]] = {}  # by save
         self._swapped: list[weakref.ref[Buffer] | None] = []  # in the order of the program's copies out
@@ -166,6 +167,8 @@ class Follower:
             running = self._running
         if running is not None:
             self._evict(running.schedule, save)
+            if self.on_watched is not None and self._is_exact and save == running.schedule.first_watched:
+                self.on_watched(running)
         return save
 
     def before_unpack(self, save: int, buffer: Buffer) -> None:
@@ -244,17 +247,10 @@ class Follower:
 
     # -- a step that is recorded in part
 
-    def begin_outlined(self, program: Program) -> None:
-        """Begin a program at the first save: the step is expected to save what its outline has."""
-        self.position.restart(self.room.usage.total_bytes)
-        self._saved.clear()
-        self._is_exact = True
-        self._begin(program)
-
     def complete_outlined(self) -> None:
         """Note that the step has saved all that its outline has."""
         if self._running is not None:
-            self.position.complete(self._running.key, self._running.schedule.exact_hashes[0])
+            self.position.complete(self._running.key)
 
     def leave_outlined(self, why: str) -> None:
         """Stop following for the rest of this step, and do not number its saves: the earlier ones were not all seen."""
@@ -270,16 +266,13 @@ class Follower:
             self.leave(f"it saved other tensors: from save {save} on")
             return
         program, self._is_exact = chosen
-        self._begin(program)
-        for earlier in range(save):
-            self._evict(program.schedule, earlier)
-
-    def _begin(self, program: Program) -> None:
         self._running = program
         self._due = dict(program.schedule.due)
         self._swapped.clear()
         self._num_released = 0
         self.room.is_followed = True
+        for earlier in range(save):
+            self._evict(program.schedule, earlier)
 
     def _stop(self) -> None:
         self._running = None

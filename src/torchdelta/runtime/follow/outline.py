@@ -3,8 +3,8 @@
 [Note: recording in part]
 A program replays some ops; recording all others costs Python and is of no use. So one followed step is recorded as a
 whole to learn its outline: the sequence of its ops and saved tensors, which ops were replayed, which write to existing
-tensors, and what each one needs. Later steps are compared with it in C++ (native/gate.cpp, native/saved_hooks.cpp), and
-Python sees only
+tensors, and what each one needs. It begins where the program first has something to do; by then it is known which step
+this is. Later steps are compared with it in C++ (native/gate.cpp, native/saved_hooks.cpp), and Python sees only
 
 * the ops that were replayed in the learned step, and those that write what these or a saved tensor have read before,
 * the saved tensors that leave, and those at whose unpack something is due,
@@ -35,23 +35,19 @@ __all__ = ["Learning", "Outline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """The ops and saved tensors of a step, from its first saved tensor to its backward.
+    """The ops and saved tensors of a step, from the first saved tensor that its program watches to its backward.
 
     Attributes:
         ops: For the gate.
         saves: For the hooks.
-        first_bytes: Of the first saved tensor.
         num_ops: How many ops there are.
         num_recorded: How many of them are recorded.
-        reads_start: Whether a replay reads what ops before the first saved tensor have made: these are then recorded.
     """
 
     ops: object
     saves: object
-    first_bytes: int
     num_ops: int
     num_recorded: int
-    reads_start: bool
 
 
 class Learning:
@@ -76,7 +72,7 @@ class Learning:
         self._numbers: dict[int, int] = {}  # by saved tensor: its number among those that may leave
         self._hashes: list[int] = []
         self._sizes_bytes: list[int] = []
-        self._reads_start = False
+        self._first = hooks.num_sizes()  # the position, among all saved tensors of the step, of the first one here
 
     def on_op(self, entry: OpEntry | None, need_bytes: int, overwritten: list[Buffer]) -> None:
         """Note what the running op needs, what it reads, and whose content it has ended."""
@@ -95,24 +91,22 @@ class Learning:
 
     def on_save(self, number: int) -> None:
         """Note the number of the tensor that is being saved."""
-        self._numbers[self._hooks.num_sizes() - 1] = number
+        self._numbers[self._hooks.num_sizes() - 1 - self._first] = number
 
     def on_forward_end(self) -> None:
         """Take what the gate and the hooks have seen: backward begins."""
         self._hashes = self._gate.learned()
-        self._sizes_bytes = self._hooks.sizes()
+        self._sizes_bytes = self._hooks.sizes()[self._first :]
 
     def on_replay(self, entry: OpEntry) -> None:
         """Note that an op is replayed."""
-        if entry.position >= 0:
+        if entry.position >= 0:  # else it ran before, where all ops are recorded
             self._replayed.add(entry.position)
-        else:
-            self._reads_start = True
 
     def outline(self) -> Outline | None:
         """Return the outline; None if the saved tensors were not those of the program."""
         schedule = self.program.schedule
-        if list(self._numbers.values()) != list(range(schedule.num_saves)) or not self._hashes:
+        if list(self._numbers.values()) != list(range(schedule.first_watched + 1, schedule.num_saves)):
             return None
         numbers = [self._numbers.get(index, -1) for index in range(len(self._sizes_bytes))]
         positions = range(len(self._hashes))
@@ -126,10 +120,8 @@ class Learning:
             saves=new_saves(
                 self._sizes_bytes, [number if number in schedule.watched_saves else -1 for number in numbers]
             ),
-            first_bytes=self._sizes_bytes[0],
             num_ops=len(positions),
             num_recorded=len(recorded),
-            reads_start=self._reads_start,
         )
 
     def _recorded(self) -> set[int]:

@@ -65,10 +65,9 @@ class Position:
         self.shape_free = next_shape_free_hash(self.shape_free, signature)
         self.saved_bytes += size_bytes
 
-    def complete(self, key: Key, first: int) -> None:
-        """Go to the end of a step whose saves were compared elsewhere (outline.py)."""
+    def complete(self, key: Key) -> None:
+        """Go to the end of a step whose later saves were compared elsewhere (outline.py)."""
         self.num_saves, self.exact = key
-        self.first = first
 
     @property
     def key(self) -> Key:

@@ -67,6 +67,11 @@ class Schedule:
     num_not_carried_out: int = 0
 
     @property
+    def first_watched(self) -> int:
+        """The first of `watched_saves`; -1 if there is none."""
+        return min(self.watched_saves, default=-1)
+
+    @property
     def num_saves(self) -> int:
         """Saves of the whole step."""
         return len(self.exact_hashes)

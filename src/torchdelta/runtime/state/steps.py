@@ -42,6 +42,7 @@ class StepTracker:
         self.last_peak_bytes = 0  # of the latest step
         self.last_time_s = 0.0
         self.is_in_optimizer = False
+        self.has_stepped = False  # whether the latest step has ended with an optimizer's
         self.node_name = ""  # of the running autograd node, if its ops are recorded
         self.on_step_end: Callable[[], None] | None = None
         self.startup_s = 0.0  # from the start to the first saved tensor of the first step
@@ -194,6 +195,7 @@ class StepTracker:
         del self._rows[: -MAX_SUMMARIES * _ROW]
         self.num_steps += 1
         self.num_optimizer_steps += had_optimizer
+        self.has_stepped = had_optimizer
         self.last_peak_bytes = self.ledger.usage.peak_bytes
         self._begin()
         if self.on_step_end is not None:
