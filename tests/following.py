@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 UNLIMITED_BYTES = 2**40
 UNLIMITED = f"{UNLIMITED_BYTES // 2**40}TiB"
-NUM_STEPS = 4  # reactive, traced, followed and watched, followed
+NUM_STEPS = 7  # reactive, traced, followed and watched, followed, one that teaches the outline, recorded in part
 _LEAVING_SHARE = 0.8
 
 

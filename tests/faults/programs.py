@@ -192,7 +192,7 @@ def level(session: Session) -> Level:
         num_handles=session.ledger.num_handles,
         num_held=len(session.ledger.held),
         tier_bytes=tier.used_bytes if tier is not None else 0,
-        num_modes=num_modes(),
+        num_modes=num_modes() + session.partial.is_on,  # then the gate gives the recorder its ops
         num_threads=threading.active_count(),
     )
 

@@ -304,6 +304,8 @@ class Session:
             return
         self.room.transfers.note_stall()
         self.steps.on_backward_end(keeps_graph=keeps_graph)
+        if error is None and not keeps_graph:
+            self.partial.begin_if_followed()
         if self.ledger.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all saved tensors were kept, so no last handle will trigger this
         if self.survey is not None and not isinstance(error, BudgetError | KeyboardInterrupt):

@@ -123,11 +123,15 @@ class PartialRecording:
         elif not is_own:
             self._num_alike = 0
 
+    def begin_if_followed(self) -> None:
+        """Record the next step in part if the latest one was followed. Call this between a backward and a forward."""
+        if self._phase is _Phase.OFF and self._may_begin() and self._has_gate():
+            self._begin()
+
     def on_optimizer_end(self) -> None:
-        """Record the next step in part, if that is expected to do."""
+        """Go on with recording after an optimizer's step."""
         if self._phase is _Phase.OFF:
-            if self._may_begin() and self._has_gate():
-                self._begin()
+            self.begin_if_followed()
         elif self._must_end or not self._is_quiet():
             self.end("a step is recorded as a whole")
         elif self._phase is _Phase.PAUSED:
@@ -154,7 +158,6 @@ class PartialRecording:
             and ended.program is not None
             and ended.program.num_others < _MOST_OTHERS
             and ended.is_exact
-            and not ended.was_watched
             and self._is_quiet()
             and self._ledger.num_handles == 0
             and self._recorder.persistents is None
@@ -277,6 +280,7 @@ class PartialRecording:
             known = self._known.get(self._program)
         elif self._learning is not None:
             self._learning.on_forward_end()
+            self._recorder.learning = self._follower.learning = None
         gate.close()
         backward = self._backward
         try:
