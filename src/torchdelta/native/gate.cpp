@@ -15,11 +15,12 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
+
+#include "above_autograd.h"
 
 namespace {
 
@@ -115,28 +116,8 @@ struct WithInterpreter {
   ~WithInterpreter() { PyGILState_Release(state); }
 };
 
-// An op runs below autograd. What Python does in the middle of one makes aliases that share a version counter, which
-// only autograd's kernels do. Modes may come onto the stack or leave it meanwhile, so the set of keys is not restored
-// as a whole.
-struct AboveAutograd {
-  static constexpr std::array<DispatchKey, 4> keys = {DispatchKey::AutogradFunctionality, DispatchKey::AutogradOther,
-                                                      DispatchKey::AutogradNestedTensor, DispatchKey::ADInplaceOrView};
-  std::array<bool, keys.size()> was_excluded{};
-  AboveAutograd() {
-    for (size_t index = 0; index < keys.size(); ++index) {
-      was_excluded[index] = c10::impl::tls_is_dispatch_key_excluded(keys[index]);
-      c10::impl::tls_set_dispatch_key_excluded(keys[index], false);
-    }
-  }
-  ~AboveAutograd() {
-    for (size_t index = 0; index < keys.size(); ++index) {
-      c10::impl::tls_set_dispatch_key_excluded(keys[index], was_excluded[index]);
-    }
-  }
-};
-
 void ask(PyObject* function, int64_t argument) {
-  const AboveAutograd keys;
+  const AboveAutograd guard_of_keys;
   const WithInterpreter guard;
   PyObject* answer = PyObject_CallFunction(function, "L", static_cast<long long>(argument));
   if (answer == nullptr) throw python_error();
@@ -152,7 +133,16 @@ struct WithMode {
   }
 };
 
-void record(Gate* gate, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// Torch makes a tensor of a subclass, such as a parameter, from an alias that must not have a Python object yet. It
+// takes dispatch modes off the stack for that; the recorder is not there. It records no aliases anyway.
+bool makes_alias(const c10::OperatorHandle& op) {
+  static const c10::OperatorHandle detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
+  static const c10::OperatorHandle alias = c10::Dispatcher::singleton().findSchemaOrThrow("aten::alias", "");
+  return op == detach || op == alias;
+}
+
+void record(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
+  if (makes_alias(op)) return op.redispatchBoxed(below, stack);
   const std::shared_ptr<Mode> mode = *gate->shared_mode;
   WithMode guard(mode);
   at::impl::MaybeSetTLSOnEntryGuard snapshot;
@@ -174,11 +164,11 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
     case State::kOff:
       break;
     case State::kRecording:
-      return record(gate, op, stack);
+      return record(gate, op, below, stack);
     case State::kLearning:
       gate->learned->push_back(hash_of(op, *stack));
       ++gate->position;
-      return record(gate, op, stack);
+      return record(gate, op, below, stack);
     case State::kFollowing: {
       const std::vector<Op>& ops = *gate->sequence->ops;
       const size_t position = gate->position;
@@ -188,7 +178,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       }
       ++gate->position;
       const Op& expected = ops[position];
-      if (expected.is_recorded) return record(gate, op, stack);
+      if (expected.is_recorded) return record(gate, op, below, stack);
       if (expected.need_bytes > 0 &&
           gate->live->load(std::memory_order_relaxed) + expected.need_bytes > gate->most_bytes) {
         ask(gate->make_room, expected.need_bytes);

@@ -21,6 +21,8 @@
 #include <new>
 #include <vector>
 
+#include "above_autograd.h"
+
 namespace {
 
 struct Hooks;
@@ -371,6 +373,7 @@ PyObject* hooks_num_sizes(PyObject* self, PyObject*) { return PyLong_FromSize_t(
 
 PyObject* hooks_adopt(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
+  const AboveAutograd guard_of_keys;
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);
   hooks->is_paused = hooks->is_compared = false;
   hooks->sizes->clear();  // those of the rest of the step: it will not equal another

@@ -115,6 +115,7 @@ class Session:
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
         self.partial = PartialRecording(self.recorder, self.saved, self.steps, self.backward)
+        self.room.find_more = self.partial.find_more
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
         self.placing = open_arena(

@@ -91,6 +91,7 @@ class Room:
         self.is_followed = False  # a program is carried out: only its misses are made up for here
         self.is_optional = False  # what room is made for now can wait: see `NoRoomError`
         self.num_waits = 0  # times that a followed step waited here
+        self.find_more: Callable[[], bool] | None = None  # makes more buffers known that may leave
         self.digests = False  # verify="first-step": hash buffers when they are dropped
         self.largest_request_bytes = 0
         self.reserved_bytes = 0  # for an autograd node whose ops are not recorded, while it unpacks its saved tensors
@@ -126,6 +127,9 @@ class Room:
             self.ledger.sweep()
             self.collect_garbage()
             self._evict_down_to(budget_bytes - size_bytes)  # buffers that garbage also kept alive
+            usage.ask_counter()
+        if usage.total_bytes + size_bytes > budget_bytes and self.find_more is not None and self.find_more():
+            self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
         if usage.total_bytes + size_bytes > budget_bytes:
             if self.is_optional:

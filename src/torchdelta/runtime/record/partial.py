@@ -26,7 +26,7 @@ from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
 from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
-from torchdelta.native.gate import gate_is_built, load_gate, new_gate
+from torchdelta.native.gate import gate_is_built, load_gate, new_gate, new_sequence
 from torchdelta.runtime.follow.outline import Learning
 from torchdelta.runtime.interrupts import is_in_section, shielded
 
@@ -250,6 +250,19 @@ class PartialRecording:
         if self._phase is _Phase.OUTLINED and self._program is not None:
             self._program.num_others += 1
         self.end(why)
+
+    def find_more(self) -> bool:
+        """Let all that this step has saved leave: the budget is short. Return whether that is more than before."""
+        hooks, gate = self.hooks, self._gate
+        if self._phase is not _Phase.OUTLINED or hooks is None or gate is None or not hooks.num_handles():
+            return False
+        self._follower.leave_outlined("the budget was short")
+        hooks.adopt()
+        if graph_task_id() == -1:
+            gate.follow(new_sequence([], [], []), _NO_LIMIT)  # an op may be running: recording resumes before the next one
+        else:
+            self._must_end = True
+        return True
 
     def on_limit(self) -> None:
         """Resume recording: the budget is passed between a backward and the end of the optimizer's step."""
