@@ -147,6 +147,8 @@ class Follower:
             return -1
         if self.number >= 0:
             self._saved[self.number] = weakref.ref(buffer)
+            if self.transfers.leaving:
+                self.transfers.reap()  # no op does that meanwhile
             if self._running is not None:
                 self._evict(self._running.schedule, self.number)
             return self.number

@@ -289,6 +289,7 @@ class PartialRecording:
             if not (hooks.end_comparison() and gate.is_complete()):
                 self._leave_outline("its backward began early")
                 return self._backward.run(original, outputs, *args, **kwargs)
+            self._room.transfers.reap()
             self._follower.complete_outlined()
             known = self._known.get(self._program)
         elif self._learning is not None:
