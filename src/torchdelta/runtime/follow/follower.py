@@ -155,6 +155,7 @@ class Follower:
         position = self.position
         save = position.num_saves
         if save == 0:
+            self.room.usage.ask_counter()
             position.restart(self.room.usage.total_bytes)
             self._saved.clear()
         position.add(signature_of(buffer, view), buffer.size_bytes)
