@@ -130,7 +130,7 @@ RUNTIME_ORDER = (
     {"follow"},
     {"record"},
     {"survey", "observe"},
-    {"report"},
+    {"report", "shared_tier"},
     {"current"},
     {"patches"},
     {"session"},

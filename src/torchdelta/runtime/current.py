@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.record.backward import Backward
     from torchdelta.runtime.record.compiled import CompiledRegions
+    from torchdelta.runtime.record.partial import PartialRecording
     from torchdelta.runtime.record.pause import Pause
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.record.transforms import Transforms
@@ -26,6 +27,7 @@ class Running(Protocol):
     backward: Backward
     compiled: CompiledRegions
     device: Device
+    partial: PartialRecording
     pause: Pause
     recorder: Recorder
     transforms: Transforms

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from torchdelta.host import num_processes_here, share_bytes
 from torchdelta.summary import Summary, least_slowdown, most_slowdown
 from torchdelta.units import format_bytes
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.steps import StepTracker
     from torchdelta.summary import FollowSummary, PlainPeak
 
-__all__ = ["log_first_step", "log_result", "log_shares", "log_start", "summarize"]
+__all__ = ["log_first_step", "log_result", "log_start", "summarize"]
 
 _logger = logging.getLogger("torchdelta")
 
@@ -97,19 +96,3 @@ def log_result(summary: Summary) -> None:
     slowdown = summary.slowdown_at_least
     cost = f"; at least x{slowdown:.2f} of the plain time" if summary.evicted and slowdown is not None else ""
     _logger.log(logging.WARNING if summary.over_bytes else logging.INFO, "result: %s%s", summary.headline(), cost)
-
-
-def log_shares(config: Config) -> None:
-    """Log what this process gets of the host and the disk budget, if it shares them with others of this machine."""
-    sizes_bytes = {"host_budget": config.host_budget_bytes, "disk_budget": config.disk_budget_bytes}
-    shares = [
-        f"{format_bytes(share)} of the {name} of {format_bytes(size_bytes)}"
-        for name, size_bytes in sizes_bytes.items()
-        if size_bytes is not None and (share := share_bytes(size_bytes)) is not None
-    ]
-    if num_processes_here() > 1 and shares:
-        _logger.info(
-            "this process gets %s, which the %d training processes of this machine share (LOCAL_WORLD_SIZE)",
-            " and ".join(shares),
-            num_processes_here(),
-        )

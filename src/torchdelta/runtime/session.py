@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,6 @@ from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
-from torchdelta.host import share_bytes
 from torchdelta.modules import ModulePaths
 from torchdelta.notices import warn_once
 from torchdelta.runtime import interrupts, patches
@@ -50,14 +50,14 @@ from torchdelta.runtime.record.resized import Resizes
 from torchdelta.runtime.record.saved import SavedTensors
 from torchdelta.runtime.record.subclasses import Subclasses
 from torchdelta.runtime.record.transforms import Transforms
-from torchdelta.runtime.report import log_first_step, log_result, log_shares, log_start, summarize
+from torchdelta.runtime.report import log_first_step, log_result, log_start, summarize
+from torchdelta.runtime.shared_tier import open_shared_tier
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.steps import StepTracker
 from torchdelta.runtime.survey.first_step import first_step_bytes, is_trial
 from torchdelta.runtime.survey.program_state import drop_fake_gradients
 from torchdelta.runtime.survey.survey import Survey
-from torchdelta.runtime.tiers import open_tier
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
@@ -83,7 +83,7 @@ class Session:
         self.steps = StepTracker(self.ledger, self.counters)
         self.steps.on_step_end = self._on_step_end
 
-        transfers = Transfers(self.ledger, self.counters, self._open_tier)
+        transfers = Transfers(self.ledger, self.counters, partial(open_shared_tier, config, torch_device))
         find = Owners(self.ledger).find
         all_leave = config.decision_class == "all"
         self.room = Room(
@@ -126,20 +126,8 @@ class Session:
         )
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._optimizer_hooks: list[Any] = []
-        # Optimizers whose first step was tried on fake tensors.
-        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # tried on fake tensors
         self._process_id = os.getpid()
-
-    def _open_tier(self) -> Any:
-        log_shares(self.config)
-        return open_tier(
-            self.config.tier,
-            device=self.ledger.device,
-            swap_dir=self.config.swap_dir,
-            host_budget_bytes=share_bytes(self.config.host_budget_bytes),
-            disk_budget_bytes=share_bytes(self.config.disk_budget_bytes),
-            checksum=self.config.checksum,
-        )
 
     # -- on and off
 

@@ -32,7 +32,7 @@ from torchdelta.runtime.state.buffer import Residence
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchdelta.runtime.follow.outline import Learning
+    from torchdelta.runtime.follow.learning import Learning
     from torchdelta.runtime.follow.program import Key, Program, Proof
     from torchdelta.runtime.follow.schedule import Due, Schedule
     from torchdelta.runtime.memory.restore import Restorer

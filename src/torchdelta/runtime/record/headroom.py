@@ -77,7 +77,7 @@ class KnownBackward:
         self._leaves = [weakref.ref(leaf) for leaf in graph.leaves]
 
     def is_same(self, num_needs: int) -> bool:
-        """Return whether the leaves are as they were. That the nodes are the same, the outline of the step has shown."""
+        """Return whether the leaves are as they were; that the nodes are the same follows from the step's outline."""
         if num_needs != self.num_needs:
             return False
         for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):

@@ -1,15 +1,15 @@
-"""Records followed steps in part: only what their program replays or moves. See [Note: recording in part] in outline.py.
+"""Records of a followed step only what its program replays or moves: see [Note: recording in part] in outline.py.
 
-While this is on, the recorder is off the thread's stack, and the gate (native/gate.py) gives it the ops. A step has these
-phases:
+While this is on, the recorder is off the thread's stack, and the gate (native/gate.py) gives it the ops. A step has
+these phases:
 
 1. From its start on, every op is recorded, as in any followed step.
-2. At the first saved tensor that its program watches, what comes next is known. A program without an outline learns it from
-   here on. One with an outline has only recorded what that names; where the step differs, or the budget has no room,
-   recording resumes before the op that differs.
+2. At the first saved tensor that its program watches, what comes next is known. A program without an outline learns
+   it from here on. With an outline, only what that names is recorded; where the step differs, or the budget has no
+   room, recording resumes before the op that differs.
 3. Its backward runs as that of any followed step.
-4. After that, nothing is recorded until the optimizer has stepped, if steps have been alike for a while. The tape is cut,
-   so no replay can read what is written meanwhile.
+4. After that, nothing is recorded until the optimizer has stepped, if steps have been alike for a while. The tape is
+   cut, so no replay can read what is written meanwhile.
 
 This needs the counter at the allocator and the native hooks; without them followed steps are recorded as a whole.
 """
@@ -27,7 +27,7 @@ from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
 from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import gate_is_built, load_gate, new_gate, new_sequence
-from torchdelta.runtime.follow.outline import Learning
+from torchdelta.runtime.follow.learning import Learning
 from torchdelta.runtime.interrupts import is_in_section, shielded
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ class PartialRecording:
     def _on_watched(self, program: Program) -> None:
         """Learn or use the outline of a program: the first of the saved tensors that it watches is being saved."""
         gate, hooks = self._gate, self.hooks
-        assert gate is not None and hooks is not None
+        assert gate is not None
+        assert hooks is not None
         if self._phase is not _Phase.WHOLE or program.num_others >= _MOST_OTHERS or not self._is_quiet():
             return
         self._program = program
@@ -259,7 +260,9 @@ class PartialRecording:
         self._follower.leave_outlined("the budget was short")
         hooks.adopt()
         if graph_task_id() == -1:
-            gate.follow(new_sequence([], [], []), _NO_LIMIT)  # an op may be running: recording resumes before the next one
+            gate.follow(
+                new_sequence([], [], []), _NO_LIMIT
+            )  # an op may be running: recording resumes before the next one
         else:
             self._must_end = True
         return True
@@ -278,7 +281,8 @@ class PartialRecording:
     def run_backward(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward: that of a followed step, if this one was like its outline."""
         gate, hooks = self._gate, self.hooks
-        assert gate is not None and hooks is not None
+        assert gate is not None
+        assert hooks is not None
         if graph_task_id() != -1 or is_transforming():
             return original(outputs, *args, **kwargs)
         if self._phase is _Phase.PAUSED:
@@ -298,7 +302,9 @@ class PartialRecording:
         gate.close()
         backward = self._backward
         try:
-            is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)  # the graph goes, all leaves get theirs
+            is_usual = not any(args[1:]) and kwargs.get(
+                "accumulate_grad", False
+            )  # the graph goes, all leaves get theirs
             if known is not None and is_usual and backward.runs_known(known):
                 return backward.run_known(original, outputs, *args, **kwargs)
             return backward.run(original, outputs, *args, **kwargs)
@@ -344,7 +350,8 @@ class PartialRecording:
             return
         _logger.debug("steps are recorded as a whole again: %s", why)
         gate, hooks = self._gate, self.hooks
-        assert gate is not None and hooks is not None
+        assert gate is not None
+        assert hooks is not None
         if self._phase is _Phase.OUTLINED:
             self._follower.leave_outlined(why)
         elif self._phase is _Phase.PAUSED:

@@ -28,7 +28,7 @@ from torchdelta.runtime.state.kinds import runs_own_ops
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, generator_of
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.follow.outline import Learning
+    from torchdelta.runtime.follow.learning import Learning
     from torchdelta.runtime.memory.restore import Restorer
     from torchdelta.runtime.record.other_streams import OtherStreams
     from torchdelta.runtime.record.saved import SavedTensors

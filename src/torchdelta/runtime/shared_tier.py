@@ -1,0 +1,49 @@
+"""Opens the tier of a session, with this process's shares of what the processes of a machine share."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torchdelta.host import num_processes_here, share_bytes
+from torchdelta.runtime.tiers import open_tier
+from torchdelta.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchdelta.config import Config
+    from torchdelta.runtime.tiers import Tier
+
+__all__ = ["open_shared_tier"]
+
+_logger = logging.getLogger("torchdelta")
+
+
+def open_shared_tier(config: Config, device: torch.device) -> Tier:
+    """Open the tier that a configuration names. The caller closes it."""
+    _log_shares(config)
+    return open_tier(
+        config.tier,
+        device=device,
+        swap_dir=config.swap_dir,
+        host_budget_bytes=share_bytes(config.host_budget_bytes),
+        disk_budget_bytes=share_bytes(config.disk_budget_bytes),
+        checksum=config.checksum,
+    )
+
+
+def _log_shares(config: Config) -> None:
+    """Log what this process gets of the host and the disk budget, if it shares them with others of this machine."""
+    sizes_bytes = {"host_budget": config.host_budget_bytes, "disk_budget": config.disk_budget_bytes}
+    shares = [
+        f"{format_bytes(share)} of the {name} of {format_bytes(size_bytes)}"
+        for name, size_bytes in sizes_bytes.items()
+        if size_bytes is not None and (share := share_bytes(size_bytes)) is not None
+    ]
+    if num_processes_here() > 1 and shares:
+        _logger.info(
+            "this process gets %s, which the %d training processes of this machine share (LOCAL_WORLD_SIZE)",
+            " and ".join(shares),
+            num_processes_here(),
+        )

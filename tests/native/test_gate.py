@@ -1,0 +1,236 @@
+"""The gate alone: which ops reach the mode, what differs, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdelta._torch.modes import num_modes
+from torchdelta.errors import NativeError
+from torchdelta.native.counting import LimitedCounter, counting_status, new_counter
+from torchdelta.native.gate import Gate, load_gate, new_gate, new_sequence
+
+pytestmark = pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts")
+
+
+class Seen(TorchDispatchMode):
+    """Lists the ops that it sees, and whether autocast is on where they were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched:
+    """A gate, and what it asks."""
+
+    def __init__(self) -> None:
+        assert not isinstance(load_gate(), NativeError)
+        self.mode = Seen()
+        self.counter: LimitedCounter = new_counter()  # type: ignore[assignment]
+        self.asked: list[tuple[str, int]] = []
+        self.gate: Gate = new_gate(self.mode, self.counter, self.on_other, self.make_room)
+
+    def on_other(self, position: int) -> None:
+        """See no further op."""
+        self.asked.append(("other", position))
+        self.gate.end()
+
+    def make_room(self, need_bytes: int) -> None:
+        """Find that there is room."""
+        self.asked.append(("room", need_bytes))
+
+    def learn(self, step: Any) -> list[int]:
+        """Return the hashes of the ops of a step."""
+        self.gate.learn()
+        step()
+        hashes = self.gate.learned()
+        self.gate.close()
+        return hashes
+
+    def follow(self, hashes: list[int], step: Any, recorded: set[int] = frozenset()) -> bool:  # type: ignore[assignment]
+        """Follow a step. Return whether it was complete."""
+        self.mode.names.clear()
+        self.asked.clear()
+        sequence = new_sequence(hashes, [0] * len(hashes), [index in recorded for index in range(len(hashes))])
+        self.gate.follow(sequence, 1 << 40)
+        try:
+            step()
+            return self.gate.is_complete()
+        finally:
+            self.gate.close()
+
+
+def _included_keys() -> str:
+    return str(torch._C._dispatch_tls_local_include_set())  # noqa: SLF001 - there is no public way
+
+
+@pytest.fixture
+def watched() -> Any:
+    """Return a gate that is closed at the end."""
+    made = Watched()
+    yield made
+    made.gate.close()
+    assert num_modes() == 0
+
+
+def test_a_followed_step_shows_only_what_is_to_be_recorded(watched: Watched) -> None:
+    """The other ops run as without a gate: same results, no Python."""
+    x = torch.randn(4, 4)
+
+    def step() -> torch.Tensor:
+        return ((x + 1) * 2).exp()
+
+    hashes = watched.learn(step)
+    assert len(hashes) == len(set(hashes)) == 3
+    assert watched.mode.names == ["add.Tensor", "mul.Tensor", "exp.default"]
+    assert watched.follow(hashes, step, {1})
+    assert watched.mode.names == ["mul.Tensor"]
+    assert not watched.asked
+
+
+DIFFERENCES = {
+    "another op": lambda x: (x + 1).exp(),
+    "another shape": lambda x: (x[:2] + 1).sum(0),
+    "another dtype": lambda x: (x.double() + 1).sum(0),
+    "another integer": lambda x: (x + 1).sum(1),
+    "a further op": lambda x: (x + 1).sum(0) + 1,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_asked_about_before_the_op_runs(watched: Watched, name: str) -> None:
+    """And the step goes on, unrecorded or recorded, whatever Python does there."""
+    x = torch.randn(4, 4)
+    hashes = watched.learn(lambda: (x + 1).sum(0))
+    assert not watched.follow(hashes, lambda: DIFFERENCES[name](x))
+    ((kind, position),) = watched.asked
+    assert kind == "other"
+    assert position <= len(hashes)
+
+
+def test_numbers_that_are_no_integers_may_differ(watched: Watched) -> None:
+    """Such as a learning rate: they change no shape."""
+    x = torch.randn(4)
+    hashes = watched.learn(lambda: x * 0.5)
+    assert watched.follow(hashes, lambda: x * 0.25)
+
+
+def test_a_step_that_ends_early_is_not_complete(watched: Watched) -> None:
+    """Whoever asks learns it."""
+    x = torch.randn(4)
+    hashes = watched.learn(lambda: torch.exp(x + 1))
+    assert not watched.follow(hashes, lambda: x + 1)
+    assert not watched.asked
+
+
+def test_room_is_asked_for_before_the_op(watched: Watched) -> None:
+    """Only where the live bytes and the need exceed the most."""
+    x = torch.zeros(100)
+    hashes = watched.learn(lambda: x + 1)
+    for live_bytes, asked in ((0, []), (601, [("room", 400)])):
+        watched.asked.clear()
+        watched.counter.add(live_bytes)
+        watched.gate.follow(new_sequence(hashes, [400], [False]), 1000)
+        x + 1
+        watched.gate.close()
+        watched.counter.add(-live_bytes)
+        assert watched.asked == asked
+
+
+def test_an_exception_of_a_callback_arrives(watched: Watched) -> None:
+    """As if the op had raised it; and nothing is left on."""
+
+    def fail(_position: int) -> None:
+        raise KeyboardInterrupt
+
+    gate = new_gate(watched.mode, watched.counter, fail, fail)
+    gate.follow(new_sequence([1], [0], [False]), 1000)
+    with pytest.raises(KeyboardInterrupt):
+        torch.zeros(1)
+    gate.close()
+    assert torch.zeros(1) + 1 == 1
+    assert not watched.mode.names
+
+
+def test_an_exception_of_the_mode_or_the_op_arrives(watched: Watched) -> None:
+    """The mode leaves the stack again, and no key stays on."""
+    keys = _included_keys()
+    watched.gate.record()
+    assert _included_keys() != keys
+    with pytest.raises(RuntimeError, match="must match"):
+        torch.zeros(3) + torch.zeros(4)
+    assert num_modes() == 0
+    watched.gate.close()
+    assert _included_keys() == keys
+
+
+def test_other_threads_are_not_watched(watched: Watched) -> None:
+    """Nor do they move the position of this one."""
+    x = torch.randn(4)
+    hashes = watched.learn(lambda: x + 1)
+
+    def step() -> None:
+        thread = threading.Thread(target=lambda: x.exp().sum())
+        thread.start()
+        thread.join()
+        x + 1
+
+    assert watched.follow(hashes, step)
+    assert not watched.asked
+
+
+def test_parameters_can_be_made_while_ops_are_recorded(watched: Watched) -> None:
+    """Torch makes them from an alias that must not have a Python object of another class."""
+    watched.gate.record()
+    layer = nn.Linear(3, 3)
+    copy = nn.Parameter(layer.weight.detach())
+    assert isinstance(copy, nn.Parameter)
+    assert torch.equal(copy, layer.weight)
+
+
+def test_modes_of_others_see_their_ops_first(watched: Watched) -> None:
+    """A mode that comes onto the stack in the middle of a step sees what it sees without a gate."""
+    x = torch.randn(4)
+    hashes = watched.learn(lambda: torch.exp(x + 1))
+    other = Seen()
+
+    def step() -> None:
+        y = x + 1
+        with other:
+            y.exp()
+
+    assert watched.follow(hashes, step, {1})
+    assert other.names == watched.mode.names == ["exp.default"]
+
+
+def test_a_gate_dies_with_its_owner() -> None:
+    """It is part of a circle with the mode: the collector finds it."""
+    watched = Watched()
+    watched.gate.record()
+    torch.zeros(1)
+    watched.gate.close()
+    gone = weakref.ref(watched.mode)
+    del watched
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("lists", [([1], [], [False]), ([1], [0], []), ([-1], [0], [False])])
+def test_a_sequence_of_unequal_lists_is_refused(lists: tuple[list[int], list[int], list[bool]]) -> None:
+    """With an error, not a crash."""
+    assert not isinstance(load_gate(), NativeError)
+    with pytest.raises((ValueError, OverflowError)):
+        new_sequence(*lists)
