@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.host.subjects import SUBJECTS
+from benchmarks.host.subjects import PRESSED, SUBJECTS
 from benchmarks.turns import PLAIN, take_turns
 from torchdelta import BudgetError, Config, MemoryBudget
 
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from benchmarks.turns import Block
 
 NO_OP, FITTING, RECORDING = "no-op mode and hooks", "a step that fits", "recording"
-TRACING, REACTING = "tracing", "reacting at 60 %"
-CONTENDERS = (PLAIN, NO_OP, FITTING, RECORDING, TRACING, REACTING)
+TRACING, REACTING, FOLLOWING = "tracing", "reacting at 60 %", "following at 60 %"
+CONTENDERS = (PLAIN, NO_OP, FITTING, RECORDING, TRACING)
+IN_BUDGET = (PLAIN, NO_OP, REACTING, FOLLOWING)  # those of the pressed subjects
 _SHARE = 0.6  # of what a step adds to the memory at rest
 _NUM_WARM_STEPS = 3  # ops, needs and graphs are known after them
+_NUM_FOLLOWED_STEPS = 12  # until a program's outline is known and used
+_PLANNING_S = 120.0
 _UNBOUNDED_BYTES = 1 << 40
 
 
@@ -46,10 +49,10 @@ def _no_op() -> Iterator[None]:
 def contest(model: str, num_rounds: int) -> dict[str, Any]:
     """Return the rounds: by contender, the processor time of the training thread in each timed step."""
     torch.manual_seed(0)
-    subject = SUBJECTS[model]()
+    subject = {**SUBJECTS, **PRESSED}[model]()
     for _ in range(_NUM_WARM_STEPS):
         subject.step()
-    budget_bytes = _pressing_budget(subject)
+    budget_bytes = _pressing_budget(subject) if model in PRESSED else _UNBOUNDED_BYTES
     refused: dict[str, str] = {}
 
     def run_block(name: str) -> Block | None:
@@ -60,7 +63,8 @@ def contest(model: str, num_rounds: int) -> dict[str, Any]:
             refused[name] = str(error).splitlines()[0]
             return None
 
-    return {"rounds": take_turns(CONTENDERS, num_rounds, run_block), "budget_bytes": budget_bytes, "refused": refused}
+    contenders = IN_BUDGET if model in PRESSED else CONTENDERS
+    return {"rounds": take_turns(contenders, num_rounds, run_block), "budget_bytes": budget_bytes, "refused": refused}
 
 
 def _pressing_budget(subject: Subject) -> int:
@@ -72,6 +76,8 @@ def _pressing_budget(subject: Subject) -> int:
 
 
 def _times(subject: Subject, name: str, budget_bytes: int) -> list[float]:
+    if name == FOLLOWING:
+        return _followed_times(subject, budget_bytes)
     if name == TRACING:  # a trace is that of the second step
         return [_traced_time(subject) for _ in range(max(1, subject.num_steps // 5))]
     scope: Any = contextlib.nullcontext()
@@ -84,6 +90,19 @@ def _times(subject: Subject, name: str, budget_bytes: int) -> list[float]:
             scope._session.pause.forbid()  # so that every step is recorded
         for _ in range(_NUM_WARM_STEPS):
             subject.step()
+        return [_thread_time(subject) for _ in range(subject.num_steps)]
+
+
+def _followed_times(subject: Subject, budget_bytes: int) -> list[float]:
+    with MemoryBudget(budget_bytes, Config(planner="torchdelta")) as budget:
+        session = budget._session
+        for _ in range(_NUM_WARM_STEPS):
+            subject.step()
+            session.programs.wait(_PLANNING_S)
+        for _ in range(_NUM_FOLLOWED_STEPS):
+            subject.step()
+        if not session.partial.num_steps:
+            raise RuntimeError(f"no step was followed and recorded in part: {session.programs.why_no_plan}")
         return [_thread_time(subject) for _ in range(subject.num_steps)]
 
 

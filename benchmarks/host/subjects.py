@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,43 +26,43 @@ class Subject:
     num_steps: int = 10
 
 
-def gpt2() -> Subject:
-    """Train a GPT-2 of 12 layers and width 64 on 16 tokens."""
+def gpt2(num_rows: int = 1, num_tokens: int = 16) -> Subject:
+    """Train a GPT-2 of 12 layers and width 64."""
     import transformers
 
     config = transformers.GPT2Config(
         n_layer=12, n_embd=64, n_head=2, vocab_size=128, n_positions=32, attn_implementation="eager"
     )
-    tokens = torch.randint(0, 128, (1, 16))
+    tokens = torch.randint(0, 128, (num_rows, num_tokens))
     model = transformers.GPT2LMHeadModel(config)
     return _training(model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss)
 
 
-def bert() -> Subject:
-    """Train a BERT of 12 layers and width 64 on 16 tokens."""
+def bert(num_rows: int = 1, num_tokens: int = 16) -> Subject:
+    """Train a BERT of 12 layers and width 64."""
     import transformers
 
     config = transformers.BertConfig(
         hidden_size=64, num_hidden_layers=12, num_attention_heads=2, intermediate_size=128, vocab_size=128
     )
-    tokens = torch.randint(0, 128, (1, 16))
+    tokens = torch.randint(0, 128, (num_rows, num_tokens))
     model = transformers.BertForMaskedLM(config)
     return _training(model, lambda: model(input_ids=tokens, labels=tokens).loss)
 
 
-def resnet50() -> Subject:
+def resnet50(num_pictures: int = 2) -> Subject:
     """Train the graph of a ResNet-50 with a 16th of its channels on pictures of 32 pixels."""
     import transformers
 
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[3, 4, 6, 3])
     model = transformers.ResNetForImageClassification(config)
-    pictures, labels = torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
+    pictures, labels = torch.randn(num_pictures, 3, 32, 32), torch.zeros(num_pictures, dtype=torch.long)
     return _training(model, lambda: model(pixel_values=pictures, labels=labels).loss)
 
 
-def unet() -> Subject:
-    """Train a small diffusion U-Net on pictures of 8 pixels."""
-    model, inputs = models.denoiser(batch_size=1, size=8, width=8)(1)
+def unet(num_pictures: int = 1, size: int = 8) -> Subject:
+    """Train a small diffusion U-Net."""
+    model, inputs = models.denoiser(batch_size=num_pictures, size=size, width=8)(num_pictures)
     return _training(model, lambda: models.loss_of(model, inputs))
 
 
@@ -126,4 +127,12 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "lstm": lstm,
     "mlp-adam": mlp_with_adam,
     "tiny-ops": tiny_ops,
+}
+
+# The activations of the steps above are smaller than the gradients: no budget presses them. At these batches some do.
+PRESSED: dict[str, Callable[[], Subject]] = {
+    "gpt2-8x32": functools.partial(gpt2, 8, 32),
+    "bert-8x32": functools.partial(bert, 8, 32),
+    "resnet50-8": functools.partial(resnet50, 8),
+    "unet-8": functools.partial(unet, 8, 16),
 }
