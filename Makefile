@@ -1,7 +1,7 @@
 # Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
 # and the packages it already has instead: no .venv, no network.
 .DEFAULT_GOAL := help
-.PHONY: help ready demo test test-rest test-whole test-all test-cuda check docs figures package matrix bench bench-gpu bench-gpu-smoke sweep clean
+.PHONY: help ready demo test test-rest test-whole test-all test-sanitized test-cuda check docs figures package matrix bench bench-gpu bench-gpu-smoke sweep clean
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -92,6 +92,9 @@ sweep: $(READY)  ## every transformers class and torch.nn module against plain, 
 test-cuda: $(READY)  ## run the tests that need a CUDA device; fails where there is none
 	@paths=$$($(PY) tests/cuda/ready.py) && TORCHDELTA_TEST_DEVICE=cuda CUBLAS_WORKSPACE_CONFIG=:4096:8 \
 		$(PY) -m pytest -m cuda -o minversion=7 $$paths
+
+test-sanitized: $(READY)  ## run the tests of the C++ modules under the address and the thread sanitizer
+	$(PY) -m tools.sanitized
 
 bench-gpu-smoke: $(READY)  ## on a GPU, 5 minutes: same bits, budget by active bytes, overlap, against the peers
 	$(PY) -m benchmarks gpu --quick

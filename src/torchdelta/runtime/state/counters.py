@@ -22,7 +22,7 @@ class Counters:
     num_unplanned: int = 0  # times that room had to be made beyond what a followed program does
     stall_s: float = 0.0
     recompute_s: float = 0.0
-    op_time_s: float = 0.0  # of the program's own ops; replays, and ops of an unwatched backward, are not in it
+    op_time_s: float = 0.0  # of the program's own ops that are recorded; replays are not in it
     evict_s: float = 0.0  # choosing what leaves, and starting its copies; waits and replays are not in it
 
     def minus(self, earlier: Counters) -> Counters:
