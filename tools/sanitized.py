@@ -25,8 +25,8 @@ TESTS: Final = ("tests/native", "--ignore=tests/native/test_build.py", "-k", "no
 ROOT: Final = Path(__file__).parents[1]
 SOURCES: Final = sorted(Path(build.__file__).parent.glob("*.cpp"))
 _LIBRARIES: Final = {"address": ("libasan.so", "libstdc++.so"), "thread": ("libtsan.so",)}
-# Leaks of Python itself would be reported. Its signal handlers allocate by design. Deadlocks are looked for among at most
-# 64 locks, and a fork holds more of the counter's.
+# Leaks of Python itself would be reported. Its signal handlers allocate by design. Deadlocks are looked for among at
+# most 64 locks, and a fork holds more of the counter's.
 _OPTIONS: Final = {
     "address": {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1"},
     "thread": {"TSAN_OPTIONS": "exitcode=66:report_signal_unsafe=0:die_after_fork=0:detect_deadlocks=0"},
@@ -45,7 +45,7 @@ def compiler(sanitizer: str, directory: Path) -> Path:
 def library(name: str) -> str:
     """Return the path of one of the compiler's libraries."""
     command = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603 - as named
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(sanitizer: str, arguments: list[str]) -> int:
@@ -58,13 +58,13 @@ def run(sanitizer: str, arguments: list[str]) -> int:
                 path = build.built_path(source)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 print(f"building {source.name} with -fsanitize={sanitizer}", flush=True)
-                build._compile(source, path)  # noqa: SLF001 - without the self-test, which would need the library, too
+                build._compile(source, path)
         environment |= _OPTIONS[sanitizer] | {
             "LD_PRELOAD": " ".join(library(one) for one in _LIBRARIES[sanitizer]),
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", "pytest", "-q", *(arguments or TESTS)]
-        status = subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False).returncode  # noqa: S603
+        status = subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False).returncode
         if status:
             print(f"pytest ended with status {status} under {sanitizer}")
         return status

@@ -34,7 +34,7 @@ class StepSummary:
         optimizer_step: How many optimizer steps came before.
         had_optimizer: Whether an optimizer's step ended it.
         evict_s: Time spent on choosing what leaves and on starting its copies, as far as no plan said it.
-        op_time_s: Time of the program's own ops, as far as they are recorded: steps that follow a plan are only in part.
+        op_time_s: Time of the program's own ops that were recorded: not all are, in steps that follow a plan.
     """
 
     index: int
@@ -107,8 +107,8 @@ class Totals:
         swapped_out_bytes: Bytes written to the tier.
         stall_s: Time that the training thread waited for the tier.
         recompute_s: Time spent on replays.
-        op_time_s: Time of the program's own ops, from which the time of a plain run is estimated. Of steps that follow a
-            plan it has only the ops that were recorded.
+        op_time_s: Time of the program's own ops, from which the time of a plain run is estimated. Of steps that follow
+            a plan it has only the ops that were recorded.
         num_followed_steps: Steps that a plan was followed in to their end.
     """
 
