@@ -29,6 +29,8 @@ AUTOCAST_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU)
 )
+# What acts between autograd and the kernels: autocast, and the gate (native/gate.cpp), which sees the ops of a program.
+_UNSEEN_BY = AUTOCAST_KEYS | torch._C.DispatchKeySet(torch._C._parse_dispatch_key("Fake"))
 _AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 
@@ -86,7 +88,7 @@ def top_mode() -> Any:
 class Quietly:
     """Run the library's own tensor work unseen.
 
-    No dispatch mode, no function mode, no autograd, no autocast, no grad mode.
+    No dispatch mode, no function mode, no autograd, no autocast, no grad mode, no gate.
 
     `grad` is the grad mode inside, for kernels that read it (an LSTM returns no workspace without it). A fresh object
     is wanted for each use.
@@ -96,7 +98,7 @@ class Quietly:
 
     def __enter__(self) -> None:
         self._was = torch.is_grad_enabled()
-        self._guards = (NoDispatch(), NoFunction(), BelowAutograd(), ExcludeKeys(AUTOCAST_KEYS))
+        self._guards = (NoDispatch(), NoFunction(), BelowAutograd(), ExcludeKeys(_UNSEEN_BY))
         for guard in self._guards:
             guard.__enter__()
         set_grad_enabled(False)

@@ -6,6 +6,11 @@
 // has to be recorded. In later steps each op is compared with the sequence. An op that has to be recorded goes to the
 // recorder, which is a dispatch mode in Python; all others go to their kernels at once. If an op differs, or might pass
 // the budget, Python is asked before it runs (runtime/record/partial.py).
+//
+// Two steps with the same sequence may still write different tensors (`slots[step % 2].copy_(x)`). So an op is also
+// recorded if it writes a storage that the recorder knows: a replay might read it, or an op might be known to have made
+// its content. The gate notes the storages of what recorded ops read and return; `forget` clears that. The address of a
+// storage that died may be another's later: then an op is recorded in vain.
 #include <Python.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,10 +19,12 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <unordered_set>
 #include <vector>
 
 #include "above_autograd.h"
@@ -63,6 +70,7 @@ struct Gate {
   Sequence* sequence;
   std::vector<uint64_t>* learned;
   int64_t most_bytes;  // the budget
+  std::unordered_set<const void*>* known;  // the storages of what the recorder has seen
 };
 
 PyTypeObject* sequence_type = nullptr;
@@ -141,12 +149,46 @@ bool makes_alias(const c10::OperatorHandle& op) {
   return op == detach || op == alias;
 }
 
+// Call a function with each storage in a value.
+template <typename Function>
+void for_each_storage(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (tensor.defined() && tensor.has_storage()) function(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) for_each_storage(item, function);
+  }
+}
+
+void know(Gate* gate, const torch::jit::Stack& stack, size_t begin) {
+  for (size_t index = begin; index < stack.size(); ++index) {
+    for_each_storage(stack[index], [gate](const void* storage) { gate->known->insert(storage); });
+  }
+}
+
+bool writes_known(const Gate* gate, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (gate->known->empty()) return false;
+  const auto& arguments = op.schema().arguments();
+  const size_t begin = stack.size() - arguments.size();
+  bool found = false;
+  for (size_t index = 0; index < arguments.size() && !found; ++index) {
+    const c10::AliasInfo* alias = arguments[index].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    for_each_storage(stack[begin + index],
+                     [gate, &found](const void* storage) { found = found || gate->known->count(storage) != 0; });
+  }
+  return found;
+}
+
 void record(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
   if (makes_alias(op)) return op.redispatchBoxed(below, stack);
   const std::shared_ptr<Mode> mode = *gate->shared_mode;
+  const size_t begin = stack->size() - op.schema().arguments().size();
+  know(gate, *stack, begin);
   WithMode guard(mode);
   at::impl::MaybeSetTLSOnEntryGuard snapshot;
   op.callBoxedForDispatchKey(DispatchKey::Python, *stack);
+  if (gate == current) know(gate, *stack, begin);
 }
 
 bool is_on_top(const Gate* gate) {
@@ -178,7 +220,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       }
       ++gate->position;
       const Op& expected = ops[position];
-      if (expected.is_recorded) return record(gate, op, below, stack);
+      if (expected.is_recorded || writes_known(gate, op, *stack)) return record(gate, op, below, stack);
       if (expected.need_bytes > 0 &&
           gate->live->load(std::memory_order_relaxed) + expected.need_bytes > gate->most_bytes) {
         ask(gate->make_room, expected.need_bytes);
@@ -270,6 +312,7 @@ PyObject* gate_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   gate->live = count;
   gate->shared_mode = new std::shared_ptr<Mode>(std::make_shared<Mode>(Py_NewRef(mode), getPyInterpreter()));
   gate->learned = new std::vector<uint64_t>;
+  gate->known = new std::unordered_set<const void*>;
   return self;
 }
 
@@ -317,6 +360,7 @@ void gate_dealloc(PyObject* self) {
   gate_clear(self);
   delete gate_of(self)->shared_mode;
   delete gate_of(self)->learned;
+  delete gate_of(self)->known;
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -357,6 +401,19 @@ PyObject* gate_close(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* gate_know(PyObject* self, PyObject* argument) {
+  if (THPVariable_Check(argument)) {
+    for_each_storage(c10::IValue(THPVariable_Unpack(argument)),
+                     [self](const void* storage) { gate_of(self)->known->insert(storage); });
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* gate_forget(PyObject* self, PyObject*) {
+  gate_of(self)->known->clear();
+  Py_RETURN_NONE;
+}
+
 PyObject* gate_is_complete(PyObject* self, PyObject*) {
   Gate* gate = gate_of(self);
   return PyBool_FromLong(gate->state == State::kFollowing && gate->position == gate->sequence->ops->size());
@@ -389,6 +446,8 @@ PyMethodDef gate_methods[] = {
     {"follow", gate_follow, METH_VARARGS, "Compare the ops from here on with a sequence, within so many bytes."},
     {"end", gate_end, METH_NOARGS, "The recorder is on the stack again: record what was dispatched before."},
     {"close", gate_close, METH_NOARGS, "See no op from now on."},
+    {"know", gate_know, METH_O, "Record every later op that writes the storage of a tensor."},
+    {"forget", gate_forget, METH_NOARGS, "Forget which storages the recorder has seen."},
     {"is_complete", gate_is_complete, METH_NOARGS, "Return whether the sequence was followed to its end."},
     {"learned", gate_learned, METH_NOARGS, "Return the hashes of the ops since `learn`."},
     {nullptr, nullptr, 0, nullptr}};

@@ -73,6 +73,24 @@ for size, live.value in ((4, 0), (4, 950), (3, 0)):
     else:
         assert len(asked) == 1 and asked[0][0] == "other", asked
 seen.clear()
+slots = [torch.zeros(4), torch.zeros(4)]
+def write(slot):
+    seen.clear()
+    slots[0] + 1
+    slot.add_(1)
+    gate.close()
+    gate.forget()
+    return [name for name, _ in seen]
+gate.learn()
+write(slots[1])
+sequence = module.Sequence(gate.learned(), [0, 0], [True, False])
+for slot in slots:
+    gate.follow(sequence, 1000)
+    assert write(slot) == ["add.Tensor", "add_.Tensor"][:1 + (slot is slots[0])], seen
+gate.follow(sequence, 1000)
+gate.know(slots[1])
+assert len(write(slots[1])) == 2, seen
+seen.clear()
 gate.record()
 with torch.autocast("cpu"):
     x @ x
@@ -121,6 +139,12 @@ class Gate(Protocol):
 
     def close(self) -> None:
         """See no op from now on."""
+
+    def know(self, tensor: object, /) -> None:
+        """Record every later op that writes the storage of a tensor, as if a recorded op had read it."""
+
+    def forget(self) -> None:
+        """Forget which storages the recorder has seen: nothing will be replayed that reads them."""
 
 
 def gate_is_built() -> bool:

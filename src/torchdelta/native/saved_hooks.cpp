@@ -316,6 +316,7 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
 PyObject* hooks_unpack(PyObject* self, PyObject* packed) {
   Hooks* hooks = hooks_of(self);
   if (hooks->unpack == nullptr) return closed();
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);  // as in `hooks_pack`
   if (Py_TYPE(packed) != handle_type) return PyObject_CallOneArg(hooks->unpack, packed);
   Handle* handle = handle_of(packed);
   if (handle->packed != nullptr) return PyObject_CallOneArg(hooks->unpack, handle->packed);

@@ -186,6 +186,8 @@ class PartialRecording:
 
     @shielded
     def _begin(self) -> None:
+        assert self._gate is not None
+        self._gate.forget()
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
         self._must_end = False
@@ -224,6 +226,8 @@ class PartialRecording:
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
         """Pack a saved tensor that the program watches."""
+        assert self._gate is not None
+        self._gate.know(tensor)
         follower = self._follower
         follower.number = number
         try:
@@ -318,6 +322,8 @@ class PartialRecording:
     def _on_backward_end(self, hooks: NativeHooks) -> None:
         """Go on with recording, or pause it until the optimizer has stepped."""
         ledger = self._ledger
+        if not ledger.num_handles and self._gate is not None:
+            self._gate.forget()  # nothing recorded is replayed any more
         lives_on = self._must_end or ledger.num_handles or hooks.num_handles() or ledger.surveys
         if self._phase is _Phase.OUTLINED and self._program is not None and not lives_on:
             if self._backward.latest_known is not None:

@@ -1,0 +1,169 @@
+"""Partial recording: steps that are recorded in part end with the bits of plain ones, whatever changes from step to step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.following import drawn_plan, follow_anyway, planned_here
+from tests.runtime.parts import running_session
+from tests.same_bits.judge import bits_of, seed_everything
+from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.current import current_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torchdelta.machine.model import Machine
+    from torchdelta.plan.model import Plan
+    from torchdelta.runtime.session import Session
+    from torchdelta.trace.model import Trace
+
+    Step = Callable[["Stack", int], torch.Tensor]
+
+_ROWS, _WIDTH, _NUM_LAYERS = 512, 32, 5
+_LARGE_BYTES = 2 * 4 * _ROWS * _WIDTH  # no program here lets a buffer of this size leave
+_MARGIN = 1.02  # of the budget above the plain peak: with much more, recording would pause as a whole
+_CHANGES_AT = 12  # the step at which a step does something else: earlier ones are recorded in part
+_NUM_STEPS = 16
+
+
+class Stack(torch.nn.Module):
+    """Layers of the same width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS))
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(_WIDTH) for _ in range(_NUM_LAYERS))
+
+    def block(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Run one layer."""
+        return x + F.gelu(self.norms[index](self.layers[index](x)))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
+    """Return a program that drops most saved buffers that are not large."""
+    plan = drawn_plan(trace, 2)
+    sizes_bytes = {buffer.id: buffer.size_bytes for buffer in trace.buffers}
+    small = [absence for absence in plan.absences if sizes_bytes[absence.buffer_id] < _LARGE_BYTES]
+    return msgspec.structs.replace(
+        plan, absences=tuple(msgspec.structs.replace(absence, action="recompute") for absence in small)
+    )
+
+
+@contextlib.contextmanager
+def _following(budget: int) -> Iterator[MemoryBudget]:
+    with (
+        planned_here(_recompute_all_small, least_bytes=0),
+        MemoryBudget(budget, Config(planner="torchdelta", tier="memory")) as memory_budget,
+    ):
+        follow_anyway(running_session())
+        yield memory_budget
+
+
+def _train(step: Step, num_steps: int = _NUM_STEPS) -> tuple[list[Any], int]:
+    """Train with a step. Return the bits of all losses and of the final state, and how many steps were partial."""
+    stack, num_partial = Stack(), 0
+    optimizer = torch.optim.SGD(stack.parameters(), lr=0.01, momentum=0.9)
+    seen: list[Any] = []
+    for index in range(num_steps):
+        loss = step(stack, index)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(bits_of(loss))
+        if index == _CHANGES_AT - 1 and (session := current_session()) is not None:
+            num_partial = cast("Session", session).partial.num_steps
+    seen.append(bits_of(stack.state_dict()))
+    seen.append(bits_of(torch.get_rng_state()))
+    return seen, num_partial
+
+
+def _run(make_step: Callable[[], Step], budget: int | None) -> tuple[list[Any], int]:
+    seed_everything()
+    with _following(budget) if budget is not None else contextlib.nullcontext():
+        return _train(make_step())
+
+
+def _judge(make_step: Callable[[], Step]) -> None:
+    plain, _ = _run(make_step, None)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        _train(make_step(), 2)
+    seen, num_partial = _run(make_step, int(unlimited.summary().peak_bytes * _MARGIN))
+    assert num_partial, "the test says nothing: no step was recorded in part"
+    assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []
+
+
+@pytest.mark.parametrize("unseen_version", [False, True], ids=["op", "data"])
+def test_a_step_that_writes_another_tensor_than_the_learned_one(unseen_version: bool) -> None:
+    """The sequence of ops is the same, but what replays read is written, and not the tensor beside it."""
+
+    def make_step() -> Step:
+        read, beside = torch.randn(_ROWS, _WIDTH), torch.zeros(_ROWS, _WIDTH)
+
+        def step(stack: Stack, index: int) -> torch.Tensor:
+            x = torch.randn(_ROWS, _WIDTH)
+            for layer in range(_NUM_LAYERS):
+                x = stack.block(layer, x + read)
+                target = read if index >= _CHANGES_AT and layer == _NUM_LAYERS - 1 else beside
+                if unseen_version:
+                    target.data.add_(x.data)
+                else:
+                    target.add_(x.detach())
+            return x.square().mean()
+
+        return step
+
+    _judge(make_step)
+
+
+def test_a_write_to_what_was_made_before_the_outline() -> None:
+    """Its op is known, and would make the old content again where the rest of the step evicts it."""
+
+    def make_step() -> Step:
+        def step(stack: Stack, index: int) -> torch.Tensor:
+            x = torch.randn(_ROWS, _WIDTH)
+            mask = torch.sin(torch.cat([x, x]))
+            for layer in range(_NUM_LAYERS):
+                x = stack.block(layer, x)
+                if layer == 2:
+                    mask.add_(1)
+                    x = (torch.cat([x, x]) * mask)[:_ROWS]
+                    del mask  # what the program itself holds cannot be evicted
+            if index >= _CHANGES_AT:
+                x = x + x.cos()  # recording resumes before this op
+                if (session := current_session()) is not None:
+                    cast("Session", session).room.evict_all()
+            return x.square().mean()
+
+        return step
+
+    _judge(make_step)
+
+
+def test_a_saved_tensor_that_is_read_in_forward() -> None:
+    def make_step() -> Step:
+        def step(stack: Stack, index: int) -> torch.Tensor:
+            x = torch.randn(_ROWS, _WIDTH)
+            for layer in range(_NUM_LAYERS):
+                x = stack.block(layer, x)
+                y = x.tanh()
+                x = x * y + y.grad_fn._saved_result.mean()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            return x.square().mean()
+
+        return step
+
+    _judge(make_step)
