@@ -257,19 +257,21 @@ class PartialRecording:
         self.end(why)
 
     def find_more(self) -> bool:
-        """Let all that this step has saved leave: the budget is short. Return whether that is more than before."""
+        """Let all that this step has saved leave: the budget is short. Return whether that is more than before.
+
+        Recording as a whole resumes before the next op: a survey may begin, and it has to see them all.
+        """
         hooks, gate = self.hooks, self._gate
-        if self._phase is not _Phase.OUTLINED or hooks is None or gate is None or not hooks.num_handles():
+        if self._phase in (_Phase.OFF, _Phase.PAUSED) or hooks is None or gate is None:
             return False
-        self._follower.leave_outlined("the budget was short")
-        hooks.adopt()
         if graph_task_id() == -1:
-            gate.follow(
-                new_sequence([], [], []), _NO_LIMIT
-            )  # an op may be running: recording resumes before the next one
+            gate.follow(new_sequence([], [], []), _NO_LIMIT)  # the next op is another one
         else:
             self._must_end = True
-        return True
+        if self._phase is not _Phase.OUTLINED:
+            return False
+        self._follower.leave_outlined("the budget was short")
+        return hooks.adopt() > 0
 
     def on_limit(self) -> None:
         """Resume recording: the budget is passed between a backward and the end of the optimizer's step."""
