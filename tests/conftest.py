@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector import leave_out
+from tests.collector import leave_out, leave_out_many
 
 _SRC = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SRC, os.environ.get("PYTHONPATH")]))
@@ -61,6 +61,12 @@ def pytest_collection_finish() -> None:
     """Leave what the test files have imported out of the collections in tests."""
     leave_out()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Keep the collections in a test quick, whatever the tests before it have imported or given back."""
+    leave_out_many()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
