@@ -143,6 +143,7 @@ def launch(script, limit: str, num_processes: int) -> dict:
     return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_processes", sample([2, 1], 0, 1))
 def test_launch(num_processes, tmp_path):
     """`accelerate launch` runs a script with a budget; each process has its own."""
