@@ -44,7 +44,9 @@ demo: $(READY)  ## train a real model twice, plain and inside half of its memory
 	$(PY) -m torchdelta demo
 
 # Tests start some hundred Python processes: each would compile the package again where bytecode is not kept.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+# What is built once (C++, the planners' code) is built before workers need it at the same time.
+SPEED := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
+PYTEST := $(SPEED) $(PY) -m tests.prepare && $(SPEED) $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
 test: $(READY)  ## run the tests of every part, with a sample of the long lists (WORKERS=2 processes; 6 minutes)
 	$(PYTEST) -m "not rest and not whole"

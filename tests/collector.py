@@ -3,6 +3,7 @@
 import gc
 
 _GROWTH = 1.25
+_MANY = 100_000  # objects that a test's collections may visit; an import of torch's compiler makes more
 
 
 class _LeftOut:
@@ -23,6 +24,12 @@ def leave_out() -> None:
     gc.freeze()
     if not _LeftOut.num_after_all:
         _LeftOut.num_after_all = _LeftOut.num_objects
+
+
+def leave_out_many() -> None:
+    """Leave out what there is if it is much: what a test imported, or what one gave back by `gc.unfreeze()`."""
+    if len(gc.get_objects()) > _MANY:
+        leave_out()
 
 
 def give_back() -> None:

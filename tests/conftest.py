@@ -1,7 +1,7 @@
 """What every test shares: subprocesses find the package where this checkout has it, and tests find their device.
 
 `rest` marks what `make test` leaves to `make test-rest`, `whole` what both leave to `make test-whole`
-(tests/sampling.py chooses among parameters).
+(tests/sampling.py chooses among parameters). `long` marks what takes ten seconds and more.
 
 Two more say what a test needs. `cuda`: a CUDA device. `accelerator`: any device with streams and autograd threads of
 its own, which is CUDA, or the stand-in that is built from C++ where there is none. Both are left out where the device
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector import leave_out
+from tests.collector import leave_out, leave_out_many
 
 _SRC = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SRC, os.environ.get("PYTHONPATH")]))
@@ -63,6 +63,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Keep the collections in a test quick, whatever the tests before it have imported or given back."""
+    leave_out_many()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a device that is not there."""
@@ -83,6 +89,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+    if hasattr(config, "workerinput"):
+        # At the end, a worker would be left alone with a long test.
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -18,6 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 # Pages whose blocks run within a few seconds; the others are left to `make test-rest`.
 QUICK = {"README.md", "docs/howto/choose-a-budget.md"}
+LONG = {"docs/tutorial.md", "docs/howto/plan-without-a-gpu.md"}
 
 _LINK = re.compile(r"(?<!`)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
@@ -28,7 +29,13 @@ def _text(name: str) -> str:
 
 def _pages_to_run() -> list[object]:
     names = [name for name in NAMES if any(block.is_run for block in code_blocks(_text(name)))]
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.rest]) for name in names]
+    return [pytest.param(name, marks=_marks(name)) for name in names]
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    if name in QUICK:
+        return []
+    return [pytest.mark.rest, pytest.mark.long] if name in LONG else [pytest.mark.rest]
 
 
 @pytest.mark.parametrize("name", NAMES)

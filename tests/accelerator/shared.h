@@ -1,13 +1,20 @@
-// What both stand-ins for an accelerator have: views of memory, and each device's own random numbers.
+// What both stand-ins for an accelerator have: current devices and streams, views of memory, and each device's own random
+// numbers.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <Python.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/Generator.h>
+#include <torch/library.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace standin {
@@ -47,6 +54,87 @@ inline at::Generator& default_generator(c10::DeviceIndex index) {
     return made;
   }();
   return generators->at(index < 0 ? current_device : index);
+}
+
+// Which device and stream are current on a thread; what streams and events do is each stand-in's own.
+struct CurrentGuard : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto previous = current_device;
+    current_device = device.index() < 0 ? previous : device.index();
+    return {kDevice, previous};
+  }
+  c10::Device getDevice() const override { return {kDevice, current_device}; }
+  void setDevice(c10::Device device) const override { exchangeDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { exchangeDevice(device); }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device), current_stream[with_index(device).index()]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, with_index(device));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto previous = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return previous;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+
+ protected:
+  static c10::Device with_index(c10::Device device) {
+    return {kDevice, device.index() < 0 ? current_device : device.index()};
+  }
+};
+
+// All but how a storage is resized.
+struct CurrentHooks : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Generator>(index < 0 ? current_device : index);
+  }
+  at::Device getDeviceFromPtr(void*) const override { return {kDevice, current_device}; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current_device, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+};
+
+inline PyObject* python_generator(PyObject*, PyObject* index) {
+  return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(PyLong_AsLong(index))));
+}
+
+inline at::Tensor empty(
+    c10::IntArrayRef size,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>,
+    std::optional<c10::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(
+      size, c10::GetAllocator(kDevice), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype), format);
+}
+
+inline at::Tensor empty_strided(
+    c10::IntArrayRef size,
+    c10::IntArrayRef stride,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(
+      size, stride, c10::GetAllocator(kDevice), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype));
 }
 
 // The same memory as another tensor, of the CPU; the caller keeps the first one alive.
@@ -97,6 +185,19 @@ inline at::Tensor& set_source_storage(at::Tensor& tensor, at::Storage source) { 
 inline at::Tensor& set_source_storage_view(
     at::Tensor& tensor, at::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   return at::native::set_storage_cpu_(tensor, std::move(storage), offset, size, stride);
+}
+
+// The ops that make tensors and views of them.
+inline void implement_views(torch::Library& m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", as_strided);
+  m.impl("resize_", resize);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("set_.source_Tensor", set_source_tensor);
+  m.impl("set_.source_Storage", set_source_storage);
+  m.impl("set_.source_Storage_storage_offset", set_source_storage_view);
+  m.impl("view", view);
 }
 
 }  // namespace standin

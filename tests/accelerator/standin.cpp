@@ -4,20 +4,11 @@
 // device, storages live on a device that is not the CPU, allocations are rounded to 512 bytes and counted, each device
 // has its own random generator, and freed memory is overwritten, so that whoever reads it reads NaN. Kernels are the
 // CPU's own, on copies, and have run when the call returns.
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
-#include <Python.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/Generator.h>
-#include <torch/library.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -39,32 +30,10 @@ struct Event {
   std::chrono::steady_clock::time_point at;
 };
 
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kDevice; }
-  c10::Device exchangeDevice(c10::Device device) const override {
-    const auto previous = current_device;
-    current_device = device.index() < 0 ? previous : device.index();
-    return {kDevice, previous};
-  }
-  c10::Device getDevice() const override { return {kDevice, current_device}; }
-  void setDevice(c10::Device device) const override { exchangeDevice(device); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { exchangeDevice(device); }
-  c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::UNSAFE, with_index(device), current_stream[with_index(device).index()]);
-  }
-  c10::Stream getDefaultStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, with_index(device));
-  }
+struct Guard final : CurrentGuard {
   c10::Stream getNewStream(c10::Device device, int) const override {
     return c10::Stream(c10::Stream::UNSAFE, with_index(device), next_stream++);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
-    const auto previous = getStream(stream.device());
-    current_stream[stream.device_index()] = stream.id();
-    return previous;
-  }
-  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
   void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
     static_cast<Event*>(*event)->at = std::chrono::steady_clock::now();
@@ -79,11 +48,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     const auto passed = static_cast<Event*>(second)->at - static_cast<Event*>(first)->at;
     return std::chrono::duration<double, std::milli>(passed).count();
-  }
-
- private:
-  static c10::Device with_index(c10::Device device) {
-    return {kDevice, device.index() < 0 ? current_device : device.index()};
   }
 };
 
@@ -149,23 +113,7 @@ void free_on_device(void* pointer) {
   if (pointer != nullptr) allocator.release(pointer);
 }
 
-struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
-  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
-    return at::make_generator<Generator>(index < 0 ? current_device : index);
-  }
-  at::Device getDeviceFromPtr(void*) const override { return {kDevice, current_device}; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
-  void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
-  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
-    return std::exchange(current_device, index);
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+struct Hooks final : CurrentHooks {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size_bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     const c10::OptionalDeviceGuard guard(impl->device());
@@ -179,30 +127,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 // -- the few ops that a device has to bring itself; the CPU does the rest, on copies
-
-at::Tensor empty(
-    c10::IntArrayRef size,
-    std::optional<c10::ScalarType> dtype,
-    std::optional<c10::Layout>,
-    std::optional<c10::Device> device,
-    std::optional<bool>,
-    std::optional<c10::MemoryFormat> format) {
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(
-      size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
-}
-
-at::Tensor empty_strided(
-    c10::IntArrayRef size,
-    c10::IntArrayRef stride,
-    std::optional<c10::ScalarType> dtype,
-    std::optional<c10::Layout>,
-    std::optional<c10::Device> device,
-    std::optional<bool>) {
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(
-      size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
-}
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
   on_cpu(target).copy_(on_cpu(source));
@@ -289,27 +213,15 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", empty);
-  m.impl("empty_strided", empty_strided);
-  m.impl("as_strided", as_strided);
-  m.impl("resize_", resize);
-  m.impl("_reshape_alias", reshape_alias);
+  implement_views(m);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
-  m.impl("set_.source_Tensor", set_source_tensor);
-  m.impl("set_.source_Storage", set_source_storage);
-  m.impl("set_.source_Storage_storage_offset", set_source_storage_view);
-  m.impl("view", view);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
-
-PyObject* python_generator(PyObject*, PyObject* index) {
-  return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(PyLong_AsLong(index))));
-}
 
 PyMethodDef methods[] = {
     {"default_generator", python_generator, METH_O, "Return the generator that a device draws from."},

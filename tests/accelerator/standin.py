@@ -33,16 +33,21 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def built(source: Path = _SOURCE) -> Path:
-    """Return the extension module, building it where that is still to be done (about 20 seconds)."""
+def built_path(source: Path = _SOURCE) -> Path:
+    """Return the path of the extension module of a source; it changes with the source, what it includes, and torch."""
     digest = hashlib.sha256()
     for file in sorted({source, _SOURCE.with_name("shared.h"), *source.parent.glob("*.h")}):
         digest.update(file.read_bytes())
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     directory = Path(tempfile.gettempdir()) / f"torchdelta-standin-{os.getuid()}"
-    path = directory / f"{source.stem}-{digest.hexdigest()[:12]}-torch{torch.__version__}{suffix}"
+    return directory / f"{source.stem}-{digest.hexdigest()[:12]}-torch{torch.__version__}{suffix}"
+
+
+def built(source: Path = _SOURCE) -> Path:
+    """Return the extension module, building it where that is still to be done (about 20 seconds)."""
+    path = built_path(source)
     if not path.exists():
-        directory.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         _build(source, path)
     return path
 

@@ -25,6 +25,7 @@ PATHS = {
 @pytest.mark.skipif(standin.compiler() is None, reason="no C++ compiler to build the stand-in with")
 @pytest.mark.skipif("TORCHDELTA_TEST_DEVICE" in os.environ, reason="these tests run on a device already")
 @pytest.mark.rest
+@pytest.mark.long
 @pytest.mark.parametrize("name", PATHS)
 def test_on_the_stand_in(name: str) -> None:
     """Everything that makes an accelerator other than the CPU, but for its speed, is right on the stand-in."""

@@ -1,6 +1,7 @@
 """Runs the command line within the test's own process: a second instead of several for what needs torch or numba."""
 
 import os
+import sys
 from unittest import mock
 
 from typer.testing import CliRunner
@@ -16,3 +17,17 @@ def inside(*arguments, code=0):
         )
     assert result.exit_code == code, f"exit code {result.exit_code}\n{result.stdout}\n{result.stderr}"
     return result
+
+
+def run_inside(*arguments, code=0):
+    """Run `torchdelta run ARGUMENTS` with a script that may do what it likes to `sys`: that is taken back."""
+    main = sys.modules["__main__"]
+    with (
+        mock.patch.object(sys, "argv", sys.argv.copy()),
+        mock.patch.object(sys, "path", sys.path.copy()),
+        mock.patch.object(sys, "excepthook", sys.__excepthook__),
+    ):
+        try:
+            return inside("run", *arguments, code=code)
+        finally:
+            sys.modules["__main__"] = main

@@ -62,6 +62,7 @@ def _measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.rest
+@pytest.mark.long
 def test_from_a_script_to_its_plan_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real commands: trace, plan, follow. The same output as plain Python, inside the budget, from the file."""
     script = tmp_path / "train.py"

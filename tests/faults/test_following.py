@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from tests.faults.places import PLACES, striking
 from tests.faults.programs import (
@@ -40,7 +39,7 @@ from tests.faults.programs import (
     run,
 )
 from tests.faults.test_disk import FAILURES, replacing
-from tests.faults.test_interrupts import Place, make_step
+from tests.faults.test_interrupts import complaining, interrupt, plain_step
 from tests.faults.test_processes import script
 from tests.faults.test_steps import (
     ERRORS,
@@ -63,13 +62,14 @@ from torchdelta.runtime.follow import automatic, planning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from tests.faults.programs import Scope
 
 LEAST_BYTES = 4096
 POLICIES = ("torchdelta", "swap-only", "recompute-only")
 """What makes room where the program does not: a planner decides between both actions by itself."""
 NUM_STEPS = FAULTY_STEP + 4
-NUM_PLACES = 40
 
 
 def planned(directory: Path, policy: str = "torchdelta", **options: Any) -> Scope:
@@ -106,61 +106,37 @@ def test_a_fault_in_a_followed_step(place: str, kind: str, policy: str, tmp_path
     assert num_followed_steps(ours) >= 3  # one before the fault, two after it
 
 
-def broken_places(policy: str, num_places: int) -> list[str]:
-    """Interrupt a followed step at places spread over all lines that it runs. Return what went wrong where."""
-    step = make_step()
-    with MemoryBudget("1GiB") as unlimited:
-        step()
-        expected = step()
-    swallowed: list[Any] = []
-    wrong: list[str] = []
-    hook, sys.unraisablehook = sys.unraisablehook, swallowed.append
+def broken_places(policy: str) -> list[str]:
+    """Interrupt followed steps. Return what went wrong where."""
+    step, expected, budget_bytes = plain_step()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    budget_bytes = unlimited.summary().peak_bytes * 3 // 4
     try:
         with (
+            complaining() as wrong,
             planned_here(least_bytes=LEAST_BYTES),
             running(budget_bytes, planner="torchdelta", policy=policy) as (_, session),
         ):
 
-            def state() -> tuple[int, ...]:
-                ledger = session.ledger
-                return ledger.num_handles, len(ledger.held), len(ledger.records), ledger.usage.live_bytes
+            def observe() -> tuple[list[torch.Tensor], str | None]:
+                step()  # the interrupted one may have been left at its end
+                num_followed = session.follower.num_followed_steps
+                observed = step()
+                is_followed = session.follower.num_followed_steps == num_followed + 1
+                return observed, None if is_followed else f"not followed any more: {session.follower.latest_reason}"
 
             for _ in range(5):
                 step()
             assert session.follower.num_followed_steps == 3
-            counter = Place(-1)
-            counter.run(step)
-            whole = state()
-            stride = max(1, counter.num_lines // num_places)
-            for position in range(stride // 2, counter.num_lines, stride):
-                place = Place(position)
-                was_raised = place.run(step)
-                step()  # the interrupted one may have been left at its end
-                num_followed = session.follower.num_followed_steps
-                observed = step()
-                if place.num_lines >= position and not was_raised:
-                    wrong.append(f"{position}: the interrupt was lost")
-                if not all(torch.equal(a, b) for a, b in zip(observed, expected, strict=True)):
-                    wrong.append(f"{position}: other bits")
-                if session.follower.num_followed_steps != num_followed + 1:
-                    wrong.append(f"{position}: not followed any more: {session.follower.latest_reason}")
-                del observed
-                if state() != whole:
-                    wrong.append(f"{position}: {state()} is left where {whole} was")
-                if wrong:
-                    break
+            interrupt(session, step, expected, wrong, observe)
     finally:
-        sys.unraisablehook = hook
         signal.signal(signal.SIGINT, handler)
-    return wrong + [f"swallowed: {report.exc_value!r}" for report in swallowed]
+    return wrong
 
 
 @pytest.mark.parametrize("policy", sample(POLICIES, 1))
 def test_an_interrupt_anywhere_in_a_followed_step(policy: str) -> None:
     """After a Ctrl-C at any line of the runtime nothing is left, and steps are followed with the bits of plain ones."""
-    assert broken_places(policy, NUM_PLACES) == []
+    assert broken_places(policy) == []
 
 
 # -- disks

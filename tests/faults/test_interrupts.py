@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import torchdelta.runtime
+from tests.collector import leave_out_many
 from tests.faults.switches import disabled
 from tests.runtime.programs import running
 from tests.sampling import sample
@@ -24,6 +26,8 @@ from torchdelta import MemoryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torchdelta.runtime.session import Session
 
 RUNTIME = str(Path(torchdelta.runtime.__file__).parent)
 NUM_PLACES = 40
@@ -91,52 +95,88 @@ def make_step() -> Callable[[], list[torch.Tensor]]:
     return step
 
 
-def broken_places(policy: str, tier: str, num_places: int) -> list[str]:
-    """Interrupt a step at places spread over all lines that it runs. Returns what went wrong where."""
+@contextlib.contextmanager
+def complaining() -> Iterator[list[str]]:
+    """Collect complaints; at the end, what was raised where nobody could catch it is one, too."""
+    wrong: list[str] = []
+    swallowed: list[Any] = []
+    hook, sys.unraisablehook = sys.unraisablehook, swallowed.append
+    try:
+        yield wrong
+    finally:
+        sys.unraisablehook = hook
+    wrong += [f"swallowed: {report.exc_value!r}" for report in swallowed]
+
+
+def plain_step() -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor], int]:
+    """Return a step, what it gives where everything fits, and a budget in bytes that something has to leave for."""
     step = make_step()
     with MemoryBudget("1GiB") as unlimited:
         step()
         expected = step()
-    swallowed: list[Any] = []
-    wrong: list[str] = []
-    hook, sys.unraisablehook = sys.unraisablehook, swallowed.append
-    try:
-        with running(unlimited.summary().peak_bytes * 3 // 4, policy=policy, tier=tier) as (_, session):
+    return step, expected, unlimited.summary().peak_bytes * 3 // 4
 
-            def state() -> tuple[int, ...]:
-                gc.collect()
-                ledger = session.ledger
-                return session.ledger.num_handles, len(ledger.held), len(ledger.records), ledger.usage.live_bytes
 
-            for _ in range(3):
-                step()
-            counter = Place(-1)
-            counter.run(step)
-            whole = state()
-            stride = max(1, counter.num_lines // num_places)
-            for position in range(stride // 2, counter.num_lines, stride):
-                place = Place(position)
-                was_raised = place.run(step)
-                observed = step()
-                if place.num_lines >= position and not was_raised:
-                    wrong.append(f"{position}: the interrupt was lost")
-                if not all(torch.equal(a, b) for a, b in zip(observed, expected, strict=True)):
-                    wrong.append(f"{position}: other bits")
-                del observed
-                if state() != whole:
-                    wrong.append(f"{position}: {state()} is left where {whole} was")
-                if wrong:  # what comes after the first one may be its consequence
-                    return wrong
-            assert session.counters.num_evictions > 0
-    finally:
-        sys.unraisablehook = hook
-    return wrong + [f"swallowed: {report.exc_value!r}" for report in swallowed]
+def interrupt(
+    session: Session,
+    step: Callable[[], list[torch.Tensor]],
+    expected: list[torch.Tensor],
+    wrong: list[str],
+    observe: Callable[[], tuple[list[torch.Tensor], str | None]] | None = None,
+) -> None:
+    """Interrupt a step at places spread over all lines that it runs, up to the first after which something is wrong.
+
+    Args:
+        session: What the step runs in.
+        step: It gives the same each time.
+        expected: What it gives.
+        wrong: Gets what went wrong where.
+        observe: Runs the steps after an interrupted one; returns what the last one gave, and a complaint if there is
+            one. None for one step.
+    """
+
+    def state() -> tuple[int, ...]:
+        gc.collect()
+        ledger = session.ledger
+        return ledger.num_handles, len(ledger.held), len(ledger.records), ledger.usage.live_bytes
+
+    counter = Place(-1)
+    counter.run(step)
+    leave_out_many()  # what the first steps have imported would be visited after each of the others
+    whole = state()
+    stride = max(1, counter.num_lines // NUM_PLACES)
+    for position in range(stride // 2, counter.num_lines, stride):
+        place = Place(position)
+        was_raised = place.run(step)
+        observed, complaint = (step(), None) if observe is None else observe()
+        if place.num_lines >= position and not was_raised:
+            wrong.append(f"{position}: the interrupt was lost")
+        if not all(torch.equal(a, b) for a, b in zip(observed, expected, strict=True)):
+            wrong.append(f"{position}: other bits")
+        if complaint is not None:
+            wrong.append(f"{position}: {complaint}")
+        del observed
+        if state() != whole:
+            wrong.append(f"{position}: {state()} is left where {whole} was")
+        if wrong:  # what comes after the first one may be its consequence
+            return
+
+
+def broken_places(policy: str, tier: str) -> list[str]:
+    """Interrupt steps within a budget. Return what went wrong where."""
+    step, expected, budget_bytes = plain_step()
+    with complaining() as wrong, running(budget_bytes, policy=policy, tier=tier) as (_, session):
+        for _ in range(3):
+            step()
+        interrupt(session, step, expected, wrong)
+        assert wrong or session.counters.num_evictions > 0
+    return wrong
 
 
 @pytest.mark.parametrize(("policy", "tier"), sample(CASES, 1))
 def test_an_interrupt_anywhere_in_the_runtime(policy: str, tier: str) -> None:
     """After a Ctrl-C at any line nothing is left, and the next step has the bits of a plain one."""
-    assert broken_places(policy, tier, NUM_PLACES) == []
+    assert broken_places(policy, tier) == []
 
 
 @pytest.mark.rest
@@ -160,7 +200,7 @@ def without_sections() -> None:
     """Interrupt a step without sections, and end the process: with `BROKEN` if that broke anything."""
     with disabled("interrupts"):
         try:
-            wrong = broken_places("recompute-only", "memory", NUM_PLACES)
+            wrong = broken_places("recompute-only", "memory")
         except Exception as error:  # noqa: BLE001 - whatever inconsistent state leads to
             wrong = [repr(error)]
     os._exit(BROKEN if wrong else 0)

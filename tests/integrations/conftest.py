@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.collector import give_back, leave_out
 from torchdelta import MemoryBudget
 
 if TYPE_CHECKING:
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def no_budget_runs_on() -> Iterator[None]:
-    """Free what earlier tests left, and stop a budget that a test left running: neither may spoil the next test."""
-    gc.unfreeze()  # what died in circles after it was left out of collections
-    gc.collect()
+    """Free what earlier tests left, and stop a budget that a test left running: neither may spoil the next test.
+
+    The rest is left out of the scans of the next budgets, and of the many collections of trainers.
+    """
+    leave_out()
     yield
+    give_back()
     running = MemoryBudget.current()
     if running is not None:
         running.stop()

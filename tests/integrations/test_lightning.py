@@ -320,6 +320,7 @@ class Saver(Callback):
 
 
 @pytest.mark.rest
+@pytest.mark.long
 def test_spawned_ranks_have_the_budget(tmp_path: Path) -> None:
     """Two spawned processes: each stays inside the budget with plain's losses, and the host budget is for both."""
     limit = tight(Classifier, 0.75).limit

@@ -36,8 +36,11 @@ def run(pytester, monkeypatch):
     return run
 
 
-def test_steps_that_fit_pass_and_others_fail_with_the_reason(run):
-    """Parameters, fixtures, methods, several markers and marks such as xfail work as in other tests."""
+def test_steps_that_fit_pass_and_others_fail_with_the_reason(run, pytester):
+    """Parameters, fixtures, methods, several markers and marks such as xfail work as in other tests.
+
+    Sizes go into reports, as properties of the tests.
+    """
     done = run("""
     @pytest.mark.fits("1GiB", machine="rtx4090")
     def test_small():
@@ -65,7 +68,7 @@ def test_steps_that_fit_pass_and_others_fail_with_the_reason(run):
 
     def test_without_the_marker():
         assert True
-    """)
+    """, "--junitxml=report.xml")  # fmt: skip
     done.assert_outcomes(passed=3, failed=2, xfailed=1)
     done.stdout.fnmatch_lines(
         [
@@ -77,6 +80,9 @@ def test_steps_that_fit_pass_and_others_fail_with_the_reason(run):
         ]
     )
     done.stdout.no_fnmatch_line("*Traceback*")
+    report = (pytester.path / "report.xml").read_text()
+    assert 'name="limit_bytes" value="1073741824"' in report
+    assert 'name="peak_bytes"' in report
 
 
 def test_a_wrong_test_fails_with_one_line(run):
@@ -137,18 +143,6 @@ def test_the_marker_on_a_unittest_is_refused(run):
             return mlp(4)
     """)
     done.stderr.fnmatch_lines(["ERROR: *test_it: the marker fits is for functions and methods, not for *TestCase"])
-
-
-def test_sizes_go_into_reports(run, pytester):
-    """As properties of the test."""
-    run("""
-    @pytest.mark.fits("1GiB", machine="t4")
-    def test_small():
-        return mlp(4)
-    """, "--junitxml=report.xml")  # fmt: skip
-    report = (pytester.path / "report.xml").read_text()
-    assert 'name="limit_bytes" value="1073741824"' in report
-    assert 'name="peak_bytes"' in report
 
 
 def test_runs_without_the_marker_load_no_torch(pytester):

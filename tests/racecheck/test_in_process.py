@@ -17,6 +17,7 @@ from tests.accelerator import standin
 REPOSITORY = Path(__file__).parents[2]
 LONGEST_TEST_S = 300
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(standin.compiler() is None, reason="no C++ compiler to build the accelerator with"),
     pytest.mark.skipif("TORCHDELTA_TEST_DEVICE" in os.environ, reason="these tests run on a device already"),
 ]

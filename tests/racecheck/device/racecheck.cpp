@@ -3,10 +3,6 @@
 // Beside tests/accelerator/standin.cpp, whose kernels have run when their call returns. Here a kernel is an entry of
 // its stream's queue; memory that is freed has a new user at once; and a checker compares each access with the earlier
 // ones. See docs/design for what that proves.
-#include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <Python.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/Generator.h>
 
 #include "kernels.h"
 
@@ -21,33 +17,11 @@ struct Event {
   std::shared_ptr<Mark> mark;
 };
 
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kDevice; }
-  c10::Device exchangeDevice(c10::Device device) const override {
-    const auto previous = current_device;
-    current_device = device.index() < 0 ? previous : device.index();
-    return {kDevice, previous};
-  }
-  c10::Device getDevice() const override { return {kDevice, current_device}; }
-  void setDevice(c10::Device device) const override { exchangeDevice(device); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { exchangeDevice(device); }
-  c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::UNSAFE, with_index(device), current_stream[with_index(device).index()]);
-  }
-  c10::Stream getDefaultStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, with_index(device));
-  }
+struct Guard final : CurrentGuard {
   c10::Stream getNewStream(c10::Device device, int) const override {
     const Lock guard(queues.lock);
     return c10::Stream(c10::Stream::UNSAFE, with_index(device), (next_stream++ - 1) % kNumStreams + 1);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
-    const auto previous = getStream(stream.device());
-    current_stream[stream.device_index()] = stream.id();
-    return previous;
-  }
-  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     const Lock guard(queues.lock);
     if (*event == nullptr) *event = new Event;
@@ -87,32 +61,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(start->is_reached && end->is_reached, "both events must be reached before their times are compared");
     return 1e3 * (end->time_s - start->time_s);
   }
-
- private:
-  static c10::Device with_index(c10::Device device) {
-    return {kDevice, device.index() < 0 ? current_device : device.index()};
-  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
-  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
-    return at::make_generator<Generator>(index < 0 ? current_device : index);
-  }
-  at::Device getDeviceFromPtr(void*) const override { return {kDevice, current_device}; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
-  void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
-  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
-    return std::exchange(current_device, index);
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+struct Hooks final : CurrentHooks {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size_bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     const c10::OptionalDeviceGuard guard(impl->device());
@@ -131,30 +84,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     impl->set_nbytes(size_bytes);
   }
 };
-
-at::Tensor empty(
-    c10::IntArrayRef size,
-    std::optional<c10::ScalarType> dtype,
-    std::optional<c10::Layout>,
-    std::optional<c10::Device> device,
-    std::optional<bool>,
-    std::optional<c10::MemoryFormat> format) {
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(
-      size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
-}
-
-at::Tensor empty_strided(
-    c10::IntArrayRef size,
-    c10::IntArrayRef stride,
-    std::optional<c10::ScalarType> dtype,
-    std::optional<c10::Layout>,
-    std::optional<c10::Device> device,
-    std::optional<bool>) {
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(
-      size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
-}
 
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
   if (source.sizes() != target.sizes()) target.resize_(source.sizes());
@@ -179,18 +108,10 @@ void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", empty);
-  m.impl("empty_strided", empty_strided);
-  m.impl("as_strided", as_strided);
-  m.impl("resize_", resize);
-  m.impl("_reshape_alias", reshape_alias);
+  implement_views(m);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
-  m.impl("set_.source_Tensor", set_source_tensor);
-  m.impl("set_.source_Storage", set_source_storage);
-  m.impl("set_.source_Storage_storage_offset", set_source_storage_view);
-  m.impl("view", view);
   m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
@@ -201,10 +122,6 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 // -- for Python
 
 PyObject* nothing() { Py_RETURN_NONE; }
-
-PyObject* python_generator(PyObject*, PyObject* index) {
-  return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(PyLong_AsLong(index))));
-}
 
 PyObject* set_mode(PyObject*, PyObject* arguments) {
   int mode;

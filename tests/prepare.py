@@ -1,0 +1,84 @@
+"""Builds what tests need and what is built once for a version: `python -m tests.prepare`, before the first tests.
+
+That is the library's native modules, the two accelerators made of C++, and the planners' compiled code. Workers that
+run tests side by side would each build them, because they come to need them at about the same time. Here everything is
+built once, by two processes. Where it has been built, this takes the time to look. What cannot be built is left to the
+tests, which say why.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NATIVE = ROOT / "src" / "torchdelta" / "native"
+ACCELERATORS = (ROOT / "tests/racecheck/device/racecheck.cpp", ROOT / "tests/accelerator/standin.cpp")
+SEARCHES = """
+from tests.planners.chains import MACHINE, MIB, chain
+from torchdelta.planners.default.search_planner import choose
+from torchdelta.planners.problem_within import least_peak
+from torchdelta.simulate.problem import PlanningProblem
+
+step = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3, optimizer=True)
+for decision_class in ("saved", "all"):
+    problem = PlanningProblem.of(step, MACHINE, decision_class=decision_class)
+    for effort in ("fast", "best"):
+        choose(problem, int(1.1 * least_peak(problem)), effort)
+"""
+
+
+def programs() -> list[str]:
+    """Return a program for each thing that is still to be built, the longest first."""
+    from tests.accelerator import standin
+    from torchdelta.native.build import built_path
+
+    found: list[str] = []
+    if importlib.util.find_spec("numba") is not None:
+        from torchdelta.simulate import kernel
+        from torchdelta.simulate.compiled import is_kept
+
+        if not is_kept(kernel.evaluate):
+            found.append(SEARCHES)
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        return found
+    found += [
+        f"from pathlib import Path; from tests.accelerator import standin; standin.built(Path({str(source)!r}))"
+        for source in ACCELERATORS
+        if not standin.built_path(source).exists()
+    ]
+    for source in sorted(NATIVE.glob("*.cpp")):
+        if not built_path(source).exists():
+            name = f"torchdelta.native.{source.stem}"
+            load = "load(own._SOURCE, own._MODULE_NAME, own._SELF_TEST)"
+            found.append(f"import {name} as own; from torchdelta.native.build import load; {load}")
+    return found
+
+
+def main() -> None:
+    """Build, two at a time."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def run(program: str) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-c", program],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": path},
+                timeout=300,
+                check=False,
+            )
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, programs()))
+
+
+if __name__ == "__main__":
+    main()
