@@ -214,6 +214,8 @@ def test_notebook_shows_the_same_in_html() -> None:
         assert html_module.escape(text) in html
     for cell in summary.step_table()[1][0]:
         assert f">{cell}</td>" in html
+    assert [label for label, _ in summary.facts()].count("why") > 1
+    assert html.count(">why</th>") == 1
 
 
 @pytest.mark.parametrize(
