@@ -150,6 +150,8 @@ def test_text_says_why_tensors_left_and_what_would_help() -> None:
     accumulating = dataclasses.replace(SUMMARY, plain_peak=PEAK, num_steps=4, num_optimizer_steps=2)
     assert "would help" not in str(accumulating)
     assert "the first micro-batch peaks at" in str(accumulating)
+    assert "later micro-batches need more" in str(accumulating)
+    assert "micro-batch" not in str(SUMMARY)
 
 
 def test_text_says_what_it_cost() -> None:
