@@ -1,6 +1,6 @@
 """Lightning's Trainer inside a memory budget: one callback more than without.
 
-pip install 'torchdelta[lightning]'
+pip install '.[lightning]'
 python examples/lightning_fit.py                         # inside 24 MiB
 python examples/lightning_fit.py --memory-budget none    # without: the losses are the same, to the last bit
 """

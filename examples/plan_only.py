@@ -1,6 +1,6 @@
 """Will it fit? Plans a training step for a GPU that is not here, in seconds and without its memory.
 
-pip install 'torchdelta[plan]'
+pip install '.[plan]'
 python examples/plan_only.py                          # inside 10 GiB of an RTX 4090
 python examples/plan_only.py --memory-budget none     # what the step takes without a budget
 """

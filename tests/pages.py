@@ -84,9 +84,19 @@ def _notes(lines: list[str], index: int) -> dict[str, str]:
     return notes
 
 
-def run_page(path: Path, folder: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run the blocks of a page in a folder, in a process of their own, and return it."""
+def run_page(path: Path, folder: Path, timeout_s: float = 300, check: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the blocks of a page in a folder, in a process of their own, and return it.
+
+    Args:
+        path: The page.
+        folder: Where its files are written and its commands run.
+        timeout_s: The most time that it may take.
+        check: Python that is executed right after the page's first python block, with the names of that block.
+    """
     blocks = [asdict(block) for block in code_blocks(path.read_text(encoding="utf-8")) if block.is_run]
+    if check:
+        first = next(index for index, block in enumerate(blocks) if block["language"] == "python")
+        blocks.insert(first + 1, blocks[first] | {"text": check})
     bin_folder = folder / ".bin"
     bin_folder.mkdir()
     # What a reader types: `python` and `torchdelta` are this interpreter and this checkout.

@@ -20,6 +20,23 @@ NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 QUICK = {"README.md", "docs/howto/choose-a-budget.md"}
 LONG = {"docs/tutorial.md", "docs/howto/plan-without-a-gpu.md"}
 
+# The page of a framework, and the summary of the budget in its first script.
+SUMMARIES = {
+    "docs/howto/accelerate.md": "summary",
+    "docs/howto/lightning.md": "budget.budget.summary()",
+    "docs/howto/pytorch.md": "tight.summary()",
+    "docs/howto/transformers.md": "budget.budget.summary()",
+    "docs/howto/trl.md": "budget.budget.summary()",
+}
+# A budget that plain's peak fits in would show nothing.
+CHECK = """
+summary_of_page = {summary}
+assert summary_of_page.swapped_out_bytes + summary_of_page.recomputed_bytes > 0
+assert summary_of_page.peak_bytes <= summary_of_page.budget_bytes
+share_of_plain = summary_of_page.budget_bytes / summary_of_page.plain_peak.size_bytes
+assert 0.5 <= share_of_plain <= 0.8, share_of_plain
+"""
+
 _LINK = re.compile(r"(?<!`)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
@@ -69,8 +86,12 @@ def test_python_is_python(name: str) -> None:
 
 @pytest.mark.parametrize("name", _pages_to_run())
 def test_page_runs(name: str, tmp_path: Path) -> None:
-    """The blocks of a page run in their order, and commands print what the page shows."""
-    done = run_page(ROOT / name, tmp_path)
+    """The blocks of a page run in their order, and commands print what the page shows.
+
+    The first script of a framework's page has a budget of 50 to 80 % of the plain peak.
+    """
+    check = CHECK.format(summary=SUMMARIES[name]) if name in SUMMARIES else ""
+    done = run_page(ROOT / name, tmp_path, check=check)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 

@@ -12,6 +12,8 @@ from tools import figures
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 ITEMS = re.findall(r"^- .*?(?=^- |^\n|^#|\Z)", TEXT, flags=re.MULTILINE | re.DOTALL)
+# A ratio or a share: "3.7x", "60 %", "3 times".
+_MEASURED = re.compile(r"\d\s?(?:x\b|%|times\b|percent\b)")
 
 
 def test_is_short() -> None:
@@ -37,6 +39,20 @@ def test_every_figure_of_a_list_is_declared() -> None:
         linked = {Path(target).name for target in re.findall(r"\]\(([^)]+)\)", shown)}
         named = {figure.path.name for block in figures.blocks(item) for figure in block.figures}
         assert named <= linked, f"{sorted(named - linked)} is not linked in: {shown}"
+
+
+def measured_outside_of_items(text: str) -> list[str]:
+    """Return the lines outside of list items and code blocks that state a ratio or a share."""
+    for pattern in (r"^```.*?^```", r"^- .*?(?=^- |^\n|^#|\Z)"):
+        text = re.sub(pattern, "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for line in text.splitlines() if _MEASURED.search(line)]
+
+
+def test_ratios_are_in_lists() -> None:
+    """Every ratio and share is in a list item, where the tests around this one look for its raw file."""
+    assert measured_outside_of_items(TEXT) == []
+    claim = "It is 3.7x faster. In 60 % of the memory."
+    assert measured_outside_of_items(TEXT.replace("## Evidence\n", f"## Evidence\n\n{claim}\n")) == [claim]
 
 
 def test_evidence_has_raw_files() -> None:

@@ -150,6 +150,8 @@ def test_text_says_why_tensors_left_and_what_would_help() -> None:
     accumulating = dataclasses.replace(SUMMARY, plain_peak=PEAK, num_steps=4, num_optimizer_steps=2)
     assert "would help" not in str(accumulating)
     assert "the first micro-batch peaks at" in str(accumulating)
+    assert "later micro-batches need more" in str(accumulating)
+    assert "micro-batch" not in str(SUMMARY)
 
 
 def test_text_says_what_it_cost() -> None:
@@ -214,6 +216,8 @@ def test_notebook_shows_the_same_in_html() -> None:
         assert html_module.escape(text) in html
     for cell in summary.step_table()[1][0]:
         assert f">{cell}</td>" in html
+    assert [label for label, _ in summary.facts()].count("why") > 1
+    assert html.count(">why</th>") == 1
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,15 @@ def html_table(
 ) -> str:
     """Return a headline, labelled lines, and a table.
 
-    Facts are (label, text); without rows there is no table.
+    Facts are (label, text), and a label stands once for the lines that have it; without rows there is no table.
     """
     parts = [f"<p><b>torchdelta</b>: {escape(headline)}</p>"]
     if facts:
+        labels = [label if index == 0 or facts[index - 1][0] != label else "" for index, (label, _) in enumerate(facts)]
         lines = "".join(
-            f'<tr><th style="text-align:left">{escape(label)}</th><td style="text-align:left">{escape(text)}</td></tr>'
-            for label, text in facts
+            '<tr style="vertical-align:top">'
+            f'<th style="text-align:left">{escape(label)}</th><td style="text-align:left">{escape(text)}</td></tr>'
+            for label, (_, text) in zip(labels, facts, strict=True)
         )
         parts.append(f"<table><tbody>{lines}</tbody></table>")
     if rows:

@@ -284,7 +284,9 @@ class Summary:
                 what = "the first micro-batch" if accumulates else "the first step"
                 facts += [("why", line) for line in self.plain_peak.lines(what)]
                 # The first micro-batch has no gradients of others, and no optimizer states yet: later ones need more.
-                if self.plain_peak.size_bytes > self.budget_bytes and not accumulates:
+                if accumulates:
+                    facts.append(("why", "later micro-batches need more: gradients and optimizer states are there too"))
+                elif self.plain_peak.size_bytes > self.budget_bytes:
                     size = format_bytes(self.plain_peak.size_bytes)
                     facts.append(("would help", f"with a budget of {size} such a step evicts nothing, or nearly"))
         if self.num_unrecorded_steps:

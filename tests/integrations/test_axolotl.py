@@ -132,7 +132,7 @@ def test_options_reach_the_budget(plugin: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"memory_budget": "8 potatoes"}, SizeError, "potatoes"),
+        ({"memory_budget": "8 potatoes"}, SizeError, "memory budget .8 potatoes"),
         ({"memory_budget": "8GiB", "memory_budget_config": {"teir": "disk"}}, ConfigError, "did you mean tier"),
         ({"memory_budget": "8GiB", "memory_budget_config": {"tier": "tape"}}, ConfigError, "'disk', 'memory'"),
         ({"memory_budget_config": {"tier": "disk"}}, ConfigError, "without memory_budget"),

@@ -247,7 +247,7 @@ def test_an_impossible_budget_is_its_own_error() -> None:
 
 def test_a_limit_that_is_no_size_is_refused_at_once() -> None:
     """Before any training."""
-    with pytest.raises(SizeError, match="limit"):
+    with pytest.raises(SizeError, match="memory budget"):
         MemoryBudgetCallback("8 potatoes")
     MemoryBudgetCallback("auto")
     MemoryBudgetCallback("80%")

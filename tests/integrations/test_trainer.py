@@ -335,7 +335,7 @@ def test_an_impossible_budget(tmp_path):
 @pytest.mark.parametrize("limit", [8.0, "8 potatoes", -1, "0%"])
 def test_a_limit_that_cannot_be_parsed(limit):
     """It is refused when the callback is made."""
-    with pytest.raises(SizeError, match="limit"):
+    with pytest.raises(SizeError, match="memory budget"):
         MemoryBudgetCallback(limit)
 
 

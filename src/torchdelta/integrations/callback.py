@@ -39,7 +39,7 @@ class BudgetCallback:
         if not (isinstance(limit, str) and limit.strip().lower() == "auto"):
             # The budget is made when the training begins: a percentage initializes CUDA, and only the Trainer chooses
             # the device. What cannot be parsed is refused here.
-            parse_size(limit, total_bytes=2**50, name="limit")
+            parse_size(limit, total_bytes=2**50, name="memory budget")
         self.limit = limit
         self.config = config
         self.plan = plan
