@@ -159,8 +159,7 @@ def damaged(**fields: Any) -> dict[str, Any]:
     snapshot = snapshot_of_steps(4)
     entries = snapshot["device_traces"][0]
     address = next(entry["addr"] for entry in entries if entry["action"] == "free_completed")
-    for entry in [entry for entry in entries if entry["addr"] == address]:
-        entry |= fields
+    entries[:] = [entry | fields if entry["addr"] == address else entry for entry in entries]
     return snapshot
 
 
