@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from torchdelta.machine.model import Machine
     from torchdelta.trace.model import Op
 
-__all__ = ["FITTED_PARTS", "BatchCase", "batch_cases", "kind_of_step", "predicted", "timed_of"]
+__all__ = ["FITTED_PARTS", "BatchCase", "batch_cases", "kind_of_step", "machine_of", "predicted", "timed_of"]
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
 _MICRO_STEPS: Final = 4  # of the accumulated steps
+_OLD_CUDNN: Final = 8
 _HALF: Final = 0.5  # of a convolution's backward: two products of the same size
 
 _PARTS: Final[dict[str, tuple[str, str, float]]] = {
@@ -76,7 +77,7 @@ def timed_of(figure: Figure) -> Timed | None:
     return Timed(
         id=figure.id,
         published_s=figure.published * 1e-3,
-        machine=find(figure.machine),
+        machine=machine_of(figure),
         ops=ops,
         groups={
             "model": (step.family, step.model),
@@ -102,15 +103,15 @@ def predicted(figure: Figure) -> float | None:
         return _rate(figure)
     match figure.quantity:
         case "step_time" | "forward_time":
-            return 1e3 * _time_s(figure.step, figure.machine)
+            return 1e3 * _time_s(figure.step, machine_of(figure))
         case "kernel_time":
             part = figure.id.rsplit("/", 1)[-1]
-            return 1e3 * _PARTS[part][2] * _time_s(figure.step, figure.machine, lambda op: _is_part(op, part))
+            return 1e3 * _PARTS[part][2] * _time_s(figure.step, machine_of(figure), lambda op: _is_part(op, part))
         case "optimizer_step_time":
-            return 1e3 * _accumulated_s(figure.step, figure.machine)
+            return 1e3 * _accumulated_s(figure.step, machine_of(figure))
         case "checkpointing_overhead":
             plain, checkpointed = (replace(figure.step, checkpointed=is_so) for is_so in (False, True))
-            return _accumulated_s(checkpointed, figure.machine) / _accumulated_s(plain, figure.machine)
+            return _accumulated_s(checkpointed, machine_of(figure)) / _accumulated_s(plain, machine_of(figure))
         case "peak_allocated":
             return _peak_bytes(figure) / _GIB
         case "nvidia_smi_less_context":
@@ -121,21 +122,26 @@ def predicted(figure: Figure) -> float | None:
             return None
 
 
-def _time_s(step: Step, machine_name: str, is_counted: Callable[[Op], bool] = lambda _: True) -> float:
-    machine = find(machine_name)
+def machine_of(figure: Figure) -> Machine:
+    """Return the machine of a figure, with the kernels of the library that it ran with."""
+    machine = find(figure.machine)
+    return replace(machine, kernels="cuda-cudnn8") if figure.cudnn == _OLD_CUDNN else machine
+
+
+def _time_s(step: Step, machine: Machine, is_counted: Callable[[Op], bool] = lambda _: True) -> float:
     rows = (row for row in _ops(step) if is_counted(row[0]))
     return sum(count * op_time_s(op, moved_bytes, machine) for op, moved_bytes, count in rows)
 
 
-def kind_of_step(step: Step, machine_name: str) -> Family:
+def kind_of_step(step: Step, machine: Machine) -> Family:
     """Return of which kind a step is for its interval."""
-    return kind_of(price(step_trace(step), find(machine_name)))
+    return kind_of(price(step_trace(step), machine))
 
 
-def _accumulated_s(step: Step, machine_name: str) -> float:
+def _accumulated_s(step: Step, machine: Machine) -> float:
     """Return the time of several micro-steps and one update."""
-    update_s = _time_s(step, machine_name, lambda op: op.phase == "optimizer")
-    return _MICRO_STEPS * (_time_s(step, machine_name) - update_s) + update_s
+    update_s = _time_s(step, machine, lambda op: op.phase == "optimizer")
+    return _MICRO_STEPS * (_time_s(step, machine) - update_s) + update_s
 
 
 def _peak_bytes(figure: Figure) -> int:

@@ -53,6 +53,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         step: What it was measured on; None for rates of a machine.
         note: What else the source states.
         kernel: What was timed, of a kernel that a user shared.
+        added: When it was added to the first figures, for which the goals were set; "" for those.
+        cudnn: The major version of cuDNN that it ran with, where that is known and matters; 0: that of today.
     """
 
     id: str
@@ -67,3 +69,5 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step: Step | None = None
     note: str = ""
     kernel: SharedKernel | None = None
+    cudnn: int = 0
+    added: str = ""

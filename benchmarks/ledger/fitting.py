@@ -34,6 +34,7 @@ PRIORS: Final[dict[str, tuple[float, float]]] = {
     "matrix": (0.95, 0.1),  # the machine's rate is that of large square products
     "stem": (0.4, 0.5),  # 3 channels of 8
     "depthwise": (0.1, 0.8),
+    "fallback": (0.1, 0.8),  # on the same units
     "winograd": (1.2, 0.3),  # at most 2.25
     "backward": (0.95, 0.15),
     "fill_inner": (64.0, 0.5),  # two or three steps of a tile's loop
@@ -71,12 +72,15 @@ class Dataset:
 
     def __init__(self, timed: Sequence[Timed]) -> None:
         self.timed = tuple(timed)
+        self.of_old_kernels: set[str] = set()  # ids of what no machine of the catalog would take so long for
         rows: list[tuple[float, ...]] = []
         starts: list[int] = []
         for one in timed:
             starts.append(len(rows))
             for op, moved_bytes, count in one.ops:
                 terms = terms_of(op, moved_bytes, one.machine)
+                if terms.matrix_share == "fallback":
+                    self.of_old_kernels.add(one.id)
                 rows.append(
                     (
                         count,

@@ -42,7 +42,7 @@ Each step was predicted by shares that were fitted without its model.
 
 ## Step times
 
-The time of an op is a roofline with one share for each kind of kernel (`torchdelta/machine/kernels.py`). Its 15
+The time of an op is a roofline with one share for each kind of kernel (`torchdelta/machine/kernels.py`). Its 16
 parameters are the same for all machines and all models; a machine adds only printed peaks and what large products and
 streaming kernels reach of them. They were fitted to the steps below, so the fair figures are those of fits that have
 not seen the step:
@@ -123,10 +123,14 @@ def _sources(ledger: dict[str, Any]) -> str:
 
 def _why() -> str:
     return """
-What is known about them: RegNetY-160 with channels innermost ran 3.2 times slower than without on the RTX 3090, which
-no other published step shows (its groups are 112 channels wide); the model has no rule for it, since a rule for one
-figure would be that figure. Two sources differ by 37 % in the time of BERT-Large a sample on the same GPU. A ResNet-50
-at 2,800 images a second may have waited for its data.
+What is known about them: in RegNets with channels innermost, under torch 1.12, most grouped convolutions ran without
+tensor cores, and a step took up to 3.5 times as long as with channels outermost; who published the figures says so of
+the version before (pytorch/pytorch#70954). The model prices them as such where the groups are wider than 8 channels and
+their number is no multiple of 32, which is how ResNeXts differ; it does not know which widths are slower than others.
+Forward passes under torch 2.4 are not slow any more, so no machine of the catalog has it. Of RegNets, regnety_160 alone
+was among the first figures; the others were added on 2026-11-25, all that both tables of torch 1.12 have, to see what
+it is an instance of. Two sources differ by 37 % in the time of BERT-Large a sample on the same GPU. A ResNet-50 at
+2,800 images a second may have waited for its data.
 """
 
 

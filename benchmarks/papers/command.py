@@ -12,6 +12,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from tqdm import tqdm
 
 from benchmarks.outcome import Outcome
@@ -23,6 +24,8 @@ from torchdelta.planners import names
 
 if TYPE_CHECKING:
     import argparse
+
+    from benchmarks.papers.subjects import Case
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 TABLES = ("overheads", "proofs", "floors", "batches", "autoswap", "times")
@@ -71,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names; '/extended' or '/all' and ':fast' or ':best' after them",
     )
     parser.add_argument("--effort", choices=("fast", "best"), default="fast", help="of the largest batches")
+    parser.add_argument("--by-kind", action="store_true", help="on the catalog's machines, as `torchdelta fit` prices")
     parser.add_argument("--no-bound", action="store_true", help="leave the linear program out")
     parser.add_argument(
         "--join", nargs="+", default=[], metavar="TAG", help="run nothing, join the files of these runs"
@@ -130,7 +134,11 @@ def merged(before: Rows, found: Rows) -> Rows:
 def _asked_for(options: argparse.Namespace) -> str:
     wanted = {key: getattr(options, key) for key in ("tables", "cases", "shares", "planners")}
     words = [word for key, values in wanted.items() for word in (f"--{key}", *map(str, values))]
-    return shlex.join([*words, "--effort", options.effort])
+    return shlex.join([*words, "--effort", options.effort, *(["--by-kind"] if options.by_kind else [])])
+
+
+def _case(name: str, options: argparse.Namespace) -> Case:
+    return msgspec.structs.replace(CASES[name], by_kind=options.by_kind)
 
 
 def _overheads(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -138,7 +146,7 @@ def _overheads(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tqdm(total=len(options.cases) * len(options.shares), file=sys.stderr, desc="budgets") as bar:
         for name in options.cases:
             shares, planners = options.shares, options.planners
-            for row in tables.overheads(CASES[name], shares, planners, with_bound=not options.no_bound):
+            for row in tables.overheads(_case(name, options), shares, planners, with_bound=not options.no_bound):
                 rows.append(row)
                 bar.update()
     return rows
@@ -148,7 +156,11 @@ def _proofs(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dic
     """Prove more where the plan is far above the bound: whole tensors, which take minutes a cell."""
     far = [row for row in rows if row["case"] in options.cases and tables.is_far_from_bound(row)]
     return [
-        {"case": row["case"], "share": row["share"], "whole_bound": tables.whole_bound(row)}
+        {
+            "case": row["case"],
+            "share": row["share"],
+            "whole_bound": tables.whole_bound(row, _case(row["case"], options)),
+        }
         for row in tqdm(far, file=sys.stderr, desc="proofs")
     ]
 
@@ -158,25 +170,27 @@ def _floors(options: argparse.Namespace) -> list[dict[str, Any]]:
     if f"{tables.OURS}:fast" in planners:
         planners.append(LEAST)
     planners = list(dict.fromkeys(planners))
-    return [tables.floor(CASES[name], planners) for name in tqdm(options.cases, file=sys.stderr, desc="floors")]
+    return [
+        tables.floor(_case(name, options), planners) for name in tqdm(options.cases, file=sys.stderr, desc="floors")
+    ]
 
 
 def _batches(options: argparse.Namespace) -> list[dict[str, Any]]:
     cases = tqdm(options.cases, file=sys.stderr, desc="batches")
-    return [tables.batches(CASES[name], options.effort) for name in cases]
+    return [tables.batches(_case(name, options), options.effort) for name in cases]
 
 
 def _autoswap(options: argparse.Namespace) -> list[dict[str, Any]]:
     wanted = [(model, size, machine) for machine in AUTOSWAP_MACHINES for model, size in AUTOSWAP_MODELS.items()]
     return [
-        tables.autoswap(model, profile(machine), size)
+        tables.autoswap(model, profile(machine, by_kind=options.by_kind), size)
         for model, size, machine in tqdm(wanted[:1] if options.quick else wanted, file=sys.stderr, desc="autoswap")
     ]
 
 
 def _times(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [
-        tables.planning_time(CASES[name], effort, share, rounds=1 if effort == "best" else 3)
+        tables.planning_time(_case(name, options), effort, share, rounds=1 if effort == "best" else 3)
         for name in TIMED
         if name in options.cases
         for share in _TIMED_SHARES

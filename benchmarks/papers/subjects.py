@@ -23,8 +23,13 @@ _TRACED = (2, 4)
 """The two batch sizes that are traced; never 1, at which op lists differ."""
 
 
-def profile(name: str) -> Machine:
-    """Return the machine of the tables by its name; another one of the catalog with all kernels priced alike."""
+def profile(name: str, *, by_kind: bool = False) -> Machine:
+    """Return the machine of the tables by its name; another one of the catalog with all kernels priced alike.
+
+    With `by_kind` it is the catalog's, which prices each kind of kernel as `torchdelta fit` does.
+    """
+    if by_kind:
+        return find(name)
     return PROFILES.get(name) or replace(find(name), kernels="")
 
 
@@ -52,8 +57,8 @@ PROFILES = {
 }
 """The machines of the tables: the planner findings' profiles, on which all planners were compared from the first.
 
-The tables compare planners with each other. The catalog's machines price kernels by their kind since, and the tables
-were not made again.
+The tables compare planners with each other. The catalog's machines price kernels by their kind since: with `--by-kind`
+the tables are made on those.
 """
 
 _VISION = ("resnet50", "resnet101", "vgg16", "alexnet")
@@ -64,6 +69,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     machine_name: str
+    by_kind: bool = False
 
     @property
     def name(self) -> str:
@@ -73,7 +79,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def machine(self) -> Machine:
         """Its profile."""
-        return profile(self.machine_name)
+        return profile(self.machine_name, by_kind=self.by_kind)
 
 
 CASES = {

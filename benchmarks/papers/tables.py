@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from benchmarks.papers.no_overhead import reduction
 from benchmarks.papers.proof.bound import nested_bound
-from benchmarks.papers.subjects import CASES, Case, largest_plain_batch, step
+from benchmarks.papers.subjects import Case, largest_plain_batch, step
 from torchdelta.bounds.lp_bound import bound, least_peak_bound
 from torchdelta.errors import InfeasibleError
 from torchdelta.planners import DEFAULT_EFFORT, get, plan_step
@@ -89,9 +89,8 @@ def is_far_from_bound(row: Row) -> bool:
     return proved is not None and best.get("feasible", False) and best["overhead"] > proved + FAR
 
 
-def whole_bound(row: Row) -> Row:
+def whole_bound(row: Row, case: Case) -> Row:
     """Return what is proved of a row with whole tensors: no more than what shows that the plan is near the best."""
-    case = CASES[row["case"]]
     trace = step(case.model, case.machine, row["batch_size"], with_optimizer=False)
     plain_s = math.fsum(op.time_s for op in trace.ops)
     ceiling_s = plain_s * (1 + row["planners"][f"{OURS}:best"]["overhead"] - WITHIN)

@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.__main__ import build_parser
 from benchmarks.outcome import Outcome
@@ -31,6 +32,16 @@ def test_the_largest_plain_batch_fits_and_the_next_does_not():
     for batch_size, fits in ((size, True), (size + 1, False)):
         step = subjects.step("resnet50", machine, batch_size, with_optimizer=True)
         assert (peak(step, with_workspace=True).size_bytes <= machine.memory_bytes) is fits
+
+
+def test_the_tables_run_on_machines_that_price_kernels_by_their_kind_too():
+    """The same case, on the profile that the tables were first made with, and on the catalog's machine."""
+    case = subjects.CASES["resnet50@v100-32g"]
+    assert case.machine.kernels == ""
+    by_kind = replace(case, by_kind=True)
+    assert by_kind.machine == find("v100-32g")
+    assert by_kind.machine.kernels == "cuda"
+    assert by_kind.name == case.name
 
 
 @pytest.mark.rest

@@ -90,3 +90,22 @@ def test_a_trace_without_sizes_is_priced():
     """An op of an older trace, without sizes, gets the price of a large product."""
     op = Op(index=0, name="aten.mm.default", phase="forward", flops=2**40, dtype="float16")
     assert time_s(op, moved_bytes=1) == pytest.approx(2**40 / (A100.flops_per_s["float16"] * CUDA_SHARES.matrix))
+
+
+def test_groups_that_cudnn_8_has_no_kernel_for():
+    """With channels innermost, and a library of before 2024, wide groups run on the vector units, but not ResNeXt's."""
+    old = replace(A100, kernels="cuda-cudnn8")
+    lacking, resnext, narrow = convolution(groups=8), convolution(groups=32), convolution(groups=32, channels=256)
+    narrow = replace(narrow, product=replace(narrow.product, groups=31))
+    wide_as_resnext = replace(resnext, product=replace(resnext.product, groups=31, inner=16))
+    assert time_s(lacking, old) > 3 * time_s(lacking)
+    assert time_s(wide_as_resnext, old) > 3 * time_s(wide_as_resnext)
+    for op in (
+        resnext,
+        narrow,
+        convolution(groups=1),
+        convolution(groups=256),
+        convolution(groups=8, layout=""),
+        replace(lacking, dtype="float64"),
+    ):
+        assert time_s(op, old) == time_s(op)

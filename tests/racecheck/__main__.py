@@ -78,9 +78,12 @@ def check_all_schedules(bench: Bench, arguments: argparse.Namespace) -> dict[str
             (f"session, {''.join(decisions)}", chain("".join(decisions)))
             for decisions in itertools.product("srk", repeat=num_tensors)
         ]
+    first_answers = [int(answer) for answer in arguments.first_answers]
     for name, program in programs:
+        if arguments.steps not in name:
+            continue
         began_s = time.perf_counter()
-        explored = explore(bench, program, most_runs=MOST_RUNS)
+        explored = explore(bench, program, most_runs=MOST_RUNS, first_answers=first_answers)
         steps[name] = {
             "num_schedules": explored.num_runs,
             "num_pruned": explored.num_pruned,
@@ -126,6 +129,8 @@ def main() -> int:
     parser.add_argument(
         "--mixed-tensors", type=int, default=3, help="exhaustive, every mix of decisions: up to so many"
     )
+    parser.add_argument("--steps", default="", help="exhaustive: only steps with this in their name")
+    parser.add_argument("--first-answers", default="", help="exhaustive: a part, such as 01, of all schedules")
     parser.add_argument("--seeds", type=int, default=50, help="schedules of each positive control")
     parser.add_argument("--mutant-seeds", type=int, default=60, help="schedules of each path for each mutant at most")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -133,6 +138,8 @@ def main() -> int:
     unknown = set(arguments.checks) - set(CHECKS)
     if unknown:
         parser.error(f"there is no check {', '.join(sorted(unknown))}; take of {', '.join(CHECKS)}")
+    if set(arguments.first_answers) - {"0", "1"}:
+        parser.error(f"--first-answers are zeros and ones, not {arguments.first_answers}")
     bench = Bench()
     torch.set_num_threads(1)
     results: dict[str, Any] = {}

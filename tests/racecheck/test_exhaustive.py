@@ -58,6 +58,17 @@ def test_states_that_were_seen_add_nothing(bench: Bench) -> None:
         assert pruned.num_runs <= whole.num_runs
 
 
+def test_the_parts_of_an_exploration_are_the_whole(bench: Bench) -> None:
+    """The parts by the first two answers, which can run one at a time, have every schedule between them."""
+    whole = explore(bench, swap_tensors(2, 1), most_runs=MOST_RUNS, dedupes=False)
+    parts = [
+        explore(bench, swap_tensors(2, 1), most_runs=MOST_RUNS, dedupes=False, first_answers=answers)
+        for answers in itertools.product((0, 1), repeat=2)
+    ]
+    assert all(part.is_complete and part.num_runs < whole.num_runs for part in parts)
+    assert sum(part.num_runs for part in parts) == whole.num_runs
+
+
 def test_a_removed_wait_is_found_by_exploring(bench: Bench) -> None:
     """Negative control: without the wait of the compute stream, a schedule of one tensor fails."""
     (mutant,) = (each for each in find_mutants() if each.name == "tiers.pinned:PinnedTier.hold_compute#0")

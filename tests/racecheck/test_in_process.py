@@ -65,16 +65,7 @@ def test_the_accelerators_tests_late() -> None:
     run_late("tests/accelerator")
 
 
-# Where the CPU's kernels differ from what schemas and meta kernels promise: a batch norm that does not train counts as
-# writing its statistics, and means of bfloat16 have another type.
-NOT_LATE = (
-    "tests/same_bits/test_unseen_writes.py::test_batch_norm_that_says_what_it_writes[False]",
-    "tests/same_bits/test_training.py::test_low_precision_model",
-)
-
-
 @pytest.mark.rest
 def test_following_late() -> None:
     """Training loops under every decision and under drawn plans give the plain bits where everything is late."""
-    left_out = [word for name in NOT_LATE for word in ("--deselect", name)]
-    run_late("tests/same_bits/test_training.py", "tests/same_bits/test_unseen_writes.py", *left_out)
+    run_late("tests/same_bits/test_training.py", "tests/same_bits/test_unseen_writes.py")

@@ -1,8 +1,9 @@
 """How far a predicted time may be off: what published steps of its kind were off, and when it is an extrapolation.
 
 [Note: where the intervals are from]
-Each of 154 published steps was predicted by shares that were fitted without its model (`docs/fidelity.md`): of these
-errors, eight in ten lie inside an interval of `SEEN`, by what most of the step's matrix time is spent on. Where a step
+Each of 208 published steps was predicted by shares that were fitted without its model (`docs/fidelity.md`): of these
+errors, eight in ten lie inside an interval of `SEEN`, by what most of the step's matrix time is spent on (21 of the
+steps are left aside: their library lacked kernels that today's has). Where a step
 is unlike all of them (another GPU, kernels that none of them has, launches that take most of it) the prediction is an
 extrapolation: it says so, and gets the interval of `UNSEEN`, in which nine in ten of the errors lie when all steps on
 the same GPU, or all of the same source, are left out of the fit. What a plan adds, waiting and recomputing, is taken to
@@ -21,17 +22,17 @@ from torchdelta.trace.model import Trace
 
 __all__ = ["SEEN", "SEEN_MACHINES", "UNSEEN", "Interval", "interval_of", "kind_of", "range_text"]
 
-SEEN: Final[dict[Family, tuple[float, float]]] = {"convolution": (0.83, 1.18), "product": (0.92, 1.15)}
+SEEN: Final[dict[Family, tuple[float, float]]] = {"convolution": (0.8, 1.19), "product": (0.93, 1.16)}
 """Published over predicted: the first and the last decile, by the kind of the step."""
 
-UNSEEN: Final[dict[Family, tuple[float, float]]] = {"convolution": (0.75, 1.35), "product": (0.83, 1.15)}
+UNSEEN: Final[dict[Family, tuple[float, float]]] = {"convolution": (0.75, 1.36), "product": (0.81, 1.16)}
 """The same where all steps of a GPU or of a source are left out: the twentieth and the nineteen twentieths."""
 
 SEEN_MACHINES: Final = ("v100-16g", "v100-32g", "a100-40g", "a100-80g", "h100-80g", "rtx3090", "rtx4090", "rtx5090")
 """On which published steps were run."""
 
-_MOST_LAUNCHES: Final = 0.2
-"""Of a step's time; the most of a published step are 0.18."""
+_MOST_LAUNCHES: Final = 0.25
+"""Of a step's time; one published step has more, 0.42, and the next 0.24."""
 _MOST_ATTENTION: Final = 0.05
 
 
@@ -51,7 +52,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 def interval_of(step: Trace, machine: Machine) -> Interval | None:
     """Return the interval of a step's predicted time, None for a machine without one."""
-    if machine.kernels != "cuda":
+    if not machine.kernels:
         return None
     reasons = tuple(_reasons(step, machine))
     low, high = (UNSEEN if reasons else SEEN)[kind_of(step)]
@@ -92,7 +93,9 @@ def _reasons(step: Trace, machine: Machine) -> list[str]:
     num_timed = sum(op.time_s > 0 for op in step.ops)
     launches = num_timed * CUDA_SHARES.launch_s / total_s if total_s else 1.0
     if launches > _MOST_LAUNCHES:
-        reasons.append(f"launches take {launches:.0%} of the time, in published steps at most {_MOST_LAUNCHES:.0%}")
+        reasons.append(
+            f"launches take {launches:.0%} of the time, in all published steps but one less than {_MOST_LAUNCHES:.0%}"
+        )
     attention_s = sum(op.time_s for op in step.ops if op.phase == "backward" and family_of(op) == "attention")
     if attention_s > _MOST_ATTENTION * total_s:
         reasons.append("no published step trains with fused attention kernels")

@@ -12,6 +12,11 @@ the same for all machines, and there are few (`KernelShares`):
 - Without tensor cores a 3 x 3 convolution is computed by Winograd's algorithm, in up to 2.25 times fewer
   multiplications. Depthwise convolutions run on the vector units, a few percent of them busy. A convolution of an image
   (3 channels) fills half of a tile.
+- cuDNN 8 has tensor-core kernels for grouped convolutions with channels innermost only where groups are at most 8
+  channels wide, or there is a multiple of 32 of them (ResNeXt). All others run on the vector units as depthwise ones
+  do: steps of RegNets took up to 3.5 times as long with channels innermost as without (timm's tables of torch 1.12;
+  the same of 1.10 in pytorch/pytorch#70954). With cuDNN 9 they do not (timm's tables of torch 2.4). So a machine says
+  whose kernels it has (`Machine.kernels`): those of the catalog today's, figures of the ledger those of their time.
 - Batch norm reads its input twice in forward, and input and gradient twice in backward: 3 passes instead of 2, 5
   instead of 3. With channels innermost cuDNN keeps some of it on the chip.
 - Each op has a fixed time: eager torch launches one or several kernels for it, and none starts before the last ends.
@@ -19,7 +24,7 @@ the same for all machines, and there are few (`KernelShares`):
 `docs/fidelity.md` compares it with every published figure, those left out of the fit in turn.
 
 [Note: the frozen shares]
-`CUDA_SHARES` is what `python -m benchmarks ledger --fit` found on 154 published steps of 34 vision models and 3
+`CUDA_SHARES` is what `python -m benchmarks ledger --fit` found on 208 published steps of 57 vision models and 3
 language models on 6 kinds of GPU, and on the kernel times of one profile; each share was drawn to a first guess, which
 `benchmarks/ledger/fitting.py` has with its reason. Do not change one by hand: fit again, and write the ledger again.
 """
@@ -29,7 +34,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from torchdelta.machine.model import Machine, matrix_flops_per_s
-from torchdelta.trace.model import Op
+from torchdelta.trace.model import Op, Product
 
 __all__ = ["CUDA_SHARES", "Family", "KernelShares", "KernelTerms", "family_of", "kernel_time_s", "terms_of"]
 
@@ -39,6 +44,8 @@ Family = Literal["convolution", "product", "attention", "other"]
 _ALIGNMENT: Final = 8
 _IMAGE_CHANNELS: Final = 4
 _WINOGRAD_WINDOW: Final = 9
+_GROUPS_OF_CUDNN_8: Final = 32
+_WIDTH_OF_CUDNN_8: Final = 8
 _MIN_WRITES_OF_TRAINING: Final = 4  # output, two saved statistics, and one running statistic or more
 
 
@@ -53,6 +60,7 @@ class KernelShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         matrix: Share of the matrix rate of large products and dense convolutions.
         stem: The same for convolutions of images.
         depthwise: Share of the vector units' rate of depthwise convolutions.
+        fallback: The same of grouped convolutions that cuDNN 8 has no tensor-core kernel for.
         winograd: Factor on the rate of 3 x 3 convolutions without tensor cores.
         backward: Factor on the rate of a convolution's gradients.
         fill_inner: Length of a sum at which filling the pipeline takes as long as the sum itself.
@@ -70,6 +78,7 @@ class KernelShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     matrix: float
     stem: float
     depthwise: float
+    fallback: float
     winograd: float
     backward: float
     fill_inner: float
@@ -81,21 +90,22 @@ class KernelShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 CUDA_SHARES: Final = KernelShares(
-    stream=0.997,
-    norm=0.998,
+    stream=1.03,
+    norm=0.991,
     norm_channels_last=1.15,
-    softmax=0.369,
-    matrix=0.96,
-    stem=0.673,
-    depthwise=0.0819,
-    winograd=1.89,
-    backward=0.878,
-    fill_inner=55.9,
-    fill_narrow=23.1,
-    fill_grouped=31.3,
-    copies=1.41,
-    copies_pointwise=0.509,
-    launch_s=1.38e-5,
+    softmax=0.343,
+    matrix=0.985,
+    stem=0.598,
+    depthwise=0.0908,
+    fallback=0.232,
+    winograd=2.08,
+    backward=0.848,
+    fill_inner=70.1,
+    fill_narrow=17,
+    fill_grouped=53.7,
+    copies=1.86,
+    copies_pointwise=0.541,
+    launch_s=1.9e-05,
 )
 
 
@@ -151,9 +161,12 @@ def terms_of(op: Op, moved_bytes: int, machine: Machine, *, tf32: bool = True) -
         elif is_convolution:
             if sizes.groups > 1:
                 narrow_share = "fill_grouped"
+                if has_tensor_cores and op.layout == "channels_last" and _lacks_kernel(sizes, machine):
+                    matrix_share, has_tensor_cores = "fallback", False
+                    rate = matrix_flops_per_s(machine, "float32", tf32=False)
             elif sizes.inner <= _IMAGE_CHANNELS:
                 matrix_share = "stem"
-            is_winograd = not has_tensor_cores and sizes.window == _WINOGRAD_WINDOW
+            is_winograd = not has_tensor_cores and sizes.window == _WINOGRAD_WINDOW and matrix_share != "fallback"
             is_aligned = sizes.inner <= _IMAGE_CHANNELS or not (sizes.inner % _ALIGNMENT or sizes.columns % _ALIGNMENT)
             if has_tensor_cores and (op.layout != "channels_last" or not is_aligned):
                 copied_bytes = 2.0 * moved_bytes
@@ -172,6 +185,13 @@ def terms_of(op: Op, moved_bytes: int, machine: Machine, *, tf32: bool = True) -
         copied_bytes=copied_bytes,
         copies_share=copies_share,
     )
+
+
+def _lacks_kernel(sizes: Product, machine: Machine) -> bool:
+    """Whether the library of a machine has no tensor-core kernel for a grouped convolution with channels innermost."""
+    if machine.kernels != "cuda-cudnn8":
+        return False
+    return sizes.inner > _WIDTH_OF_CUDNN_8 and sizes.groups % _GROUPS_OF_CUDNN_8 != 0
 
 
 def kernel_time_s(

@@ -55,8 +55,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         flops_per_s: Floating-point operations a second of large matrix products, by dtype; `"tf32"` for float32 on
             tensor cores. A multiply-add counts as two.
         memory_bytes_per_s: Rate of the device memory under streaming kernels, reads and writes added.
-        kernels: How ops are priced: "cuda" by the kind of their kernels ([Note: the kernel model] in kernels.py), ""
-            all alike.
+        kernels: How ops are priced: "cuda" by the kind of their kernels ([Note: the kernel model] in kernels.py),
+            "cuda-cudnn8" the same with a library of before 2024, "" all alike.
         op_latency_s: Least time of one op, its launch included; 0.0 leaves that out of the price.
         swaps_to: What the first tier is, "host" or "disk": see [Note: where swaps go].
         host_out_bytes_per_s: Device to pinned host memory (to the first tier), large transfers.
@@ -78,7 +78,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_bytes: int
     flops_per_s: dict[str, float]
     memory_bytes_per_s: float
-    kernels: Literal["", "cuda"] = ""
+    kernels: Literal["", "cuda", "cuda-cudnn8"] = ""
     op_latency_s: float = 0.0
     swaps_to: Literal["host", "disk"] = "host"
     host_out_bytes_per_s: float

@@ -1,7 +1,7 @@
 """The time of each op on a machine: the longer of its arithmetic and its memory traffic (roofline, Williams 2009).
 
-On a machine with `kernels="cuda"` each kind of kernel reaches another share of the two rates, and each op has a fixed
-time: see [Note: the kernel model] in kernels.py. On any other it is the plain roofline:
+On a machine whose `kernels` are known each kind of kernel reaches another share of the two rates, and each op has a
+fixed time: see [Note: the kernel model] in kernels.py. On any other it is the plain roofline:
 
 [Note: what is priced]
 `time_s = max(flops / rate of its dtype, moved bytes / rate of the memory)`, at least `op_latency_s`. Only products of
@@ -37,7 +37,7 @@ def op_time_s(op: Op, moved_bytes: int, machine: Machine, *, tf32: bool = True) 
     """Return the seconds that an op takes, given what it moves. See [Note: what is priced]."""
     if not moved_bytes and not op.flops:
         return 0.0
-    if machine.kernels == "cuda":
+    if machine.kernels:
         return max(kernel_time_s(op, moved_bytes, machine, tf32=tf32), machine.op_latency_s)
     time_s = moved_bytes / machine.memory_bytes_per_s
     if op.flops:

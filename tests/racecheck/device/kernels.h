@@ -107,11 +107,33 @@ inline bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-// Ops that write to arguments which their schema does not name: the running statistics of batch norms.
-inline bool writes_statistics(const c10::OperatorHandle& op, const c10::Argument& argument) {
+inline bool is_statistic(const c10::OperatorHandle& op, const c10::Argument& argument) {
   return op.schema().name().find("batch_norm") != std::string::npos &&
       op.schema().name().find("backward") == std::string::npos &&
       (argument.name() == "running_mean" || argument.name() == "running_var");
+}
+
+// Whether an op says that it does not train: then a batch norm reads its statistics, whatever its schema says.
+inline bool only_infers(const c10::OperatorHandle& op, const Stack& arguments) {
+  const auto& named = op.schema().arguments();
+  for (size_t i = 0; i < named.size(); ++i) {
+    if (named[i].name() == "training" && arguments[i].isBool()) return !arguments[i].toBool();
+  }
+  return false;
+}
+
+// Whether an op writes to an argument. The schemas of some batch norms do not name their statistics.
+inline bool writes_to(const c10::OperatorHandle& op, const c10::Argument& argument, const Stack& arguments) {
+  if (is_statistic(op, argument)) return !only_infers(op, arguments);
+  return is_written(argument);
+}
+
+// Means of a layer norm in half precision are float32 on other devices; the CPU has them in the type of its input.
+inline void give_statistics_of_cpu(const c10::OperatorHandle& op, Stack& values) {
+  if (op.schema().name() != "aten::native_layer_norm_backward") return;
+  const auto dtype = values[1].toTensor().scalar_type();
+  if (values[5].isTensor() && values[5].toTensor().defined() && values[5].toTensor().scalar_type() != dtype) return;
+  for (const size_t place : {3, 4}) values[place] = values[place].toTensor().to(dtype);
 }
 
 inline std::string signature(const c10::OperatorHandle& op, const Stack& arguments) {
@@ -248,8 +270,7 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<Range> ranges;
   Stack later = arguments;
   for (size_t i = 0; i < num_arguments; ++i) {
-    const auto& argument = schema.arguments()[i];
-    const bool writes = is_written(argument) || writes_statistics(op, argument);
+    const bool writes = writes_to(op, schema.arguments()[i], arguments);
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       if (is_here(tensor)) ranges.push_back(range_of(tensor, writes));
     });
@@ -261,6 +282,7 @@ inline void launch(const c10::OperatorHandle& op, Stack* stack) {
   const auto run = [op, seed, grad_mode](Stack values) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const c10::AutoGradMode mode(grad_mode);
+    give_statistics_of_cpu(op, values);
     run_seeded(seed, op, &values);
     return values;
   };

@@ -127,6 +127,15 @@ BAD = {
     ),
     "nothing": (b"", "the log has no allocation, read or write"),
     "no iteration": (b'{"op":"alloc","id":1,"size_bytes":4}\n', "no iteration in 1 events"),
+    "more bytes than there are": (
+        b'{"op":"alloc","id":1,"size_bytes":1%s}\n{"op":"free","id":1}\n' % (b"0" * 400) * 4,
+        "a block of 2**1328 or more bytes is larger than any memory",
+    ),
+    "more than can be added up": (
+        b'{"op":"alloc","id":1,"size_bytes":9223372036854775808}\n{"op":"free","id":1}\n' * 4,
+        "9223372036854775808 bytes",
+    ),
+    "nested": (b"[" * 100_000 + b"\n", "line 1: no event"),
     "half a gzip": (gzip.compress(b"{}" * 999)[:20], "cannot read the event log"),
 }
 

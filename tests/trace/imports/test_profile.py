@@ -117,6 +117,10 @@ HOSTILE = {
         b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": "inf", "dur": 2}]}',
         "inf",
     ),
+    "a step with a number of 5,000 digits": (
+        two_layers().replace("ProfilerStep#", "ProfilerStep#" + "9" * 5000).encode(),
+        "no marks",
+    ),
     "a negative duration": (
         b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": -2}]}',
         "-2",

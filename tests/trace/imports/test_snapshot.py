@@ -1,5 +1,6 @@
 """Torch's memory snapshots are read, and hostile pickles are refused before anything runs."""
 
+import math
 import os
 import pickle
 import pickletools
@@ -151,6 +152,40 @@ def test_what_is_no_snapshot(tmp_path):
     with pytest.raises(TraceFileError, match="negative size_bytes -5") as caught:
         read_snapshot(path, whole=True)
     assert str(caught.value).startswith(str(path))
+
+
+def damaged(**fields: Any) -> dict[str, Any]:
+    """A snapshot of steps in which all entries of one address have other fields."""
+    snapshot = snapshot_of_steps(4)
+    entries = snapshot["device_traces"][0]
+    address = next(entry["addr"] for entry in entries if entry["action"] == "free_completed")
+    entries[:] = [entry | fields if entry["addr"] == address else entry for entry in entries]
+    return snapshot
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (damaged(size=10**400), "bytes"),
+        (damaged(size=2**63), "9223372036854775808 bytes"),
+        (damaged(size=math.inf), "a damaged memory snapshot: OverflowError"),
+        (damaged(time_us=10**400), "a damaged memory snapshot: OverflowError"),
+        (damaged(addr=[1]), "a damaged memory snapshot: TypeError"),
+        (damaged(action="free_completed"), "is freed, but it was not allocated"),
+        (damaged(action="free_completed", size=0), "is freed, but it was not allocated"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_snapshots_with_absurd_values(tmp_path, content, message, whole):
+    """Numbers that no machine has, blocks that are freed twice: one line each, with or without an iteration."""
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(content))
+    with pytest.raises(TraceFileError, match=message) as caught:
+        read_snapshot(path, whole=whole)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded snapshots are not here")

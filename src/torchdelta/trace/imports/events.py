@@ -42,6 +42,8 @@ from torchdelta.units import format_bytes
 __all__ = ["Event", "read_event_log", "read_events", "trace_of_events", "whole_buffer"]
 
 _MAX_LINE_BYTES: Final = 2**20
+_MAX_BLOCK_BYTES: Final = 2**63 - 1
+_SHOWN_BITS: Final = 64
 
 # See [Note: layers that look like steps].
 MIN_PEAK_SHARE: Final = 0.95
@@ -109,7 +111,7 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
                 continue
             try:
                 event = decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise TraceFileError(f"{path}: line {number}: no event: {' '.join(str(error).split())}") from error
             wrong = _fault(event, events[-1] if events else None, sizes_bytes, freed)
             if wrong is not None:
@@ -167,6 +169,9 @@ def trace_of_events(
     """
     if not any(event.op != "free" for event in events):
         raise TraceFileError(f"{source}: the log has no allocation, read or write: there is no step in it")
+    largest_bytes = max(event.size_bytes for event in events)
+    if largest_bytes > _MAX_BLOCK_BYTES:
+        raise TraceFileError(f"{source}: a block of {_number_text(largest_bytes)} bytes is larger than any memory")
     first, end, found = num_before, len(events), None
     if not whole:
         found = find_iteration(signatures([(event.op, event.id, event.size_bytes) for event in events]))
@@ -193,6 +198,11 @@ def trace_of_events(
     except TraceFileError as error:
         raise TraceFileError(f"{source}: {error}") from error
     return step
+
+
+def _number_text(number: int) -> str:
+    """Return a number as a text, of those that are endless the length."""
+    return str(number) if number.bit_length() <= _SHOWN_BITS else f"2**{number.bit_length() - 1} or more"
 
 
 def _no_step(found: Iteration, loads: Sequence[int], log_peak_bytes: int, num_events: int) -> str | None:

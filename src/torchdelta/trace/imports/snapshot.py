@@ -57,17 +57,17 @@ def read_snapshot(path: str | os.PathLike[str], *, device: int | None = None, wh
             f"torch.cuda.memory._record_memory_history() before the steps"
         )
     try:
-        recorded = list(_events(traces[device]))
         before = list(_there_before(snapshot, traces[device], device))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        text = " ".join(str(error).split())
+        recorded = list(_events(traces[device], {event.id for event in before}))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        text = " ".join(str(error).split())[:200]
         raise TraceFileError(f"{path}: a damaged memory snapshot: {type(error).__name__}: {text}") from error
     return trace_of_events([*before, *recorded], source=str(path), whole=whole, num_before=len(before))
 
 
-def _events(entries: list[Any]) -> Iterator[Event]:
-    """Yield allocations and releases, with a time that never goes back."""
-    alive: set[int] = set()
+def _events(entries: list[Any], before: set[int | str]) -> Iterator[Event]:
+    """Yield allocations and releases, with a time that never goes back; `before` are the blocks from before them."""
+    alive = set(before)
     time_s = 0.0
     for entry in entries:
         time_s = max(time_s, float(entry.get("time_us", 0)) * 1e-6)
@@ -78,7 +78,9 @@ def _events(entries: list[Any]) -> Iterator[Event]:
             alive.add(address)
             yield Event(op="alloc", id=address, size_bytes=size_bytes, time_s=time_s)
         elif action in _FREED:
-            alive.discard(address)
+            if address not in alive:
+                raise ValueError(f"block {address!r} is freed, but it was not allocated")
+            alive.remove(address)
             yield Event(op="free", id=address, size_bytes=size_bytes, time_s=time_s)
 
 
