@@ -54,6 +54,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+def _evict_all() -> None:
+    """Evict what can leave, if a scope is open."""
+    if (session := current_session()) is not None:
+        cast("Session", session).room.evict_all()
+
+
 def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
     """Return a program that drops most saved buffers that are not large."""
     plan = drawn_plan(trace, 2)
@@ -145,8 +151,7 @@ def test_a_write_to_what_was_made_before_the_outline() -> None:
                     del mask  # what the program itself holds cannot be evicted
             if index >= _CHANGES_AT:
                 x = x + x.cos()  # recording resumes before this op
-                if (session := current_session()) is not None:
-                    cast("Session", session).room.evict_all()
+                _evict_all()
             return x.square().mean()
 
         return step
@@ -167,3 +172,44 @@ def test_a_saved_tensor_that_is_read_in_forward() -> None:
         return step
 
     _judge(make_step)
+
+
+def _update_by_hand(stack: Stack) -> None:
+    for parameter in stack.parameters():
+        if parameter.grad is not None:
+            parameter.data.add_(parameter.grad, alpha=-0.01)
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_loop_whose_optimizer_does_not_step_after_every_backward(num_micro_batches: int) -> None:
+    """Recording resumes in a forward, where an op is running: the recorder must not see a part of its kernel."""
+
+    def train() -> list[Any]:
+        seed_everything()
+        stack, seen = Stack(), list[Any]()
+        optimizer = torch.optim.SGD(stack.parameters(), lr=0.01)
+        for index in range(20):
+            x = torch.randn(_ROWS, _WIDTH)
+            for layer in range(_NUM_LAYERS):
+                x = stack.block(layer, x)
+                _evict_all()
+            loss = x.square().mean()
+            loss.backward()
+            seen.append(bits_of([loss, *(parameter.grad for parameter in stack.parameters())]))
+            if num_micro_batches == 1:
+                _update_by_hand(stack)
+            elif index % num_micro_batches:
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    plain = train()
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        train()
+    with _following(int(unlimited.summary().peak_bytes * _MARGIN)):
+        seen = train()
+        partial = running_session().partial
+        assert partial.num_steps
+        assert partial.num_resumed, "the test says nothing: nothing was paused where no optimizer stepped"
+    assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []

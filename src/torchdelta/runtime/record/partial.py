@@ -91,6 +91,7 @@ class PartialRecording:
         self._known: weakref.WeakKeyDictionary[Program, KnownBackward] = weakref.WeakKeyDictionary()
         self._must_end = False
         self._num_alike = 0
+        self._paused_in = 0  # the step
 
     @property
     def is_on(self) -> bool:
@@ -119,7 +120,9 @@ class PartialRecording:
             self._num_alike += 1
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
-            self.end("the next forward begins without an optimizer's step")
+            # The op that saves a tensor is running below the gate. On the stack, the recorder would see a part of what its
+            # kernel does, and take that for the whole op. So recording resumes when it is over: see `on_limit`.
+            self._set_limit(0)
         elif not is_own:
             self._num_alike = 0
 
@@ -274,13 +277,13 @@ class PartialRecording:
         return hooks.adopt() > 0
 
     def on_limit(self) -> None:
-        """Resume recording: the budget is passed between a backward and the end of the optimizer's step."""
+        """Resume recording: the budget is passed before the optimizer has stepped, or it does not step."""
         if self._phase is not _Phase.PAUSED:
             return
         if is_in_section() or is_transforming():
             self._set_limit(0)  # the next allocation calls this again
         else:
-            self.end("the budget is used up")
+            self.end("the optimizer has not stepped" if self._steps.num_steps != self._paused_in else "the budget is used up")
 
     # -- backward
 
@@ -334,6 +337,7 @@ class PartialRecording:
             self._room.forget()
             if self._num_alike >= _FEWEST_ALIKE:
                 self._phase = _Phase.PAUSED
+                self._paused_in = self._steps.num_steps
                 self._set_limit(self._room.budget_bytes or _NO_LIMIT)
                 return
         if self._must_end or ledger.surveys:
