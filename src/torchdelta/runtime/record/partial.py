@@ -283,7 +283,9 @@ class PartialRecording:
         if is_in_section() or is_transforming():
             self._set_limit(0)  # the next allocation calls this again
         else:
-            self.end("the optimizer has not stepped" if self._steps.num_steps != self._paused_in else "the budget is used up")
+            self.end(
+                "the optimizer has not stepped" if self._steps.num_steps != self._paused_in else "the budget is used up"
+            )
 
     # -- backward
 
