@@ -14,10 +14,7 @@ from torchdelta.runtime import interrupts
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device.memory import device_memory_bytes, free_for_tensors, session_device
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.follow.given_plan import given_plan
 from torchdelta.runtime.observe.trace_output import check_trace_path
-from torchdelta.runtime.record.scan import count_tensors
-from torchdelta.runtime.session import Session
 from torchdelta.settings import resolve_settings
 from torchdelta.summary import Totals
 from torchdelta.units import format_bytes, parse_size
@@ -28,6 +25,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchdelta.plan.model import Plan
+    from torchdelta.runtime.follow.given_plan import GivenPlan
+    from torchdelta.runtime.session import Session
     from torchdelta.summary import StepSummary, Summary
     from torchdelta.trace.model import Trace
 
@@ -87,7 +86,11 @@ class MemoryBudget:
             raise ConfigError("plan and Config(planner=...) exclude each other: leave one of them out")
         if plan is not None and self.config.decisions is not None:
             raise ConfigError("plan and Config(decisions=...) exclude each other: leave one of them out")
-        self._plan = given_plan(plan) if plan is not None else None
+        self._plan: GivenPlan | None = None
+        if plan is not None:
+            from torchdelta.runtime.follow.given_plan import given_plan  # as in `_start`
+
+            self._plan = given_plan(plan)
         self._trace_out = check_trace_path(trace_out) if trace_out is not None else None
         # Query the device only for a percentage and "auto": that initializes CUDA, and the script may still fork or
         # choose a device.
@@ -163,6 +166,8 @@ class MemoryBudget:
         if self._is_auto:
             self.budget_bytes, how = self._find_free()
             _logger.info("budget auto: %s: %s", format_bytes(self.budget_bytes), how)
+        from torchdelta.runtime.session import Session  # takes longer to import than all else that this file needs
+
         session = Session(self.budget_bytes, self.config, self._plan, self._trace_out)
         session.start()
         self._session = session
@@ -170,6 +175,8 @@ class MemoryBudget:
 
     def _find_free(self) -> tuple[int, str]:
         is_in_memory = self.config.tier == "memory"
+        from torchdelta.runtime.record.scan import count_tensors  # as in `_start`
+
         device = session_device()
         return free_for_tensors(
             count_tensors(device) if device.type == "cpu" else 0,
