@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -217,3 +218,65 @@ def test_a_loop_whose_optimizer_does_not_step_after_every_backward(num_micro_bat
         assert partial.num_steps
         assert partial.num_resumed, "the test says nothing: nothing was paused where no optimizer stepped"
     assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []
+
+
+class _Pausing:
+    """A loop that is recorded in part, and allocates between its latest backward and its optimizer's step."""
+
+    def __init__(self) -> None:
+        seed_everything()
+        self.stack = Stack()
+        self.optimizer = torch.optim.SGD(self.stack.parameters(), lr=0.01)
+
+    def step(self, between: Callable[[], object]) -> None:
+        x = torch.randn(_ROWS, _WIDTH)
+        for layer in range(_NUM_LAYERS):
+            x = self.stack.block(layer, x)
+        x.square().mean().backward()
+        del x
+        between()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _paused_budget() -> int:
+    loop = _Pausing()
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        for _ in range(2):
+            loop.step(lambda: None)
+    return int(unlimited.summary().peak_bytes * _MARGIN)
+
+
+def test_the_budget_is_not_passed_before_the_optimizer_steps() -> None:
+    budget = _paused_budget()
+    with _following(budget) as memory_budget:
+        loop = _Pausing()
+        for _ in range(_CHANGES_AT):
+            loop.step(lambda: None)
+        assert running_session().partial.num_steps
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.step(lambda: torch.empty(budget, dtype=torch.uint8))
+        loop.optimizer.zero_grad()
+        loop.step(lambda: None)
+    assert memory_budget.summary().peak_bytes <= budget
+
+
+def test_garbage_is_collected_before_the_optimizer_steps() -> None:
+    budget = _paused_budget()
+
+    def leave_garbage() -> None:
+        cycle: list[Any] = [torch.empty(budget // 2, dtype=torch.uint8)]
+        cycle.append(cycle)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with _following(budget) as memory_budget:
+            loop = _Pausing()
+            for _ in range(_CHANGES_AT):
+                loop.step(lambda: None)
+            assert running_session().partial.num_steps
+            loop.step(lambda: [leave_garbage() for _ in range(3)])
+    finally:
+        gc.enable()
+    assert memory_budget.summary().peak_bytes <= budget
