@@ -110,9 +110,27 @@ void count_and_delete(void* pointer) {
   previous_deleter.load(std::memory_order_acquire)(pointer);
 }
 
+bool is_refused(size_t size_bytes) {
+  return current != nullptr && current->live.load() + static_cast<int64_t>(size_bytes) > current->most;
+}
+
+// What only reference cycles keep alive may be all that is in the way. A recorded op collects it as well (Room.make).
+void collect_garbage() {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyObject* gc = PyImport_ImportModule("gc");  // its `collect` works also while the collector is disabled
+  PyObject* answer = gc != nullptr ? PyObject_CallMethod(gc, "collect", nullptr) : nullptr;
+  Py_XDECREF(answer);
+  Py_XDECREF(gc);
+  PyErr_Restore(type, value, traceback);  // an error of the collector's is dropped: the allocation raises its own
+  PyGILState_Release(state);
+}
+
 struct CountingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size_bytes) override {
-    if (current != nullptr && current->live.load() + static_cast<int64_t>(size_bytes) > current->most) {
+    if (is_refused(size_bytes)) collect_garbage();
+    if (is_refused(size_bytes)) {
       current->pass_limit();
       TORCH_CHECK_WITH(OutOfMemoryError, false, "DefaultCPUAllocator: can't allocate memory within this budget: ",
                        size_bytes, " bytes out of memory. Recording resumes: try the step again.");

@@ -142,7 +142,8 @@ struct WithMode {
 };
 
 // Torch makes a tensor of a subclass, such as a parameter, from an alias that must not have a Python object yet. It
-// takes dispatch modes off the stack for that; the recorder is not there. It records no aliases anyway.
+// takes the whole stack of dispatch modes away for that, and puts it back as it was: no mode may see the alias, and none
+// may be put onto the stack meanwhile. The recorder records no aliases anyway.
 bool makes_alias(const c10::OperatorHandle& op) {
   static const c10::OperatorHandle detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
   static const c10::OperatorHandle alias = c10::Dispatcher::singleton().findSchemaOrThrow("aten::alias", "");
@@ -180,8 +181,7 @@ bool writes_known(const Gate* gate, const c10::OperatorHandle& op, const torch::
   return found;
 }
 
-void record(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
-  if (makes_alias(op)) return op.redispatchBoxed(below, stack);
+void record(Gate* gate, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::shared_ptr<Mode> mode = *gate->shared_mode;
   const size_t begin = stack->size() - op.schema().arguments().size();
   know(gate, *stack, begin);
@@ -197,20 +197,36 @@ bool is_on_top(const Gate* gate) {
          TorchDispatchModeTLS::get_stack_at(height - 1)->ptr(getPyInterpreter()) == gate->mode;
 }
 
+// Learn or compare an alias. If it differs, the next op does as well.
+void compare_alias(Gate* gate, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (gate->state == State::kLearning) {
+    gate->learned->push_back(hash_of(op, stack));
+    ++gate->position;
+  } else if (gate->state == State::kFollowing) {
+    const std::vector<Op>& ops = *gate->sequence->ops;
+    const bool is_same = gate->position < ops.size() && ops[gate->position].hash == hash_of(op, stack);
+    gate->position = is_same ? gate->position + 1 : ops.size() + 1;
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);  // what the op and the recorder call is no op of the step
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
   Gate* gate = current;
   if (gate == nullptr) return op.redispatchBoxed(below, stack);
+  if (makes_alias(op)) {
+    compare_alias(gate, op, *stack);
+    return op.redispatchBoxed(below, stack);
+  }
   switch (gate->state) {
     case State::kOff:
       break;
     case State::kRecording:
-      return record(gate, op, below, stack);
+      return record(gate, op, stack);
     case State::kLearning:
       gate->learned->push_back(hash_of(op, *stack));
       ++gate->position;
-      return record(gate, op, below, stack);
+      return record(gate, op, stack);
     case State::kFollowing: {
       const std::vector<Op>& ops = *gate->sequence->ops;
       const size_t position = gate->position;
@@ -220,7 +236,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       }
       ++gate->position;
       const Op& expected = ops[position];
-      if (expected.is_recorded || writes_known(gate, op, *stack)) return record(gate, op, below, stack);
+      if (expected.is_recorded || writes_known(gate, op, *stack)) return record(gate, op, stack);
       if (expected.need_bytes > 0 &&
           gate->live->load(std::memory_order_relaxed) + expected.need_bytes > gate->most_bytes) {
         ask(gate->make_room, expected.need_bytes);

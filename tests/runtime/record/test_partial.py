@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -14,7 +15,10 @@ from tests.following import drawn_plan, follow_anyway, planned_here
 from tests.runtime.parts import running_session
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
+from torchdelta.errors import NativeError
+from torchdelta.native.gate import load_gate
 from torchdelta.runtime.current import current_session
+from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,17 +51,22 @@ class Stack(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread_and_the_gate() -> Iterator[None]:
+    if isinstance(error := load_gate(), NativeError):  # built here, not on another thread during the first test
+        pytest.skip(str(error))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
 
 
-def _evict_all() -> None:
-    """Evict what can leave, if a scope is open."""
+def _drop_all() -> None:
+    """Drop what can be recomputed, if a scope is open."""
     if (session := current_session()) is not None:
-        cast("Session", session).room.evict_all()
+        room = cast("Session", session).room
+        for buffer in list(room.ledger.held.values()):
+            if buffer.op is not None and room.is_evictable(buffer):
+                room.evict(buffer, Action.RECOMPUTE)
 
 
 def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
@@ -151,7 +160,7 @@ def test_a_write_to_what_was_made_before_the_outline() -> None:
                     del mask  # what the program itself holds cannot be evicted
             if index >= _CHANGES_AT:
                 x = x + x.cos()  # recording resumes before this op
-                _evict_all()
+                _drop_all()
             return x.square().mean()
 
         return step
@@ -193,7 +202,7 @@ def test_a_loop_whose_optimizer_does_not_step_after_every_backward(num_micro_bat
             x = torch.randn(_ROWS, _WIDTH)
             for layer in range(_NUM_LAYERS):
                 x = stack.block(layer, x)
-                _evict_all()
+                _drop_all()
             loss = x.square().mean()
             loss.backward()
             seen.append(bits_of([loss, *(parameter.grad for parameter in stack.parameters())]))
@@ -213,3 +222,86 @@ def test_a_loop_whose_optimizer_does_not_step_after_every_backward(num_micro_bat
         assert partial.num_steps
         assert partial.num_resumed, "the test says nothing: nothing was paused where no optimizer stepped"
     assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []
+
+
+class _Pausing:
+    """A loop that is recorded in part, and allocates between its latest backward and its optimizer's step."""
+
+    def __init__(self) -> None:
+        seed_everything()
+        self.stack = Stack()
+        self.optimizer = torch.optim.SGD(self.stack.parameters(), lr=0.01)
+
+    def step(self, between: Callable[[], object]) -> None:
+        x = torch.randn(_ROWS, _WIDTH)
+        for layer in range(_NUM_LAYERS):
+            x = self.stack.block(layer, x)
+        x.square().mean().backward()
+        del x
+        between()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _paused_budget() -> int:
+    loop = _Pausing()
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        for _ in range(2):
+            loop.step(lambda: None)
+    return int(unlimited.summary().peak_bytes * _MARGIN)
+
+
+def test_the_budget_is_not_passed_before_the_optimizer_steps() -> None:
+    budget = _paused_budget()
+    with _following(budget) as memory_budget:
+        loop = _Pausing()
+        for _ in range(_CHANGES_AT):
+            loop.step(lambda: None)
+        assert running_session().partial.num_steps
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.step(lambda: torch.empty(budget, dtype=torch.uint8))
+        loop.optimizer.zero_grad()
+        loop.step(lambda: None)
+    assert memory_budget.summary().peak_bytes <= budget
+
+
+def test_garbage_is_collected_before_the_optimizer_steps() -> None:
+    budget = _paused_budget()
+
+    def leave_garbage() -> None:
+        cycle: list[Any] = [torch.empty(budget // 2, dtype=torch.uint8)]
+        cycle.append(cycle)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with _following(budget) as memory_budget:
+            loop = _Pausing()
+            for _ in range(_CHANGES_AT):
+                loop.step(lambda: None)
+            assert running_session().partial.num_steps
+            loop.step(lambda: [leave_garbage() for _ in range(3)])
+    finally:
+        gc.enable()
+    assert memory_budget.summary().peak_bytes <= budget
+
+
+class _Plain(torch.Tensor):
+    """A subclass without ops of its own."""
+
+
+def test_a_step_that_begins_to_make_tensors_of_a_subclass() -> None:
+    """The alias that torch makes for one is not the next op of the outline, and must not be recorded."""
+
+    def make_step() -> Step:
+        def step(stack: Stack, index: int) -> torch.Tensor:
+            x = torch.randn(_ROWS, _WIDTH)
+            for layer in range(_NUM_LAYERS):
+                x = stack.block(layer, x)
+                if index >= _CHANGES_AT and layer == 3:
+                    x = x.as_subclass(_Plain).as_subclass(torch.Tensor)
+            return x.square().mean()
+
+        return step
+
+    _judge(make_step)
