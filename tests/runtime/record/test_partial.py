@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tests.following import drawn_plan, follow_anyway, planned_here
 from tests.runtime.parts import running_session
 from tests.same_bits.judge import bits_of, seed_everything
-from torchdelta import Config, MemoryBudget
+from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate
 from torchdelta.runtime.current import current_session
@@ -305,3 +305,39 @@ def test_a_step_that_begins_to_make_tensors_of_a_subclass() -> None:
         return step
 
     _judge(make_step)
+
+
+class _LargeBackward(torch.autograd.Function):
+    """Takes much more memory in backward than in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape = x.shape
+        return x.sum() * 1e-3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        large = torch.ones(20 * _ROWS, _WIDTH)
+        return gradient.expand(ctx.shape) * large[0, 0]
+
+
+def test_a_backward_from_another_result_of_the_same_ops() -> None:
+    """It was never seen to fit."""
+
+    def make_step() -> Step:
+        def step(stack: Stack, index: int) -> torch.Tensor:
+            x = torch.randn(_ROWS, _WIDTH)
+            for layer in range(_NUM_LAYERS):
+                x = stack.block(layer, x)
+            usual, other = x.square().mean(), _LargeBackward.apply(x)
+            return other if index >= _CHANGES_AT else usual
+
+        return step
+
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        _train(make_step(), 2)
+    budget = int(unlimited.summary().peak_bytes * _MARGIN)
+    with _following(budget) as memory_budget, pytest.raises(BudgetError):
+        _train(make_step())
+    assert memory_budget.summary().num_steps == _CHANGES_AT
+    assert memory_budget.summary().peak_bytes <= budget

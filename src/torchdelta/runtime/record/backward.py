@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes
+from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes, node_number
 from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, top_mode, without_mode
 from torchdelta._torch.storages import storage_address
 from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of, storage_of
@@ -376,6 +376,16 @@ class Backward:
                     continue
                 self.ledger.know(storage)
                 self.observing.observer.on_leaf_gradient(leaf, gradient)
+
+
+def roots_of(outputs: Any, first: int) -> tuple[Any, ...]:
+    """Return what tells that another step's backward starts at the same nodes.
+
+    Args:
+        outputs: Where the backward starts.
+        first: The number of the next node at the moment from which on these steps are known to run the same ops.
+    """
+    return tuple((node.name(), node_number(node) - first) for node in _roots(outputs) if node is not None)
 
 
 def _roots(outputs: Any) -> list[Any]:

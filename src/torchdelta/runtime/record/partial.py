@@ -22,13 +22,14 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.engine import graph_task_id, next_node_number
 from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
 from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import gate_is_built, load_gate, new_gate, new_sequence
 from torchdelta.runtime.follow.outline import Learning
 from torchdelta.runtime.interrupts import is_in_section, shielded
+from torchdelta.runtime.record.backward import roots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +89,10 @@ class PartialRecording:
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._program: Program | None = None  # whose outline is learned or used in this step
         self._learning: Learning | None = None
-        self._known: weakref.WeakKeyDictionary[Program, KnownBackward] = weakref.WeakKeyDictionary()
+        # By program: the roots of its latest backward, and what tells that another one is the same.
+        self._known: weakref.WeakKeyDictionary[Program, tuple[Any, KnownBackward]] = weakref.WeakKeyDictionary()
+        self._first_node = 0  # number of the first autograd node that is made inside the outline
+        self._roots: Any = None  # of the running backward
         self._must_end = False
         self._num_alike = 0
         self._paused_in = 0  # the step
@@ -213,6 +217,7 @@ class PartialRecording:
         if self._phase is not _Phase.WHOLE or program.num_others >= _MOST_OTHERS or not self._is_quiet():
             return
         self._program = program
+        self._first_node = next_node_number()
         outline = program.outline
         if outline is None:
             self._phase = _Phase.LEARNING
@@ -266,7 +271,9 @@ class PartialRecording:
         self._follower.leave_outlined("the budget was short")
         hooks.adopt()
         if graph_task_id() == -1:
-            gate.follow(new_sequence([], [], []), _NO_LIMIT)  # an op may be running: recording resumes before the next one
+            gate.follow(
+                new_sequence([], [], []), _NO_LIMIT
+            )  # an op may be running: recording resumes before the next one
         else:
             self._must_end = True
         return True
@@ -278,7 +285,9 @@ class PartialRecording:
         if is_in_section() or is_transforming():
             self._set_limit(0)  # the next allocation calls this again
         else:
-            self.end("the optimizer has not stepped" if self._steps.num_steps != self._paused_in else "the budget is used up")
+            self.end(
+                "the optimizer has not stepped" if self._steps.num_steps != self._paused_in else "the budget is used up"
+            )
 
     # -- backward
 
@@ -297,14 +306,19 @@ class PartialRecording:
                 self._leave_outline("its backward began early")
                 return self._backward.run(original, outputs, *args, **kwargs)
             self._follower.complete_outlined()
-            known = self._known.get(self._program)
+            self._roots = roots_of(outputs, self._first_node)
+            roots, known = self._known.get(self._program, (None, None))
+            if roots != self._roots:  # the same ops, but another of their results
+                known = None
         elif self._learning is not None:
             self._learning.on_forward_end()
             self._recorder.learning = self._follower.learning = None
         gate.close()
         backward = self._backward
         try:
-            is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)  # the graph goes, all leaves get theirs
+            is_usual = not any(args[1:]) and kwargs.get(
+                "accumulate_grad", False
+            )  # the graph goes, all leaves get theirs
             if known is not None and is_usual and backward.runs_known(known):
                 return backward.run_known(original, outputs, *args, **kwargs)
             return backward.run(original, outputs, *args, **kwargs)
@@ -323,7 +337,7 @@ class PartialRecording:
         lives_on = self._must_end or ledger.num_handles or hooks.num_handles() or ledger.surveys
         if self._phase is _Phase.OUTLINED and self._program is not None and not lives_on:
             if self._backward.latest_known is not None:
-                self._known[self._program] = self._backward.latest_known
+                self._known[self._program] = (self._roots, self._backward.latest_known)
             ledger.cut()
             self._room.forget()
             if self._num_alike >= _FEWEST_ALIKE:
