@@ -48,6 +48,7 @@ def test_engine_accumulates_in_place_where_one_holds() -> None:
 
 
 def test_nodes_are_numbered_as_they_are_made() -> None:
+    """`next_node_number` and `node_number`."""
     first = next_node_number()
     x = torch.ones(2, requires_grad=True)
     y = (x * 2).sum()

@@ -1,4 +1,4 @@
-"""Partial recording: steps that are recorded in part end with the bits of plain ones, whatever changes from step to step."""
+"""Steps that are recorded in part end with the bits of plain ones, whatever changes from step to step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.following import drawn_plan, follow_anyway, planned_here
 from tests.runtime.parts import running_session
@@ -47,7 +46,7 @@ class Stack(torch.nn.Module):
 
     def block(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Run one layer."""
-        return x + F.gelu(self.norms[index](self.layers[index](x)))
+        return x + torch.nn.functional.gelu(self.norms[index](self.layers[index](x)))
 
 
 @pytest.fixture(autouse=True)
@@ -169,13 +168,15 @@ def test_a_write_to_what_was_made_before_the_outline() -> None:
 
 
 def test_a_saved_tensor_that_is_read_in_forward() -> None:
+    """What the runtime does to return it is no op of the program."""
+
     def make_step() -> Step:
-        def step(stack: Stack, index: int) -> torch.Tensor:
+        def step(stack: Stack, _index: int) -> torch.Tensor:
             x = torch.randn(_ROWS, _WIDTH)
             for layer in range(_NUM_LAYERS):
                 x = stack.block(layer, x)
                 y = x.tanh()
-                x = x * y + y.grad_fn._saved_result.mean()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+                x = x * y + getattr(y.grad_fn, "_saved_result").mean()  # noqa: B009 - torch's stubs do not have it
             return x.square().mean()
 
         return step
@@ -252,6 +253,7 @@ def _paused_budget() -> int:
 
 
 def test_the_budget_is_not_passed_before_the_optimizer_steps() -> None:
+    """Nothing is recorded there, so no op is given room: an allocation that does not fit is refused."""
     budget = _paused_budget()
     with _following(budget) as memory_budget:
         loop = _Pausing()
@@ -266,6 +268,7 @@ def test_the_budget_is_not_passed_before_the_optimizer_steps() -> None:
 
 
 def test_garbage_is_collected_before_the_optimizer_steps() -> None:
+    """It may be all that is in the way of an allocation."""
     budget = _paused_budget()
 
     def leave_garbage() -> None:

@@ -124,8 +124,8 @@ class PartialRecording:
             self._num_alike += 1
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
-            # The op that saves a tensor is running below the gate. On the stack, the recorder would see a part of what its
-            # kernel does, and take that for the whole op. So recording resumes when it is over: see `on_limit`.
+            # The op that saves a tensor is running. On the stack, the recorder would see a part of what its kernel
+            # does, and take that for the whole op. So recording resumes when it is over: see `on_limit`.
             self._set_limit(0)
         elif not is_own:
             self._num_alike = 0
@@ -406,7 +406,7 @@ class PartialRecording:
         self._recorder.restorer.replayer.on_replay = None
 
     def _set_limit(self, limit_bytes: int, *, refuses: bool = False) -> None:
-        """Set the limit of what is not recorded, and whether allocations beyond it are refused: nothing can leave there."""
+        """Set the limit of what is not recorded, and whether allocations beyond it are refused."""
         counter = cast("LimitedCounter", self._room.usage.counter)
         counter.set_limit(limit_bytes, limit_bytes if refuses else _NO_LIMIT, self.on_limit)
 
