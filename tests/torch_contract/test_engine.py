@@ -20,7 +20,14 @@ from torchdelta._torch.doors import (
     patch_run_backward,
     patch_when_imported,
 )
-from torchdelta._torch.engine import ACCUMULATE, current_node, graph_task_id, input_sizes_bytes
+from torchdelta._torch.engine import (
+    ACCUMULATE,
+    current_node,
+    graph_task_id,
+    input_sizes_bytes,
+    next_node_number,
+    node_number,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +45,16 @@ def test_engine_accumulates_in_place_where_one_holds() -> None:
         return "aten::add_" in names
 
     assert is_in_place()
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    """`next_node_number` and `node_number`."""
+    first = next_node_number()
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).sum()
+    assert y.grad_fn is not None
+    assert [node_number(y.grad_fn.next_functions[0][0]), node_number(y.grad_fn)] == [first, first + 1]
+    assert next_node_number() == first + 2
 
 
 def test_graph_task_id() -> None:

@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # that of the next node of this thread
 
 
 def current_node() -> str:
     """Return the name of the autograd node that this thread's backward runs, or ran last; "" before the first."""
     node: Any = torch._C._current_autograd_node()
     return "" if node is None else node.name()
+
+
+def node_number(node: Any) -> int:
+    """Return the number of an autograd node: nodes are numbered as they are made, by thread."""
+    return node._sequence_nr()
 
 
 def input_sizes_bytes(node: Any) -> int:

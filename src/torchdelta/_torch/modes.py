@@ -30,7 +30,8 @@ AUTOCAST_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU)
 )
 # What acts between autograd and the kernels: autocast, and the gate (native/gate.cpp), which sees the ops of a program.
-_UNSEEN_BY = AUTOCAST_KEYS | torch._C.DispatchKeySet(torch._C._parse_dispatch_key("Fake"))
+_GATE_KEY = torch._C._parse_dispatch_key("Fake")
+_UNSEEN_BY = AUTOCAST_KEYS | torch._C.DispatchKeySet(_GATE_KEY) if _GATE_KEY is not None else AUTOCAST_KEYS
 _AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 

@@ -5,6 +5,7 @@ TORCHDELTA_NATIVE=0 disables it: then followed steps are recorded as a whole.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 
     from torchdelta.native.counting import LimitedCounter
 
-__all__ = ["Gate", "gate_is_built", "load_gate", "new_gate", "new_sequence"]
+__all__ = ["Gate", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
 
 _SOURCE: Final = Path(__file__).parent / "gate.cpp"
 _MODULE_NAME: Final = "torchdelta_gate"
+_builder: threading.Thread | None = None
 
 # A sequence that is learned and followed, ops below autocast, an op that differs, and one that needs room.
 _SELF_TEST: Final = """
@@ -147,11 +149,6 @@ class Gate(Protocol):
         """Forget which storages the recorder has seen: nothing will be replayed that reads them."""
 
 
-def gate_is_built() -> bool:
-    """Return whether `load_gate` takes no more than milliseconds: the module was built earlier, or is not to be."""
-    return is_switched_off() or built_path(_SOURCE).exists()
-
-
 def load_gate() -> Any:
     """Return the module, built and installed if needed, or the NativeError that explains why there is none."""
     if is_switched_off():
@@ -160,6 +157,18 @@ def load_gate() -> Any:
     if not isinstance(module, NativeError) and not module.install():
         return NativeError("the dispatch key of the gate is in use")
     return module
+
+
+def load_gate_soon() -> Any:
+    """Return what `load_gate` returns, or None while another thread builds the module: that takes half a minute."""
+    global _builder  # noqa: PLW0603 - one for the process
+    if not is_switched_off() and not built_path(_SOURCE).exists():
+        if _builder is None:
+            _builder = threading.Thread(target=load_gate, name="torchdelta-build", daemon=True)
+            _builder.start()
+        if _builder.is_alive():
+            return None
+    return load_gate()
 
 
 def new_gate(

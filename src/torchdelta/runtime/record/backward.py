@@ -17,12 +17,13 @@ import torch
 from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes
 from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, top_mode, without_mode
 from torchdelta._torch.storages import storage_address
-from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of, storage_of
+from torchdelta._torch.tensors import post_accumulate_hooks_of, storage_of
 from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
-from torchdelta.runtime.record.headroom import Graph, Headroom, KnownBackward
+from torchdelta.runtime.record.headroom import Graph, Headroom
+from torchdelta.runtime.record.known_backward import KnownBackward, roots_of
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
@@ -94,7 +95,7 @@ class Backward:
         follower = self.follower
         follows = follower.is_complete and usage.has_exact_peak
         graph = (
-            Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
+            Graph(roots_of(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
         )
         follows_as = 0
         self.latest_known = None
@@ -249,7 +250,7 @@ class Backward:
             return
         persistents.in_use.begin_backward(tensors_in(gradients))
         try:
-            roots = [root for root in _roots(outputs) if root is not None and root.name() == ACCUMULATE]
+            roots = [root for root in roots_of(outputs) if root is not None and root.name() == ACCUMULATE]
             self._begin_gap([root.variable for root in roots])
             yield
         finally:
@@ -270,7 +271,7 @@ class Backward:
             self.persistents.in_use.unlock()
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:
-        stack = _roots(outputs)
+        stack = roots_of(outputs)
         seen: set[Any] = set()
         add = seen.add
         while stack:
@@ -376,10 +377,3 @@ class Backward:
                     continue
                 self.ledger.know(storage)
                 self.observing.observer.on_leaf_gradient(leaf, gradient)
-
-
-def _roots(outputs: Any) -> list[Any]:
-    """Return the nodes where a backward starts; `outputs` are tensors or gradient edges."""
-    return [
-        grad_fn_of(output) if isinstance(output, torch.Tensor) else getattr(output, "node", None) for output in outputs
-    ]

@@ -60,33 +60,6 @@ class Graph:
         self.has_hooks = any(post_accumulate_hooks_of(leaf) for leaf in self.leaves)
 
 
-class KnownBackward:
-    """A backward of a followed step that ran unwatched: what tells that another one is the same.
-
-    Args:
-        graph: Its graph.
-        has_no_gradient: By leaf: whether it had no gradient at the start.
-        name: What the proofs of its program know it by.
-        num_needs: How many op needs were known.
-    """
-
-    def __init__(self, graph: Graph, has_no_gradient: tuple[bool, ...], name: int, num_needs: int) -> None:
-        self.name = name
-        self.num_needs = num_needs
-        self._has_no_gradient = has_no_gradient
-        self._leaves = [weakref.ref(leaf) for leaf in graph.leaves]
-
-    def is_same(self, num_needs: int) -> bool:
-        """Return whether the leaves are as they were; that the nodes are the same follows from the step's outline."""
-        if num_needs != self.num_needs:
-            return False
-        for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):
-            leaf = reference()
-            if leaf is None or (leaf.grad is None) != has_no_gradient or post_accumulate_hooks_of(leaf):
-                return False
-        return True
-
-
 @dataclass(slots=True, kw_only=True)
 class _Measured:
     """Measurements of a watched backward of one graph."""

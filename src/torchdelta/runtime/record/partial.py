@@ -19,16 +19,16 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
 from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
-from torchdelta.native.gate import gate_is_built, load_gate, new_gate, new_sequence
+from torchdelta.native.gate import load_gate_soon, new_gate, new_sequence
 from torchdelta.runtime.follow.learning import Learning
 from torchdelta.runtime.interrupts import is_in_section, shielded
+from torchdelta.runtime.record.known_backward import KnownBackwards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torchdelta.native.saved_hooks import NativeHooks
     from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.record.backward import Backward
-    from torchdelta.runtime.record.headroom import KnownBackward
+    from torchdelta.runtime.record.known_backward import KnownBackward
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.record.saved import SavedTensors
     from torchdelta.runtime.state.steps import StepTracker
@@ -83,12 +83,11 @@ class PartialRecording:
         self._follower = saved.follower
         self._phase = _Phase.OFF
         self._gate: Gate | None = None
-        self._why_no_gate: NativeError | None = None
-        self._builder: threading.Thread | None = None
+        self._can_have_gate = True
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._program: Program | None = None  # whose outline is learned or used in this step
         self._learning: Learning | None = None
-        self._known: weakref.WeakKeyDictionary[Program, KnownBackward] = weakref.WeakKeyDictionary()
+        self._known = KnownBackwards()
         self._must_end = False
         self._num_alike = 0
         self._paused_in = 0  # the step
@@ -120,8 +119,8 @@ class PartialRecording:
             self._num_alike += 1
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
-            # The op that saves a tensor is running below the gate. On the stack, the recorder would see a part of what its
-            # kernel does, and take that for the whole op. So recording resumes when it is over: see `on_limit`.
+            # The op that saves a tensor is running. On the stack, the recorder would see a part of what its kernel
+            # does, and take that for the whole op. So recording resumes when it is over: see `on_limit`.
             self._set_limit(0)
         elif not is_own:
             self._num_alike = 0
@@ -156,7 +155,6 @@ class PartialRecording:
         ended = self._follower.ended
         return (
             self.hooks is not None
-            and self._why_no_gate is None
             and ended is not None
             and ended.program is not None
             and ended.program.num_others < _MOST_OTHERS
@@ -169,23 +167,16 @@ class PartialRecording:
         )
 
     def _has_gate(self) -> bool:
-        """Return whether there is a gate. Build its module on another thread if needed: that takes half a minute."""
-        if self._gate is not None:
-            return True
-        if not gate_is_built():
-            if self._builder is None:
-                self._builder = threading.Thread(target=load_gate, name="torchdelta-build", daemon=True)
-                self._builder.start()
-            if self._builder.is_alive():
-                return False
-        module = load_gate()
-        if isinstance(module, NativeError):
-            self._why_no_gate = module
-            _logger.debug("followed steps are recorded as a whole: %s", module)
-            return False
-        counter = cast("LimitedCounter", self._room.usage.counter)
-        self._gate = new_gate(self._recorder, counter, self._on_other_op, self._make_room)
-        return True
+        """Return whether there is a gate. Its module may still be built on another thread."""
+        if self._gate is None and self._can_have_gate:
+            module = load_gate_soon()
+            if isinstance(module, NativeError):
+                self._can_have_gate = False
+                _logger.debug("followed steps are recorded as a whole: %s", module)
+            elif module is not None:
+                counter = cast("LimitedCounter", self._room.usage.counter)
+                self._gate = new_gate(self._recorder, counter, self._on_other_op, self._make_room)
+        return self._gate is not None
 
     @shielded
     def _begin(self) -> None:
@@ -199,21 +190,24 @@ class PartialRecording:
         self._record_whole()
         _logger.debug("steps are recorded in part from now on")
 
-    def _record_whole(self) -> None:
+    def _parts(self) -> tuple[Gate, NativeHooks]:
         assert self._gate is not None
+        assert self.hooks is not None
+        return self._gate, self.hooks
+
+    def _record_whole(self) -> None:
         self._phase = _Phase.WHOLE
-        self._gate.record()
+        self._parts()[0].record()
 
     # -- a step
 
     def _on_watched(self, program: Program) -> None:
         """Learn or use the outline of a program: the first of the saved tensors that it watches is being saved."""
-        gate, hooks = self._gate, self.hooks
-        assert gate is not None
-        assert hooks is not None
+        gate, hooks = self._parts()
         if self._phase is not _Phase.WHOLE or program.num_others >= _MOST_OTHERS or not self._is_quiet():
             return
         self._program = program
+        self._known.begin()
         outline = program.outline
         if outline is None:
             self._phase = _Phase.LEARNING
@@ -283,17 +277,14 @@ class PartialRecording:
         if is_in_section() or is_transforming():
             self._set_limit(0)  # the next allocation calls this again
         else:
-            self.end(
-                "the optimizer has not stepped" if self._steps.num_steps != self._paused_in else "the budget is used up"
-            )
+            is_used_up = self._steps.num_steps == self._paused_in
+            self.end("the budget is used up" if is_used_up else "the optimizer has not stepped")
 
     # -- backward
 
     def run_backward(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward: that of a followed step, if this one was like its outline."""
-        gate, hooks = self._gate, self.hooks
-        assert gate is not None
-        assert hooks is not None
+        gate, hooks = self._parts()
         if graph_task_id() != -1 or is_transforming():
             return original(outputs, *args, **kwargs)
         if self._phase is _Phase.PAUSED:
@@ -306,16 +297,15 @@ class PartialRecording:
                 return self._backward.run(original, outputs, *args, **kwargs)
             self._room.transfers.reap()
             self._follower.complete_outlined()
-            known = self._known.get(self._program)
+            known = self._known.find(self._program, outputs)
         elif self._learning is not None:
             self._learning.on_forward_end()
             self._recorder.learning = self._follower.learning = None
         gate.close()
         backward = self._backward
         try:
-            is_usual = not any(args[1:]) and kwargs.get(
-                "accumulate_grad", False
-            )  # the graph goes, all leaves get theirs
+            # The graph is freed, and every leaf gets its gradient.
+            is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)
             if known is not None and is_usual and backward.runs_known(known):
                 return backward.run_known(original, outputs, *args, **kwargs)
             return backward.run(original, outputs, *args, **kwargs)
@@ -333,8 +323,7 @@ class PartialRecording:
             self._gate.forget()  # nothing recorded is replayed any more
         lives_on = self._must_end or ledger.num_handles or hooks.num_handles() or ledger.surveys
         if self._phase is _Phase.OUTLINED and self._program is not None and not lives_on:
-            if self._backward.latest_known is not None:
-                self._known[self._program] = self._backward.latest_known
+            self._known.note(self._program, self._backward.latest_known)
             ledger.cut()
             self._room.forget()
             if self._num_alike >= _FEWEST_ALIKE:
@@ -363,9 +352,7 @@ class PartialRecording:
             self._must_end = True
             return
         _logger.debug("steps are recorded as a whole again: %s", why)
-        gate, hooks = self._gate, self.hooks
-        assert gate is not None
-        assert hooks is not None
+        gate, hooks = self._parts()
         if self._phase is _Phase.OUTLINED:
             self._follower.leave_outlined(why)
         elif self._phase is _Phase.PAUSED:
@@ -390,7 +377,7 @@ class PartialRecording:
     def forget_leaves(self) -> None:
         """Hold no weak reference to a leaf: two tensors are about to be exchanged."""
         self._backward.latest_known = None
-        self._known.clear()
+        self._known.forget()
 
     def _stop(self) -> None:
         self._phase = _Phase.OFF
@@ -404,7 +391,7 @@ class PartialRecording:
         self._recorder.restorer.replayer.on_replay = None
 
     def _set_limit(self, limit_bytes: int, *, refuses: bool = False) -> None:
-        """Set the limit of what is not recorded, and whether allocations beyond it are refused: nothing can leave there."""
+        """Set the limit of what is not recorded, and whether allocations beyond it are refused."""
         counter = cast("LimitedCounter", self._room.usage.counter)
         counter.set_limit(limit_bytes, limit_bytes if refuses else _NO_LIMIT, self.on_limit)
 

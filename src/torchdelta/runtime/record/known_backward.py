@@ -1,0 +1,82 @@
+"""Backwards of followed steps that are known: they run without a walk over their graph."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchdelta._torch.engine import next_node_number, node_number
+from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.program import Program
+    from torchdelta.runtime.record.headroom import Graph
+
+__all__ = ["KnownBackward", "KnownBackwards", "roots_of"]
+
+
+class KnownBackward:
+    """A backward of a followed step that ran unwatched: what tells that another one is the same.
+
+    Args:
+        graph: Its graph.
+        has_no_gradient: By leaf: whether it had no gradient at the start.
+        name: What the proofs of its program know it by.
+        num_needs: How many op needs were known.
+    """
+
+    def __init__(self, graph: Graph, has_no_gradient: tuple[bool, ...], name: int, num_needs: int) -> None:
+        self.name = name
+        self.num_needs = num_needs
+        self._has_no_gradient = has_no_gradient
+        self._leaves = [weakref.ref(leaf) for leaf in graph.leaves]
+
+    def is_same(self, num_needs: int) -> bool:
+        """Return whether the leaves are as they were; that the nodes are the same follows from the step's outline."""
+        if num_needs != self.num_needs:
+            return False
+        for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):
+            leaf = reference()
+            if leaf is None or (leaf.grad is None) != has_no_gradient or post_accumulate_hooks_of(leaf):
+                return False
+        return True
+
+
+class KnownBackwards:
+    """The latest known backward of each program. Mutable."""
+
+    def __init__(self) -> None:
+        # By program: the roots of its latest backward, and what tells that another one is the same.
+        self._known: weakref.WeakKeyDictionary[Program, tuple[Any, KnownBackward]] = weakref.WeakKeyDictionary()
+        self._first_node = 0  # the number of the first autograd node from which on steps are known to run the same ops
+        self._roots: Any = None  # of the running backward
+
+    def begin(self) -> None:
+        """Note that from here on the step is compared with an outline."""
+        self._first_node = next_node_number()
+
+    def find(self, program: Program, outputs: Any) -> KnownBackward | None:
+        """Return the known backward of a step that was like the outline of its program, if it starts there, too."""
+        self._roots = tuple(
+            (node.name(), node_number(node) - self._first_node) for node in roots_of(outputs) if node is not None
+        )
+        roots, known = self._known.get(program, (None, None))
+        return known if roots == self._roots else None  # else these are the same ops, but another of their results
+
+    def note(self, program: Program, known: KnownBackward | None) -> None:
+        """Know the backward that has ended."""
+        if known is not None:
+            self._known[program] = (self._roots, known)
+
+    def forget(self) -> None:
+        """Forget all, and the weak references to leaves with them."""
+        self._known.clear()
+
+
+def roots_of(outputs: Any) -> list[Any]:
+    """Return the nodes where a backward starts; `outputs` are tensors or gradient edges."""
+    return [
+        grad_fn_of(output) if isinstance(output, torch.Tensor) else getattr(output, "node", None) for output in outputs
+    ]
