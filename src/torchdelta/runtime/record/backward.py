@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes, node_number
+from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes
 from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, top_mode, without_mode
 from torchdelta._torch.storages import storage_address
-from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of, storage_of
+from torchdelta._torch.tensors import post_accumulate_hooks_of, storage_of
 from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
-from torchdelta.runtime.record.headroom import Graph, Headroom, KnownBackward
+from torchdelta.runtime.record.headroom import Graph, Headroom, KnownBackward, root_nodes
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
@@ -94,7 +94,9 @@ class Backward:
         follower = self.follower
         follows = follower.is_complete and usage.has_exact_peak
         graph = (
-            Graph(_roots(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
+            Graph(root_nodes(outputs))
+            if self._depth == 0 and not keeps_graph and (follows or self._may_fit())
+            else None
         )
         follows_as = 0
         self.latest_known = None
@@ -249,7 +251,7 @@ class Backward:
             return
         persistents.in_use.begin_backward(tensors_in(gradients))
         try:
-            roots = [root for root in _roots(outputs) if root is not None and root.name() == ACCUMULATE]
+            roots = [root for root in root_nodes(outputs) if root is not None and root.name() == ACCUMULATE]
             self._begin_gap([root.variable for root in roots])
             yield
         finally:
@@ -270,7 +272,7 @@ class Backward:
             self.persistents.in_use.unlock()
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:
-        stack = _roots(outputs)
+        stack = root_nodes(outputs)
         seen: set[Any] = set()
         add = seen.add
         while stack:
@@ -376,20 +378,3 @@ class Backward:
                     continue
                 self.ledger.know(storage)
                 self.observing.observer.on_leaf_gradient(leaf, gradient)
-
-
-def roots_of(outputs: Any, first: int) -> tuple[Any, ...]:
-    """Return what tells that another step's backward starts at the same nodes.
-
-    Args:
-        outputs: Where the backward starts.
-        first: The number of the next node at the moment from which on these steps are known to run the same ops.
-    """
-    return tuple((node.name(), node_number(node) - first) for node in _roots(outputs) if node is not None)
-
-
-def _roots(outputs: Any) -> list[Any]:
-    """Return the nodes where a backward starts; `outputs` are tensors or gradient edges."""
-    return [
-        grad_fn_of(output) if isinstance(output, torch.Tensor) else getattr(output, "node", None) for output in outputs
-    ]

@@ -21,13 +21,13 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta._torch.engine import ACCUMULATE
-from torchdelta._torch.tensors import post_accumulate_hooks_of
+import torch
+
+from torchdelta._torch.engine import ACCUMULATE, node_number
+from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import torch
 
 # A backward is expected to fit if its start plus this many times the measured growth is below this share of the budget.
 _GROWTH_MARGIN: Final = 1.5
@@ -58,6 +58,23 @@ class Graph:
                 stack.extend(child for child, _ in node.next_functions if child is not None)
         self.signature = hash((tuple(names), tuple(id(leaf) for leaf in self.leaves)))
         self.has_hooks = any(post_accumulate_hooks_of(leaf) for leaf in self.leaves)
+
+
+def root_nodes(outputs: Any) -> list[Any]:
+    """Return the nodes where a backward starts; `outputs` are tensors or gradient edges."""
+    return [
+        grad_fn_of(output) if isinstance(output, torch.Tensor) else getattr(output, "node", None) for output in outputs
+    ]
+
+
+def roots_of(outputs: Any, first: int) -> tuple[Any, ...]:
+    """Return what tells that another step's backward starts at the same nodes.
+
+    Args:
+        outputs: Where the backward starts.
+        first: The number of the next node at the moment from which on these steps are known to run the same ops.
+    """
+    return tuple((node.name(), node_number(node) - first) for node in root_nodes(outputs) if node is not None)
 
 
 class KnownBackward:

@@ -29,7 +29,7 @@ from torchdelta.errors import NativeError
 from torchdelta.native.gate import gate_is_built, load_gate, new_gate, new_sequence
 from torchdelta.runtime.follow.outline import Learning
 from torchdelta.runtime.interrupts import is_in_section, shielded
-from torchdelta.runtime.record.backward import roots_of
+from torchdelta.runtime.record.headroom import roots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
