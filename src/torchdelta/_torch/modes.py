@@ -9,7 +9,7 @@ See `__init__.py` for the rules.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.overrides
@@ -30,7 +30,8 @@ AUTOCAST_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU)
 )
 # What acts between autograd and the kernels: autocast, and the gate (native/gate.cpp), which sees the ops of a program.
-_UNSEEN_BY = AUTOCAST_KEYS | torch._C.DispatchKeySet(torch._C._parse_dispatch_key("Fake"))
+# Torch's enum lacks the gate's key.
+_UNSEEN_BY = AUTOCAST_KEYS | torch._C.DispatchKeySet(cast("Any", torch._C._parse_dispatch_key("Fake")))
 _AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 
