@@ -310,13 +310,13 @@ class Session:
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=not self.survey.had_backward)
             self.steps.on_optimizer_start()
-            foresees = self.room.budget_bytes is not None and self.room.persistents is None
-            is_new = foresees and optimizer not in self._foreseen and not optimizer.state
-            self.partial.before_optimizer(is_new=is_new or bool(args[1:]) or kwargs.get("closure") is not None)
-            if is_new:
+            is_new = optimizer not in self._foreseen and not optimizer.state and self.room.persistents is None
+            makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
+            if is_new or makes_gradients:
+                self.partial.end("an optimizer's first step, or a closure")
+            if is_new and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
                 self.pause.end()
-                makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
                 with without_mode(self.recorder):
                     size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
                 if size_bytes:

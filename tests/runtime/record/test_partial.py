@@ -20,7 +20,7 @@ from torchdelta.runtime.current import current_session
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from torchdelta.machine.model import Machine
     from torchdelta.plan.model import Plan
@@ -79,7 +79,7 @@ def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) ->
 
 
 @contextlib.contextmanager
-def _following(budget: int) -> Iterator[MemoryBudget]:
+def _following(budget: int) -> Generator[MemoryBudget]:
     with (
         planned_here(_recompute_all_small, least_bytes=0),
         MemoryBudget(budget, Config(planner="torchdelta", tier="memory")) as memory_budget,
@@ -150,13 +150,13 @@ def test_a_write_to_what_was_made_before_the_outline() -> None:
     def make_step() -> Step:
         def step(stack: Stack, index: int) -> torch.Tensor:
             x = torch.randn(_ROWS, _WIDTH)
-            mask = torch.sin(torch.cat([x, x]))
+            masks = [torch.sin(torch.cat([x, x]))]
             for layer in range(_NUM_LAYERS):
                 x = stack.block(layer, x)
                 if layer == 2:
-                    mask.add_(1)
-                    x = (torch.cat([x, x]) * mask)[:_ROWS]
-                    del mask  # what the program itself holds cannot be evicted
+                    masks[0].add_(1)
+                    x = (torch.cat([x, x]) * masks[0])[:_ROWS]
+                    masks.clear()  # what the program itself holds cannot be evicted
             if index >= _CHANGES_AT:
                 x = x + x.cos()  # recording resumes before this op
                 _drop_all()
@@ -319,9 +319,9 @@ class _LargeBackward(torch.autograd.Function):
         return x.sum() * 1e-3
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grad_outputs: Any) -> torch.Tensor:
         large = torch.ones(20 * _ROWS, _WIDTH)
-        return gradient.expand(ctx.shape) * large[0, 0]
+        return grad_outputs[0].expand(ctx.shape) * large[0, 0]
 
 
 def test_a_backward_from_another_result_of_the_same_ops() -> None:

@@ -127,7 +127,11 @@ class PartialRecording:
 
     def begin_if_followed(self) -> None:
         """Record the next step in part if the latest one was followed. Call this between a backward and a forward."""
-        if self._phase is _Phase.OFF and self._may_begin() and self._has_gate():
+        if self._phase is not _Phase.OFF:
+            return
+        if self._gate is not None:
+            self._gate.close()  # no op is running that was dispatched before recording resumed
+        if self._may_begin() and self._has_gate():
             self._begin()
 
     def on_optimizer_end(self) -> None:
@@ -335,11 +339,6 @@ class PartialRecording:
             self.end("its backward was unusual")
         elif self.is_on:
             self._record_whole()
-
-    def before_optimizer(self, *, is_new: bool) -> None:
-        """Resume recording if the optimizer's first step is to be foreseen, or has a closure."""
-        if is_new:
-            self.end("an optimizer is new")
 
     # -- the end
 
