@@ -17,6 +17,7 @@ from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate
 from torchdelta.runtime.current import current_session
+from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
@@ -344,3 +345,27 @@ def test_a_backward_from_another_result_of_the_same_ops() -> None:
         _train(make_step())
     assert memory_budget.summary().num_steps == _CHANGES_AT
     assert memory_budget.summary().peak_bytes <= budget
+
+
+def test_a_backward_that_fitted_after_a_partial_forward_is_not_known_to_fit_after_a_whole_one() -> None:
+    """Other buffers are resident there: what one takes says nothing of the other."""
+    with _following(_paused_budget()):
+        loop = _Pausing()
+        for _ in range(4):
+            loop.step(lambda: None)
+        session = running_session()
+        follower, program = session.follower, session.programs.latest
+        assert program is not None
+
+        def complete() -> None:
+            follower._running = program  # noqa: SLF001
+            follower.position.complete(program.key)
+
+        complete()
+        follower.complete_outlined()
+        follower.measured(1, Proof(start_bytes=0, leaving_bytes=0, peak_bytes=1))
+        assert follower.may_run_unwatched(1, 0)
+        follower.restart()
+        complete()
+        assert not follower.may_run_unwatched(1, 0)
+        follower.restart()

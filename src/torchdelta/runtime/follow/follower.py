@@ -96,6 +96,7 @@ class Follower:
         self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
         self.learning: Learning | None = None  # while the outline of a step is learned
         self.on_watched: Callable[[Program], None] | None = None  # at the first save that the step's program watches
+        self._is_in_part = False  # whether the step was recorded in part, and saved all that its outline has
         self._is_blind = False  # whether the rest of the step's saves is not numbered
         self._saved: dict[int, weakref.ref[Buffer]] = {}  # by save
         self._swapped: list[weakref.ref[Buffer] | None] = []  # in the order of the program's copies out
@@ -121,7 +122,7 @@ class Follower:
             start_bytes: The bytes in use before it.
         """
         program, budget_bytes = self._running, self.room.budget_bytes
-        proof = program.proofs.get((self.position.key, graph)) if program is not None else None
+        proof = program.proofs.get((self.position.key, self._name_of(graph))) if program is not None else None
         if proof is None or budget_bytes is None:
             return False
         return proof.expected_peak_bytes(start_bytes, self.leaving_bytes()) <= budget_bytes
@@ -133,7 +134,11 @@ class Follower:
     def measured(self, graph: int, proof: Proof) -> None:
         """Record what a watched backward has taken."""
         if self._running is not None:
-            self._running.prove(self.position.key, graph, proof)
+            self._running.prove(self.position.key, self._name_of(graph), proof)
+
+    def _name_of(self, graph: int) -> int:
+        """Return what a backward is proved as: in a step that was recorded in part, other buffers are resident."""
+        return hash((graph, self._is_in_part))
 
     def leaving_bytes(self) -> int:
         """Return the bytes of the buffers whose copies out are under way."""
@@ -231,7 +236,7 @@ class Follower:
         self._why_left = ""
         self._had_abandoned = False
         self._was_watched = True
-        self._is_blind = False
+        self._is_blind = self._is_in_part = False
         self._saved.clear()
         self.position.restart(0)
 
@@ -254,6 +259,7 @@ class Follower:
         """Note that the step has saved all that its outline has."""
         if self._running is not None:
             self.position.complete(self._running.key)
+            self._is_in_part = True
 
     def leave_outlined(self, why: str) -> None:
         """Stop following for the rest of this step, and do not number its saves: the earlier ones were not all seen."""
