@@ -212,3 +212,26 @@ def test_the_limit_calls_once_on_the_main_thread() -> None:
         del small, large, again, more
     finally:
         counter.stop()
+
+
+def test_a_view_of_a_trained_leaf_is_adopted_as_one() -> None:
+    """A copy would look like an activation, and the leaf's storage like one that may leave."""
+    python = Recorded()
+    weight, x = torch.randn(3, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    bases: list[Any] = []
+    pack = python.pack
+
+    def pack_and_look(tensor: torch.Tensor) -> Any:
+        bases.append(tensor._base)  # noqa: SLF001 - what autograd goes by
+        return pack(tensor)
+
+    hooks = new_hooks(pack_and_look, python.unpack, pack_and_look, python.on_modified, lambda: None)
+    assert not isinstance(hooks, NativeError)
+    hooks.pause()
+    with saved_tensors_hooks(hooks.pack, hooks.unpack):
+        y = torch.mm(x, weight.t())
+    assert not bases
+    assert hooks.adopt() == 2
+    assert sum(base is weight for base in bases) == 1
+    y.sum().backward()
+    assert weight.grad is not None

@@ -88,14 +88,22 @@ bool is_plain(const at::Tensor& tensor) {
          !tensor.key_set().has_any(odd);
 }
 
+bool is_of_leaf(const at::Tensor& tensor) {
+  if (tensor.is_leaf()) return true;
+  if (!tensor.is_view()) return false;
+  const at::TensorBase& base = tensor._base();
+  return base.is_leaf() && base.requires_grad();
+}
+
 PyObject* new_handle(Hooks* hooks, const at::Tensor& tensor) {
   Handle* handle = PyObject_GC_New(Handle, handle_type);
   if (handle == nullptr) return nullptr;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   // A node that saves its own output must not hold the output's graph: that would be a cycle. A leaf has no graph, and
-  // is held itself, so that exchanging it raises as in eager mode.
+  // is held itself, so that exchanging it raises as in eager mode. So is a view of a trained leaf: Python has to know
+  // that its storage is the leaf's.
   new (&handle->tensor) at::Tensor(
-      tensor.is_leaf() ? tensor : at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
+      is_of_leaf(tensor) ? tensor : at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
   handle->version = impl->version_counter().current_version();
   handle->packed = nullptr;
   handle->hooks = hooks;
