@@ -1,5 +1,7 @@
 """The simulator against real steps, in what does not depend on a clock: bytes at the allocator, copies, replays."""
 
+import gc
+
 import pytest
 
 from benchmarks.fidelity.contest import Contest
@@ -10,6 +12,7 @@ from torchdelta.simulate import simulate
 @pytest.fixture(scope="module")
 def contest():
     """One round on the smallest model."""
+    gc.collect()  # what other tests have left must not die in the middle of the trace
     try:
         contest = Contest("tiny", num_steps=1, batch_size=16)
     except NativeError as error:
