@@ -21,23 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NATIVE = ROOT / "src" / "torchdelta" / "native"
 ACCELERATORS = (ROOT / "tests/racecheck/device/racecheck.cpp", ROOT / "tests/accelerator/standin.cpp")
-SEARCHES = """
-from tests.planners.chains import MACHINE, MIB, chain
-from torchdelta.planners.default.search_planner import choose
-from torchdelta.planners.problem_within import least_peak
-from torchdelta.simulate.problem import PlanningProblem
-
-step = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3, optimizer=True)
-for decision_class in ("saved", "all"):
-    problem = PlanningProblem.of(step, MACHINE, decision_class=decision_class)
-    for effort in ("fast", "best"):
-        choose(problem, int(1.1 * least_peak(problem)), effort)
-"""
 
 
 def programs() -> list[str]:
     """Return a program for each thing that is still to be built, the longest first."""
     from tests.accelerator import standin
+    from tests.planners.chains import SEARCHES
     from torchdelta.native.build import built_path
 
     found: list[str] = []

@@ -16,6 +16,20 @@ MACHINE = Machine(
     host_in_bytes_per_s=1e9,
 )
 
+SEARCHES = """
+from tests.planners.chains import MACHINE, MIB, chain
+from torchdelta.planners.default.search_planner import choose
+from torchdelta.planners.problem_within import least_peak
+from torchdelta.simulate.problem import PlanningProblem
+
+step = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3, optimizer=True)
+for decision_class in ("saved", "all"):
+    problem = PlanningProblem.of(step, MACHINE, decision_class=decision_class)
+    for effort in ("fast", "best"):
+        choose(problem, int(1.1 * least_peak(problem)), effort)
+"""
+"""A program that calls, and so compiles, all compiled code of the planners."""
+
 
 def chain(blocks, *, weight_bytes=MIB, optimizer=False, skips=False, stats=False):
     """Return a step of blocks in a row: each a wide op whose output is saved, a cheap one, and one whose output dies.

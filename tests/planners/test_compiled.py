@@ -7,22 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.planners.chains import SEARCHES
+
 ROOT = Path(__file__).parents[2]
 
-PROGRAM = """
+COUNT = """
 import importlib, pkgutil
 from numba.core.dispatcher import Dispatcher
 import torchdelta.planners.default, torchdelta.simulate
-from tests.planners.chains import MACHINE, MIB, chain
-from torchdelta.planners.default.search_planner import choose
-from torchdelta.planners.problem_within import least_peak
-from torchdelta.simulate.problem import PlanningProblem
 
-step = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 3, optimizer=True)
-for decision_class in ("saved", "all"):
-    problem = PlanningProblem.of(step, MACHINE, decision_class=decision_class)
-    for effort in ("fast", "best"):
-        choose(problem, int(1.1 * least_peak(problem)), effort)
 for package in (torchdelta.planners.default, torchdelta.simulate):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         for name, value in vars(importlib.import_module(module.name)).items():
@@ -36,7 +29,7 @@ def test_each_function_is_compiled_for_one_signature(tmp_path):
     """A constant that is handed over as a literal would make another one."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # what is read from a cache hides what it calls
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SEARCHES + COUNT], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     signatures = dict(line.split() for line in ended.stdout.splitlines())

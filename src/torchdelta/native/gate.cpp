@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "above_autograd.h"
+#include "lists.h"
 
 namespace {
 
@@ -46,10 +47,13 @@ enum class State {
   kEnded,      // the recorder is on the thread's stack again; an op that was dispatched before is still recorded
 };
 
+enum class Writes : int8_t { kUnknown, kNothing, kArguments };
+
 struct Op {
   uint64_t hash;
   int64_t need_bytes;  // of its outputs, and what it allocated inside itself
   bool is_recorded;
+  Writes writes = Writes::kUnknown;  // what the schema says, once it was asked
 };
 
 struct Sequence {
@@ -155,7 +159,8 @@ template <typename Function>
 void for_each_storage(const c10::IValue& value, const Function& function) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
-    if (tensor.defined() && tensor.has_storage()) function(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    function(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   } else if (value.isList()) {
     for (const c10::IValue& item : value.toListRef()) for_each_storage(item, function);
   }
@@ -167,14 +172,20 @@ void know(Gate* gate, const torch::jit::Stack& stack, size_t begin) {
   }
 }
 
-bool writes_known(const Gate* gate, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  if (gate->known->empty()) return false;
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+bool writes_known(const Gate* gate, Op& expected, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (expected.writes == Writes::kUnknown) {
+    expected.writes = op.schema().is_mutable() ? Writes::kArguments : Writes::kNothing;
+  }
+  if (expected.writes == Writes::kNothing || gate->known->empty()) return false;
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack.size() - arguments.size();
   bool found = false;
   for (size_t index = 0; index < arguments.size() && !found; ++index) {
-    const c10::AliasInfo* alias = arguments[index].alias_info();
-    if (alias == nullptr || !alias->isWrite()) continue;
+    if (!is_written(arguments[index])) continue;
     for_each_storage(stack[begin + index],
                      [gate, &found](const void* storage) { found = found || gate->known->count(storage) != 0; });
   }
@@ -228,15 +239,15 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       ++gate->position;
       return record(gate, op, stack);
     case State::kFollowing: {
-      const std::vector<Op>& ops = *gate->sequence->ops;
+      std::vector<Op>& ops = *gate->sequence->ops;
       const size_t position = gate->position;
       if (position >= ops.size() || ops[position].hash != hash_of(op, *stack)) {
         ask(gate->on_other, static_cast<int64_t>(position));
         break;
       }
       ++gate->position;
-      const Op& expected = ops[position];
-      if (expected.is_recorded || writes_known(gate, op, *stack)) return record(gate, op, stack);
+      Op& expected = ops[position];
+      if (expected.is_recorded || writes_known(gate, expected, op, *stack)) return record(gate, op, stack);
       if (expected.need_bytes > 0 &&
           gate->live->load(std::memory_order_relaxed) + expected.need_bytes > gate->most_bytes) {
         ask(gate->make_room, expected.need_bytes);
@@ -275,19 +286,19 @@ PyObject* sequence_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   if (!PyArg_ParseTuple(arguments, "O!O!O!", &PyList_Type, &hashes, &PyList_Type, &needs, &PyList_Type, &recorded)) {
     return nullptr;
   }
-  const Py_ssize_t num_ops = PyList_GET_SIZE(hashes);
-  if (PyList_GET_SIZE(needs) != num_ops || PyList_GET_SIZE(recorded) != num_ops) {
+  if (PyList_GET_SIZE(needs) != PyList_GET_SIZE(hashes) || PyList_GET_SIZE(recorded) != PyList_GET_SIZE(hashes)) {
     PyErr_SetString(PyExc_ValueError, "a sequence takes three lists of the same length");
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
+  const auto all_hashes = lists::from_python<uint64_t>(hashes);
+  const auto all_needs = lists::from_python<int64_t>(needs);
+  const auto all_recorded = lists::from_python<int64_t>(recorded);
   auto* ops = reinterpret_cast<Sequence*>(self)->ops = new std::vector<Op>;
-  ops->reserve(static_cast<size_t>(num_ops));
-  for (Py_ssize_t index = 0; index < num_ops; ++index) {
-    ops->push_back(Op{PyLong_AsUnsignedLongLong(PyList_GET_ITEM(hashes, index)),
-                      PyLong_AsLongLong(PyList_GET_ITEM(needs, index)),
-                      PyObject_IsTrue(PyList_GET_ITEM(recorded, index)) != 0});
+  ops->reserve(all_hashes.size());
+  for (size_t index = 0; index < all_hashes.size(); ++index) {
+    ops->push_back(Op{all_hashes[index], all_needs[index], all_recorded[index] != 0});
   }
   if (PyErr_Occurred()) Py_CLEAR(self);
   return self;
@@ -300,13 +311,8 @@ void sequence_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-Py_ssize_t sequence_length(PyObject* self) {
-  return static_cast<Py_ssize_t>(reinterpret_cast<Sequence*>(self)->ops->size());
-}
-
 PyType_Slot sequence_slots[] = {{Py_tp_new, reinterpret_cast<void*>(sequence_new)},
                                 {Py_tp_dealloc, reinterpret_cast<void*>(sequence_dealloc)},
-                                {Py_sq_length, reinterpret_cast<void*>(sequence_length)},
                                 {0, nullptr}};
 
 PyType_Spec sequence_spec = {"torchdelta_gate.Sequence", sizeof(Sequence), 0, Py_TPFLAGS_DEFAULT, sequence_slots};
@@ -435,19 +441,7 @@ PyObject* gate_is_complete(PyObject* self, PyObject*) {
   return PyBool_FromLong(gate->state == State::kFollowing && gate->position == gate->sequence->ops->size());
 }
 
-PyObject* gate_learned(PyObject* self, PyObject*) {
-  const std::vector<uint64_t>& learned = *gate_of(self)->learned;
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(learned.size()));
-  for (size_t index = 0; list != nullptr && index < learned.size(); ++index) {
-    PyObject* hash = PyLong_FromUnsignedLongLong(learned[index]);
-    if (hash == nullptr) {
-      Py_CLEAR(list);
-      break;
-    }
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(index), hash);
-  }
-  return list;
-}
+PyObject* gate_learned(PyObject* self, PyObject*) { return lists::to_python(*gate_of(self)->learned); }
 
 PyObject* gate_position(PyObject* self, void*) { return PyLong_FromSize_t(gate_of(self)->position); }
 

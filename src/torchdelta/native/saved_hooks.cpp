@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "above_autograd.h"
+#include "lists.h"
 
 namespace {
 
@@ -162,12 +163,8 @@ PyObject* saves_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
   auto* saves = reinterpret_cast<Saves*>(self);
-  saves->sizes = new std::vector<int64_t>;
-  saves->numbers = new std::vector<int64_t>;
-  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(sizes); ++index) {
-    saves->sizes->push_back(PyLong_AsLongLong(PyList_GET_ITEM(sizes, index)));
-    saves->numbers->push_back(PyLong_AsLongLong(PyList_GET_ITEM(numbers, index)));
-  }
+  saves->sizes = new std::vector<int64_t>(lists::from_python<int64_t>(sizes));
+  saves->numbers = new std::vector<int64_t>(lists::from_python<int64_t>(numbers));
   if (PyErr_Occurred()) Py_CLEAR(self);
   return self;
 }
@@ -364,19 +361,7 @@ PyObject* hooks_end_comparison(PyObject* self, PyObject*) {
   return PyBool_FromLong(is_complete);
 }
 
-PyObject* hooks_sizes(PyObject* self, PyObject*) {
-  const std::vector<int64_t>& sizes = *hooks_of(self)->sizes;
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(sizes.size()));
-  for (size_t index = 0; list != nullptr && index < sizes.size(); ++index) {
-    PyObject* size = PyLong_FromLongLong(sizes[index]);
-    if (size == nullptr) {
-      Py_CLEAR(list);
-      break;
-    }
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(index), size);
-  }
-  return list;
-}
+PyObject* hooks_sizes(PyObject* self, PyObject*) { return lists::to_python(*hooks_of(self)->sizes); }
 
 PyObject* hooks_num_sizes(PyObject* self, PyObject*) { return PyLong_FromSize_t(hooks_of(self)->sizes->size()); }
 

@@ -114,7 +114,7 @@ class Session:
         self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
-        self.partial = PartialRecording(self.recorder, self.saved, self.steps, self.backward)
+        self.partial = PartialRecording(self.recorder, self.saved, self.backward, self.pause)
         self.room.find_more = self.partial.find_more
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
@@ -175,7 +175,6 @@ class Session:
         ]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.pause.open_hooks())
         self._hooks.__enter__()
-        self.partial.hooks = self.pause.hooks
         self.resizes.start()
         self.readers.start()
         self.recorder.__enter__()

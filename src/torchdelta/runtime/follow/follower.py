@@ -95,7 +95,7 @@ class Follower:
         self._due: dict[int, Due] = {}
         self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
         self.learning: Learning | None = None  # while the outline of a step is learned
-        self.on_watched: Callable[[Program], None] | None = None  # at the first save that the step's program watches
+        self.on_first_planned: Callable[[Program], None] | None = None  # at the first save where the program acts
         self._is_in_part = False  # whether the step was recorded in part, and saved all that its outline has
         self._is_blind = False  # whether the rest of the step's saves is not numbered
         self._saved: dict[int, weakref.ref[Buffer]] = {}  # by save
@@ -175,8 +175,8 @@ class Follower:
             running = self._running
         if running is not None:
             self._evict(running.schedule, save)
-            if self.on_watched is not None and self._is_exact and save == running.schedule.first_watched:
-                self.on_watched(running)
+            if self.on_first_planned is not None and self._is_exact and save == running.schedule.first_planned:
+                self.on_first_planned(running)
         return save
 
     def before_unpack(self, save: int, buffer: Buffer) -> None:

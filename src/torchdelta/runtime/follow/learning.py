@@ -74,7 +74,7 @@ class Learning:
     def outline(self) -> Outline | None:
         """Return the outline; None if the saved tensors were not those of the program."""
         schedule = self.program.schedule
-        if list(self._numbers.values()) != list(range(schedule.first_watched + 1, schedule.num_saves)):
+        if list(self._numbers.values()) != list(range(schedule.first_planned + 1, schedule.num_saves)):
             return None
         numbers = [self._numbers.get(index, -1) for index in range(len(self._sizes_bytes))]
         positions = range(len(self._hashes))
@@ -86,7 +86,7 @@ class Learning:
                 [position in recorded for position in positions],
             ),
             saves=new_saves(
-                self._sizes_bytes, [number if number in schedule.watched_saves else -1 for number in numbers]
+                self._sizes_bytes, [number if number in schedule.planned_saves else -1 for number in numbers]
             ),
             num_ops=len(positions),
             num_recorded=len(recorded),

@@ -24,7 +24,7 @@ __all__ = ["Outline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """The ops and saved tensors of a step, from the first saved tensor that its program watches to its backward.
+    """The ops and saved tensors of a step, from the first saved tensor at which its program acts to its backward.
 
     Attributes:
         ops: For the gate.

@@ -52,7 +52,8 @@ class Schedule:
         first_saves: By buffer that an action refers to: its first save.
         evictions: By save: what leaves there.
         due: By save: what is due when it is unpacked for the first time.
-        watched_saves: Those of buffers that an action refers to, those in `evictions`, and those in `due`.
+        planned_saves: Those of buffers that an action refers to, those in `evictions`, and those in `due`.
+        first_planned: The first of them; -1 if there is none.
         num_not_carried_out: Absences of the plan that have no moment here: of buffers that nobody saves, or in a gap
             that does not lead from forward to backward.
     """
@@ -63,13 +64,9 @@ class Schedule:
     first_saves: dict[int, int]
     evictions: dict[int, tuple[tuple[int, Action], ...]]
     due: dict[int, Due]
-    watched_saves: frozenset[int] = frozenset()
+    planned_saves: frozenset[int] = frozenset()
+    first_planned: int = -1
     num_not_carried_out: int = 0
-
-    @property
-    def first_watched(self) -> int:
-        """The first of `watched_saves`; -1 if there is none."""
-        return min(self.watched_saves, default=-1)
 
     @property
     def num_saves(self) -> int:
@@ -96,6 +93,7 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
     maker.add_drops([a for a in absences if a.action == "recompute"])
     maker.add_swaps([a for a in absences if a.action == "swap"])
     all_due = {log.unpacks[position][0]: due for position, due in maker.due.items()}
+    planned_saves = frozenset(all_due).union(maker.evictions, *(saves[absence.buffer_id] for absence in absences))
     return Schedule(
         exact_hashes=tuple(accumulate(log.signatures, next_exact_hash, initial=0))[1:],
         shape_free_hashes=tuple(accumulate(log.signatures, next_shape_free_hash, initial=0))[1:],
@@ -103,7 +101,8 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
         first_saves={a.buffer_id: saves[a.buffer_id][0] for a in absences},
         evictions={save: tuple(actions) for save, actions in maker.evictions.items()},
         due=all_due,
-        watched_saves=frozenset(all_due).union(maker.evictions, *(saves[a.buffer_id] for a in absences)),
+        planned_saves=planned_saves,
+        first_planned=min(planned_saves, default=-1),
         num_not_carried_out=len(plan.absences) - len(absences),
     )
 

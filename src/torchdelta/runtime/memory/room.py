@@ -128,12 +128,14 @@ class Room:
             self.collect_garbage()
             self._evict_down_to(budget_bytes - size_bytes)  # buffers that garbage also kept alive
             usage.ask_counter()
-        if usage.total_bytes + size_bytes > budget_bytes and self.find_more is not None and self.find_more():
+        if usage.total_bytes + size_bytes <= budget_bytes:
+            return
+        if self.is_optional:
+            raise NoRoomError
+        if self.find_more is not None and self.find_more():
             self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
         if usage.total_bytes + size_bytes > budget_bytes:
-            if self.is_optional:
-                raise NoRoomError
             self._on_shortage(size_bytes, why)
 
     def try_to_make(self, size_bytes: int) -> None:

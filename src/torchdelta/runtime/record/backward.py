@@ -106,7 +106,7 @@ class Backward:
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
                 follower.on_unwatched()
                 self.latest_known = KnownBackward(graph, grads, follows_as, self.recorder.needs.num_made)
-                return self._run_unwatched(original, graph, 0, outputs, *args, **kwargs)
+                return self._run_unwatched(original, graph.leaves, 0, outputs, *args, **kwargs)
         elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
                 graph,
@@ -116,7 +116,7 @@ class Backward:
                 budget_bytes=budget_bytes or 0,
             )
             if expected_bytes is not None:
-                return self._run_unwatched(original, graph, expected_bytes, outputs, *args, **kwargs)
+                return self._run_unwatched(original, graph.leaves, expected_bytes, outputs, *args, **kwargs)
         collected_bytes, num_waits = self.room.collected_bytes, self.room.num_waits
         leaving_bytes = follower.leaving_bytes() if follows else 0
         usage.peak_bytes = start_bytes
@@ -188,20 +188,12 @@ class Backward:
         )
 
     @shielded
-    def run_known(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_known(
+        self, original: Callable[..., Any], known: KnownBackward, outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a backward for which `runs_known` has returned True."""
         self.follower.on_unwatched()
-        error: BaseException | None = None
-        try:
-            return call_outside(original, outputs, *args, **kwargs)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            try:
-                self._on_end(keeps_graph=False, is_outermost=True, leaves=[], error=error)
-            finally:
-                error = None  # as in `run`
+        return self._run_unwatched(original, known.leaves(), None, outputs, *args, **kwargs)
 
     def _may_fit(self) -> bool:
         """Return whether a backward that fitted before may run unwatched."""
@@ -218,12 +210,27 @@ class Backward:
         return self._leaves
 
     def _run_unwatched(
-        self, original: Callable[..., Any], graph: Graph, expected_bytes: int, outputs: Any, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        leaves: list[Any],
+        expected_bytes: int | None,
+        outputs: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Run a backward that is known to fit. See [Note: never act without need] in headroom.py."""
+        """Run a backward that is known to fit. See [Note: never act without need] in headroom.py.
+
+        Args:
+            original: The engine.
+            leaves: All leaves that it accumulates into.
+            expected_bytes: Its peak, in case that is not measured. None: it is, and so are the gradients of the leaves.
+            outputs: Where it starts.
+            args: Further arguments of the engine.
+            kwargs: Further arguments of the engine.
+        """
         usage = self.usage
         error: BaseException | None = None
-        self._leaves.extend(graph.leaves)  # a survey may begin where a followed backward brings a buffer back
+        self._leaves.extend(leaves)  # a survey may begin where a followed backward brings a buffer back
         try:
             with without_mode(self.recorder):
                 return call_outside(original, outputs, *args, **kwargs)
@@ -231,13 +238,14 @@ class Backward:
             error = raised
             raise
         finally:
-            self._pending.extend(graph.leaves)
-            self._count_leaf_gradients()
-            if not usage.has_exact_peak:
-                usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
+            if expected_bytes is not None:
+                self._pending.extend(leaves)
+                self._count_leaf_gradients()
+                if not usage.has_exact_peak:
+                    usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
             self._leaves.clear()
             try:
-                self._on_end(keeps_graph=False, is_outermost=True, leaves=graph.leaves, error=error)
+                self._on_end(keeps_graph=False, is_outermost=True, leaves=leaves, error=error)
             finally:
                 error = None  # as in `run`
 

@@ -33,6 +33,10 @@ class KnownBackward:
         self._has_no_gradient = has_no_gradient
         self._leaves = [weakref.ref(leaf) for leaf in graph.leaves]
 
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the leaves that still exist."""
+        return [leaf for reference in self._leaves if (leaf := reference()) is not None]
+
     def is_same(self, num_needs: int) -> bool:
         """Return whether the leaves are as they were; that the nodes are the same follows from the step's outline."""
         if num_needs != self.num_needs:

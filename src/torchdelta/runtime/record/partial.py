@@ -4,9 +4,9 @@ While this is on, the recorder is off the thread's stack, and the gate (native/g
 these phases:
 
 1. From its start on, every op is recorded, as in any followed step.
-2. At the first saved tensor that its program watches, what comes next is known. A program without an outline learns
-   it from here on. With an outline, only what that names is recorded; where the step differs, or the budget has no
-   room, recording resumes before the op that differs.
+2. At the first saved tensor at which its program acts, what comes next is known. A program without an outline
+   learns it from here on. With an outline, only what that names is recorded; where the step differs, or the budget
+   has no room, recording resumes before the op that differs.
 3. Its backward runs as that of any followed step.
 4. After that, nothing is recorded until the optimizer has stepped, if steps have been alike for a while. The tape is
    cut, so no replay can read what is written meanwhile.
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.record.backward import Backward
     from torchdelta.runtime.record.known_backward import KnownBackward
+    from torchdelta.runtime.record.pause import Pause
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.record.saved import SavedTensors
-    from torchdelta.runtime.state.steps import StepTracker
 
 __all__ = ["PartialRecording"]
 
@@ -65,19 +65,19 @@ class PartialRecording:
 
     Args:
         recorder: The dispatch mode that records; knows the room, the ledger and the device.
-        saved: Its Python hooks; know the follower.
-        steps: The position in the training step.
+        saved: Its Python hooks; know the follower and the position in the training step.
         backward: Runs the engine.
+        pause: Has the native hooks of the session, if there are any.
     """
 
-    def __init__(self, recorder: Recorder, saved: SavedTensors, steps: StepTracker, backward: Backward) -> None:
-        self.hooks: NativeHooks | None = None  # of the session, if they are native
+    def __init__(self, recorder: Recorder, saved: SavedTensors, backward: Backward, pause: Pause) -> None:
         self.num_steps = 0  # that were recorded in part to their ends
         self.num_resumed = 0  # times that recording as a whole had to resume
         self._recorder = recorder
         self._saved = saved
-        self._steps = steps
+        self._steps = saved.steps
         self._backward = backward
+        self._pause = pause
         self._room = recorder.room
         self._ledger = recorder.ledger
         self._follower = saved.follower
@@ -158,7 +158,7 @@ class PartialRecording:
     def _may_begin(self) -> bool:
         ended = self._follower.ended
         return (
-            self.hooks is not None
+            self._pause.hooks is not None
             and ended is not None
             and ended.program is not None
             and ended.program.num_others < _MOST_OTHERS
@@ -190,14 +190,14 @@ class PartialRecording:
         remove_mode(self._recorder)
         self._must_end = False
         self._num_alike = 0
-        self._follower.on_watched = self._on_watched
+        self._follower.on_first_planned = self._on_first_planned
         self._record_whole()
         _logger.debug("steps are recorded in part from now on")
 
     def _parts(self) -> tuple[Gate, NativeHooks]:
         assert self._gate is not None
-        assert self.hooks is not None
-        return self._gate, self.hooks
+        assert self._pause.hooks is not None
+        return self._gate, self._pause.hooks
 
     def _record_whole(self) -> None:
         self._phase = _Phase.WHOLE
@@ -205,8 +205,8 @@ class PartialRecording:
 
     # -- a step
 
-    def _on_watched(self, program: Program) -> None:
-        """Learn or use the outline of a program: the first of the saved tensors that it watches is being saved."""
+    def _on_first_planned(self, program: Program) -> None:
+        """Learn or use the outline of a program: the first saved tensor at which it acts is being saved."""
         gate, hooks = self._parts()
         if self._phase is not _Phase.WHOLE or program.num_others >= _MOST_OTHERS or not self._is_quiet():
             return
@@ -226,7 +226,7 @@ class PartialRecording:
 
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
-        """Pack a saved tensor that the program watches."""
+        """Pack a saved tensor at which the program acts."""
         assert self._gate is not None
         self._gate.know(tensor)
         follower = self._follower
@@ -262,7 +262,7 @@ class PartialRecording:
 
         Recording as a whole resumes before the next op: a survey may begin, and it has to see them all.
         """
-        hooks, gate = self.hooks, self._gate
+        hooks, gate = self._pause.hooks, self._gate
         if self._phase in (_Phase.OFF, _Phase.PAUSED) or hooks is None or gate is None:
             return False
         if graph_task_id() == -1:
@@ -311,7 +311,7 @@ class PartialRecording:
             # The graph is freed, and every leaf gets its gradient.
             is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)
             if known is not None and is_usual and backward.runs_known(known):
-                return backward.run_known(original, outputs, *args, **kwargs)
+                return backward.run_known(original, known, outputs, *args, **kwargs)
             return backward.run(original, outputs, *args, **kwargs)
         except BaseException:
             self._must_end = True
@@ -381,7 +381,7 @@ class PartialRecording:
     def _stop(self) -> None:
         self._phase = _Phase.OFF
         self._program = None
-        self._follower.on_watched = None
+        self._follower.on_first_planned = None
         self._stop_learning()
 
     def _stop_learning(self) -> None:
