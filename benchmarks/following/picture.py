@@ -43,7 +43,7 @@ _NAMES = {
     "checkpoint-2": "checkpoint, every 2nd block",
     "selective": "selective checkpoint",
     "offload": "offload all to the disk tier",
-    RECORD_ONLY: "all recorded, nothing leaves",
+    RECORD_ONLY: "a budget in which nothing leaves",
     PLAIN: "plain",
     "bound": "no plan is faster (bound)",
 }
