@@ -70,7 +70,7 @@ class InUse:
                     record = records.get(address_of(thing))
                 else:
                     continue
-            except (RuntimeError, NotImplementedError):  # it has no storage
+            except RuntimeError:  # it has no storage
                 continue
             if record is not None:
                 yield record

@@ -62,7 +62,7 @@ class Capturer:
                 return entry
             if not all(map(self._is_recomputable, targets)):
                 return None
-        except (NotImplementedError, RuntimeError):
+        except RuntimeError:
             return None
         return self._entry(func, facts, args, kwargs, hides=False)
 
@@ -93,7 +93,7 @@ class Capturer:
                 else:
                     captured.append(a)
             captured_kwargs = {name: capture(a, view_of) for name, a in kwargs.items()} if kwargs else None
-        except (NotImplementedError, RuntimeError):
+        except RuntimeError:
             return None
         return OpEntry(func, facts, captured, captured_kwargs)
 

@@ -73,7 +73,7 @@ class Owners:
     def _is_used(self, parameter: torch.Tensor) -> bool:
         try:
             record = self._ledger.records.get(storage_address(parameter))
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             return False
         return record is not None and (record.current is not None or record.emptied is not None)
 

@@ -197,7 +197,7 @@ def _addresses(things: Any) -> Iterator[int]:
                 yield storage_address(thing)
             elif isinstance(thing, torch.UntypedStorage):
                 yield address_of(thing)
-        except (RuntimeError, NotImplementedError):  # it has no storage
+        except RuntimeError:  # it has no storage
             continue
 
 

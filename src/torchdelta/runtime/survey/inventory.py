@@ -75,7 +75,7 @@ class Inventory:
         if isinstance(tensor, torch.Tensor):
             try:
                 self._named.setdefault(storage_address(tensor), (group, name))
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 return
 
     def note_outputs(self, out: Any, *, are_new: bool) -> None:
@@ -85,7 +85,7 @@ class Inventory:
             if (path or are_new) and isinstance(item, torch.Tensor):
                 try:
                     self._made_by[storage_address(item)] = path
-                except (RuntimeError, NotImplementedError):
+                except RuntimeError:
                     continue
 
     def module(self) -> str:

@@ -153,7 +153,7 @@ class RunNeed:
         """Return whether an op has read a leaf since the scope opened."""
         try:
             record = self._ledger.find(leaf)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             return False
         return record is not None and record.current is not None
 

@@ -46,7 +46,7 @@ class LiveStorages(TorchDispatchMode):
         if isinstance(output, FakeTensor):
             try:
                 self._watch(output.untyped_storage())
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 return  # a layout without a storage
         elif isinstance(output, list | tuple):
             for one in output:
