@@ -357,7 +357,9 @@ class Summary:
         if follow is not None and follow.other_budgets and follow.predicted_time_s and follow.plain_time_s:
             here = follow.predicted_time_s / follow.plain_time_s - 1
             others = (f"{_percent(cost)} in {format_bytes(size)}" for size, cost in follow.other_budgets.items())
-            lines.append(f"a larger budget: a planned step costs {_percent(here)} here, {', '.join(others)} (predicted)")
+            lines.append(
+                f"a larger budget: a planned step costs {_percent(here)} here, {', '.join(others)} (predicted)"
+            )
         elif least is not None and least - 1 >= _SMALL_SHARE:
             size = format_bytes((self.budget_bytes + plain_bytes) // 2)
             cost, here = _percent((least - 1) / 2), _percent(least - 1)

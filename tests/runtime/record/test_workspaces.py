@@ -76,7 +76,7 @@ def test_what_a_convolution_may_take_covers_what_it_takes(dtype: Any) -> None:
 def test_the_backward_of_a_convolution_of_few_rows_is_foreseen(
     height: int, kernel: int, dilation: int, num_threads: int
 ) -> None:
-    """oneDNN then makes several copies of the weight for each thread: the last layers of a net on small pictures."""
+    """As in the last layers of a net on small pictures: oneDNN then copies the weight for each thread."""
     x, weight = torch.randn(4, 64, height, 6), torch.randn(48, 64, kernel, kernel)
     padding = dilation * (kernel // 2)
     grad = torch.randn(4, 48, height, 6)
