@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdelta import Config, MemoryBudget
-from torchdelta.aten.facts import facts_of
+from torchdelta.aten.facts import Kind, facts_of
 from torchdelta.native.counting import counting_status, new_counter
 from torchdelta.runtime.record.needs import Predictor
 from torchdelta.runtime.record.workspaces import possible_bytes
@@ -91,6 +92,98 @@ def test_the_backward_of_a_convolution_of_few_rows_is_foreseen(
     finally:
         torch.set_num_threads(before)
     assert taken_bytes <= need.total_bytes + need.possible_bytes
+
+
+class Watching(TorchDispatchMode):
+    """Collects the ops that take more than was foreseen for their first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor = Predictor()
+        self.counter: Any = new_counter()
+        self.counter.start()
+        self.num_ops = 0
+        self.over: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op and compare."""
+        facts = facts_of(func)
+        need = self.predictor.need(facts, func, args, kwargs)
+        foreseen_bytes, is_first = need.total_bytes + need.possible_bytes, not need.is_workspace_known
+        self.counter.mark()
+        out = func(*args, **(kwargs or {}))
+        taken_bytes = self.counter.growth_bytes()
+        if facts.kind is Kind.COMPUTE:
+            self.num_ops += 1
+            need.learn_workspace(max(need.workspace_bytes, taken_bytes - need.output_bytes))
+            if is_first and taken_bytes > foreseen_bytes + 2 * SLACK_BYTES:
+                self.over.append(f"{facts.name}: {taken_bytes} bytes, {foreseen_bytes} foreseen")
+        return out
+
+
+def pictures(num_channels: int = 32, size: int = 32) -> torch.Tensor:
+    """Return a batch of pictures."""
+    return torch.randn(4, num_channels, size, size)
+
+
+def channels_last() -> torch.Tensor:
+    """Return a batch of pictures whose channels lie together."""
+    return pictures().to(memory_format=torch.channels_last)
+
+
+def tokens() -> torch.Tensor:
+    """Return a batch of sequences."""
+    return torch.randn(4, 256, 128)
+
+
+def attend(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the attention of tokens to each other, in two heads."""
+    heads = x.view(4, 256, 2, 64).transpose(1, 2)
+    return functional.scaled_dot_product_attention(heads, heads, heads, **options)
+
+
+FIRST_RUNS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], Callable[[], torch.Tensor]]] = {
+    "convolution": (lambda: nn.Conv2d(32, 32, 3, padding=1), pictures),
+    "convolution of a part": (lambda: nn.Conv2d(24, 32, 3, padding=1), lambda: pictures()[:, :24]),
+    "convolution in channels-last": (lambda: nn.Conv2d(32, 32, 3), channels_last),
+    "depthwise": (lambda: nn.Conv2d(32, 32, 3, padding=1, groups=32), pictures),
+    "groups": (lambda: nn.Conv2d(32, 32, 3, padding=1, groups=4), pictures),
+    "stride": (lambda: nn.Conv2d(32, 64, 1, stride=2), pictures),
+    "dilation": (lambda: nn.Conv2d(32, 32, 3, padding=2, dilation=2), pictures),
+    "to few channels": (lambda: nn.Conv2d(32, 3, 3, padding=1), pictures),
+    "from few channels": (lambda: nn.Conv2d(3, 32, 7, stride=2, padding=3), lambda: pictures(3, 64)),
+    "patches": (lambda: nn.Conv2d(3, 96, 16, stride=16), lambda: pictures(3, 128)),
+    "transposed": (lambda: nn.ConvTranspose2d(32, 32, 2, stride=2), pictures),
+    "one dimension": (lambda: nn.Conv1d(256, 256, 3, padding=1), tokens),
+    "three dimensions": (lambda: nn.Conv3d(8, 8, 3, padding=1), lambda: torch.randn(2, 8, 16, 16, 16)),
+    "upsampling": (lambda: nn.Upsample(scale_factor=2), pictures),
+    "bilinear upsampling": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), pictures),
+    "group norm of a part": (lambda: nn.GroupNorm(4, 24), lambda: pictures()[:, :24]),
+    "average pooling of a part": (lambda: nn.AvgPool2d(2), lambda: pictures()[..., :-2]),
+    "max pooling in channels-last": (lambda: nn.MaxPool2d(2), channels_last),
+    "columns": (lambda: nn.Unfold(3, padding=1), lambda: pictures(8)),
+    "layer norm of a part": (lambda: nn.LayerNorm(128), lambda: tokens()[:, :-1]),
+    "softmax of a part": (lambda: nn.Softmax(-1), lambda: tokens()[..., :-3]),
+    "logsumexp": (lambda: lambda x: x.logsumexp(-1), tokens),
+    "attention": (lambda: attend, tokens),
+    "attention with dropout": (lambda: lambda x: attend(x, dropout_p=0.1), tokens),
+    "causal attention": (lambda: lambda x: attend(x, is_causal=True), tokens),
+    "mask": (lambda: lambda x: x[x > 0], tokens),
+    "largest": (lambda: lambda x: x.amax(-1), tokens),
+}
+
+
+@needs_counter
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()], ids=["sum", "squares"])
+@pytest.mark.parametrize("name", FIRST_RUNS)
+def test_first_runs_take_no_more_than_was_foreseen(name: str, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Of each op, in forward and backward: what it returns, and what it allocates and frees again meanwhile."""
+    build, draw = FIRST_RUNS[name]
+    func, x = build(), draw().requires_grad_()
+    with Watching() as watching:
+        loss(func(x)).backward()
+    assert watching.num_ops >= 3
+    assert not watching.over
 
 
 def test_an_expanded_gradient_may_be_copied() -> None:

@@ -17,7 +17,8 @@ from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address, storage_behind
 from torchdelta._torch.tensors import storage_of
 from torchdelta.aten.facts import Kind, OpFacts
-from torchdelta.runtime.record.workspaces import copied_matrix_bytes, estimated_bytes, possible_bytes, reordered_bytes
+from torchdelta.runtime.record.convolution_workspaces import reordered_bytes
+from torchdelta.runtime.record.workspaces import copied_matrix_bytes, estimated_bytes, possible_bytes
 from torchdelta.runtime.state.need import Need
 
 MAX_KEYS: Final = 4096

@@ -12,20 +12,34 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch.device import has_half_convolutions, is_mkldnn_enabled
+from torchdelta.runtime.record.convolution_workspaces import possible_convolution_bytes, reordered_bytes
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
 
-__all__ = ["copied_matrix_bytes", "estimated_bytes", "possible_bytes", "reordered_bytes"]
+__all__ = ["copied_matrix_bytes", "estimated_bytes", "possible_bytes"]
 
-_CONVOLUTION_DIM: Final = 4
 _FLOAT_BYTES: Final = 4  # of float32, in which sums of smaller dtypes are computed
-# oneDNN's scratch memory for a convolution of a few elements was 2 to 68 KiB.
-_ONEDNN_BYTES: Final = 72 * 1024
-# The backward of a convolution over inputs with fewer rows than its kernel covers copies the weight for each thread.
-# Measured at 1, 2 and 4 threads on 24 shapes (torch 2.13, AVX2): 4.00 to 4.15 where the weight has 64 KiB or more.
-_FEW_ROWS_COPIES: Final = 4
+_ONEDNN_BYTES: Final = 72 * 1024  # scratch memory
+_ATTENTION: Final = frozenset(
+    {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
+)
+_QUERY_BLOCK: Final = 256
+_KEY_BLOCK: Final = 512
+_UPSAMPLING: Final = frozenset({"upsample_nearest2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa"})
+# Kernels that copy what is not contiguous. Measured (torch 2.13); of others it is not known.
+_MAKING_CONTIGUOUS: Final = frozenset(
+    {
+        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+        *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
+        *("avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices_backward", "index_select"),
+        *("pixel_shuffle", "pixel_unshuffle"),
+    }
+)
+_COLUMNS: Final = frozenset({"im2col", "col2im"})
+_INDEXING: Final = frozenset({"index", "index_put", "_index_put_impl_"})
+_INDEX_BYTES: Final = 8
+_PROMOTING: Final = frozenset({"add", "sub", "mul", "div"})
 _PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear"})
 _NO_REDUCTION, _MEAN = 0, 1
 # Losses that are computed for each element in a buffer of its own, and then reduced: the element-sized buffers that
@@ -60,27 +74,78 @@ def estimated_bytes(facts: OpFacts, args: tuple[Any, ...], output_bytes: int) ->
 def possible_bytes(facts: OpFacts, args: tuple[Any, ...], output_bytes: int) -> int:
     """Return what an op may take beyond `estimated_bytes`.
 
-    The backward of a convolution over few rows copies its weight for each thread.
-    Convolutions and products in a half precision for which the processor has no instructions are computed in float32;
-    those of oneDNN have scratch memory; means in half precision are computed in float32; backward kernels copy
-    expanded gradients.
+    Convolutions copy into layouts of their own; products in a half precision for which the processor has no
+    instructions are computed in float32, as means in half precision are; many kernels copy inputs that are not
+    contiguous, and backward kernels expanded gradients.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor) and a.device.type == "cpu"]
     if not tensors or tensors[0].layout is not torch.strided or any(map(_is_nested, tensors)):
         return 0
-    if facts.reorders or (facts.base_name in _PRODUCTS and _is_half(tensors[0])):
-        outputs_bytes = 0 if _is_backward_convolution(facts) else output_bytes
-        extra_bytes = 2 * (outputs_bytes + sum(map(_size_bytes, tensors))) if _is_half(tensors[0]) else 0
-        if facts.reorders and _is_half(tensors[0]) and not has_half_convolutions(tensors[0].dtype):
-            # The input is unfolded: a column for each position of the kernel.
-            x, weight = tensors[-2:] if _is_backward_convolution(facts) else tensors[:2]
-            extra_bytes += _size_bytes(x) * weight.shape[2:].numel()
-        return _ONEDNN_BYTES + extra_bytes + _few_rows_bytes(facts, args)
-    if facts.base_name == "mean" and _is_half(tensors[0]):
+    name = facts.base_name
+    if facts.reorders:
+        return possible_convolution_bytes(facts, args, tensors, output_bytes)
+    if name in _PRODUCTS and _is_half(tensors[0]):
+        return _ONEDNN_BYTES + 2 * (output_bytes + sum(map(_size_bytes, tensors)))
+    if name == "mean" and _is_half(tensors[0]):
         return tensors[0].numel() * _FLOAT_BYTES
-    if facts.base_name.endswith(("_backward", "_backward_data")):
+    if name in _ATTENTION:
+        return _attention_bytes(args, is_backward=name.endswith("_backward")) + _copied_bytes(tensors)
+    if name in _UPSAMPLING:
+        return _size_bytes(tensors[0]) + output_bytes  # both in channels-last
+    if name == "_safe_softmax":
+        return tensors[0].numel() + tensors[0].numel() // max(1, tensors[0].shape[-1])  # where all is masked
+    if name in _INDEXING:
+        return _mask_bytes(args)
+    if name in _PROMOTING:
+        return _promoted_bytes(tensors)
+    if name in _COLUMNS:
+        return _size_bytes(tensors[0]) + _copied_bytes(tensors)
+    if name == "sum" and not tensors[0].is_floating_point() and not tensors[0].is_complex():
+        return tensors[0].numel() * _INDEX_BYTES  # whole numbers are added as int64
+    if name in {"bmm", "baddbmm"}:
+        return _copied_bytes(tensors) + sum(_size_bytes(tensor) // max(1, tensor.shape[0]) for tensor in tensors)
+    if name == "logsumexp":
+        return _size_bytes(tensors[0])
+    if name in _MAKING_CONTIGUOUS:
+        return _copied_bytes(tensors)
+    if name.endswith(("_backward", "_backward_data")):
         return sum(_size_bytes(tensor) for tensor in tensors if tensor.layout is torch.strided and 0 in tensor.stride())
     return 0
+
+
+def _copied_bytes(tensors: list[torch.Tensor]) -> int:
+    """Return the bytes of contiguous copies of what is not contiguous."""
+    return sum(
+        _size_bytes(tensor) for tensor in tensors if tensor.layout is torch.strided and not tensor.is_contiguous()
+    )
+
+
+def _promoted_bytes(tensors: list[torch.Tensor]) -> int:
+    """Return the bytes of tensors that kernels on CPU first copy to the common dtype."""
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)
+
+
+def _mask_bytes(args: tuple[Any, ...]) -> int:
+    """Return what the positions of the masks among some indices take, if nothing is masked out."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    masks = [index for index in indices if isinstance(index, torch.Tensor) and index.dtype == torch.bool]
+    return sum(mask.numel() * mask.dim() * _INDEX_BYTES for mask in masks if mask.device.type == "cpu")
+
+
+def _attention_bytes(args: tuple[Any, ...], *, is_backward: bool) -> int:
+    """Return what flash attention on CPU takes for each thread: the scores of one block of queries and keys.
+
+    Measured at 256 and 1,024 tokens on 1 and 2 threads (torch 2.13): exact but for some 64 bytes. Smaller blocks for
+    fewer queries are left out of account.
+    """
+    query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
+    num_queries, num_keys = min(_QUERY_BLOCK, query.shape[-2]), min(_KEY_BLOCK, key.shape[-2])
+    scores = num_queries * num_keys
+    per_thread = 2 * scores if is_backward else scores + num_queries * (query.shape[-1] + 2)
+    return torch.get_num_threads() * per_thread * _FLOAT_BYTES
 
 
 def _loss_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
@@ -111,36 +176,6 @@ def _is_backward_convolution(facts: OpFacts) -> bool:
 
 def _size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def reordered_bytes(args: tuple[Any, ...], output_bytes: int) -> int:
-    """Estimate the workspace of an op that reorders (`OpFacts.reorders`) on CPU: a blocked copy of each plain tensor.
-
-    Measured on convolutions of ResNet-50 shapes (torch 2.13, oneDNN): 0.5 to 1.2 times inputs plus outputs, and almost
-    nothing in channels-last.
-    """
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if (
-        not tensors
-        or tensors[0].device.type != "cpu"
-        or tensors[0].dim() != _CONVOLUTION_DIM
-        or not is_mkldnn_enabled()
-    ):
-        return 0
-    if tensors[0].is_contiguous(memory_format=torch.channels_last) and not tensors[0].is_contiguous():
-        return 0
-    return output_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _few_rows_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
-    """Return what the backward of a convolution takes for its weight if the kernel covers more rows than there are."""
-    if not _is_backward_convolution(facts):
-        return 0
-    x, weight, dilation = args[1], args[2], args[6]
-    if x.dim() != _CONVOLUTION_DIM or (weight.shape[2] - 1) * dilation[0] < x.shape[2]:
-        return 0
-    copies_bytes = _FEW_ROWS_COPIES * torch.get_num_threads() * _size_bytes(weight)
-    return copies_bytes + 2 * (_size_bytes(x) + _size_bytes(args[0]))
 
 
 def copied_matrix_bytes(args: tuple[Any, ...]) -> int:
