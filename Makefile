@@ -1,7 +1,7 @@
 # Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
 # and the packages it already has instead: no .venv, no network.
 .DEFAULT_GOAL := help
-.PHONY: help ready demo test test-rest test-whole test-all test-sanitized test-cuda check docs figures package matrix bench bench-gpu bench-gpu-smoke sweep clean
+.PHONY: help ready demo test test-rest test-whole test-all test-sanitized test-cuda check docs figures package native-wheel matrix bench bench-gpu bench-gpu-smoke sweep clean
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -81,6 +81,9 @@ package: $(RELEASE_READY)  ## build the sdist and the wheel into dist/, and test
 	rm -rf dist
 	$(PY) -m build --outdir dist
 	TORCHDELTA_DIST=dist $(PY) -m pytest -q tests/package
+
+native-wheel: $(RELEASE_READY)  ## build into dist/ a wheel with the C++ modules prebuilt for the torch that is installed
+	$(PY) -m tools.native_wheel
 
 matrix: package  ## try the wheel on every combination of Python and torch that can be had: docs/reference/compatibility.md
 	$(PY) -m tools.matrix

@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NATIVE = ROOT / "src" / "torchdelta" / "native"
 ACCELERATORS = (ROOT / "tests/racecheck/device/racecheck.cpp", ROOT / "tests/accelerator/standin.cpp")
 
 
@@ -27,7 +26,8 @@ def programs() -> list[str]:
     """Return a program for each thing that is still to be built, the longest first."""
     from tests.accelerator import standin
     from tests.planners.chains import SEARCHES
-    from torchdelta.native.build import built_path
+    from torchdelta.native.build import find
+    from torchdelta.native.modules import NATIVE_MODULES
 
     found: list[str] = []
     if importlib.util.find_spec("numba") is not None:
@@ -43,11 +43,12 @@ def programs() -> list[str]:
         for source in ACCELERATORS
         if not standin.built_path(source).exists()
     ]
-    for source in sorted(NATIVE.glob("*.cpp")):
-        if not built_path(source).exists():
-            name = f"torchdelta.native.{source.stem}"
-            load = "load(own._SOURCE, own._MODULE_NAME, own._SELF_TEST)"
-            found.append(f"import {name} as own; from torchdelta.native.build import load; {load}")
+    imports = "from torchdelta.native.build import load; from torchdelta.native.modules import NATIVE_MODULES"
+    found += [
+        f"{imports}; load(NATIVE_MODULES[{index}])"
+        for index, module in enumerate(NATIVE_MODULES)
+        if find(module.source) is None
+    ]
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Final
 from unittest import mock
 
 from torchdelta.native import build
+from torchdelta.native.modules import NATIVE_MODULES
 
 __all__ = ["main"]
 
@@ -23,7 +24,6 @@ SANITIZERS: Final = ("address", "thread")
 # Neither the compiler nor forked workers run under a sanitizer that was loaded for Python.
 TESTS: Final = ("tests/native", "--ignore=tests/native/test_build.py", "-k", "not data_loader")
 ROOT: Final = Path(__file__).parents[1]
-SOURCES: Final = sorted(Path(build.__file__).parent.glob("*.cpp"))
 _LIBRARIES: Final = {"address": ("libasan.so", "libstdc++.so"), "thread": ("libtsan.so",)}
 # Leaks of Python itself would be reported. Its signal handlers allocate by design. Deadlocks are looked for among at
 # most 64 locks, and a fork holds more of the counter's.
@@ -54,7 +54,7 @@ def run(sanitizer: str, arguments: list[str]) -> int:
         directory = Path(name)
         environment = {"CXX": str(compiler(sanitizer, directory)), "TORCH_EXTENSIONS_DIR": str(directory / "built")}
         with mock.patch.dict(os.environ, environment):
-            for source in SOURCES:
+            for source in (module.source for module in NATIVE_MODULES):
                 path = build.built_path(source)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 print(f"building {source.name} with -fsanitize={sanitizer}", flush=True)

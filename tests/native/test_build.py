@@ -1,17 +1,17 @@
-"""Building a native piece: whole or not at all, and never without its self-test."""
+"""Building a native piece: whole or not at all, never without its self-test, and not where it is prebuilt."""
 
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+import torch
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import built_path, load
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from torchdelta.native import build
+from torchdelta.native.build import NativeModule, built_path, find, load, prebuilt_path, status_before_use
+from torchdelta.native.modules import NATIVE_MODULES
 
 SOURCE = """
 #include <Python.h>
@@ -33,6 +33,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def tiny(source: Path, code: str = "") -> NativeModule:
+    """Return the extension with a self-test."""
+    return NativeModule(source=source, name="tiny_piece", self_test=code)
+
+
 def left_over(source: Path) -> list[str]:
     """Name what lies in the cache beside the module."""
     cache = built_path(source).parent
@@ -41,9 +46,9 @@ def left_over(source: Path) -> list[str]:
 
 def test_a_module_is_built_once(source: Path) -> None:
     """The second load compiles nothing."""
-    assert load(source, "tiny_piece", "assert module.answer() == 42").answer() == 42
+    assert load(tiny(source, "assert module.answer() == 42")).answer() == 42
     made = built_path(source).stat().st_mtime_ns
-    assert load(source, "tiny_piece", "raise SystemExit(1)").answer() == 42
+    assert load(tiny(source, "raise SystemExit(1)")).answer() == 42
     assert built_path(source).stat().st_mtime_ns == made
     assert left_over(source) == []
 
@@ -71,7 +76,7 @@ def test_a_changed_header_is_another_module(source: Path) -> None:
 def test_a_module_that_fails_its_self_test_is_not_used(source: Path, code: str, expected: str) -> None:
     """Whether it raises or takes the process down, nothing of it stays."""
     with pytest.raises(NativeError, match=expected):
-        load(source, "tiny_piece", code)
+        load(tiny(source, code))
     assert not built_path(source).exists()
     assert left_over(source) == []
 
@@ -80,7 +85,7 @@ def test_a_source_that_does_not_compile_is_one_line(source: Path) -> None:
     """The message names the compiler's first error."""
     source.write_text("int main( {", encoding="ascii")
     with pytest.raises(NativeError, match="error") as caught:
-        load(source, "tiny_piece", "")
+        load(tiny(source))
     assert "\n" not in str(caught.value)
     assert left_over(source) == []
 
@@ -93,7 +98,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     blocked.write_text("", encoding="ascii")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(blocked))
     with pytest.raises(NativeError, match="cannot be built or loaded"):
-        load(source, "tiny_piece", "")
+        load(tiny(source))
 
 
 def test_a_damaged_module_is_an_error(source: Path) -> None:
@@ -101,4 +106,70 @@ def test_a_damaged_module_is_an_error(source: Path) -> None:
     built_path(source).parent.mkdir(parents=True)
     built_path(source).write_bytes(b"not an extension")
     with pytest.raises(NativeError, match="cannot be built or loaded"):
-        load(source, "tiny_piece", "")
+        load(tiny(source))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each compilation fail; asked for after what is to be prebuilt."""
+    monkeypatch.setenv("CXX", "/bin/false")
+
+
+@pytest.fixture
+def prebuilt(source: Path) -> Path:
+    """Build the extension ahead, into the folder of the package."""
+    path = prebuilt_path(source)
+    build.build(tiny(source), path)
+    return path
+
+
+@pytest.mark.usefixtures("prebuilt", "no_compiler")
+def test_a_prebuilt_module_is_loaded_without_a_compiler(source: Path) -> None:
+    """Nothing is compiled, and nothing is written into the cache."""
+    module = load(tiny(source, "raise SystemExit(1)"))
+    assert module.answer() == 42
+    assert Path(module.__file__) == prebuilt_path(source)
+    assert not built_path(source).parent.exists()
+
+
+def test_a_prebuilt_module_that_cannot_be_imported_is_built_here(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line of the log names it."""
+    prebuilt_path(source).parent.mkdir()
+    prebuilt_path(source).write_bytes(b"not an extension")
+    module = load(tiny(source))
+    assert module.answer() == 42
+    assert Path(module.__file__) == built_path(source)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "the prebuilt module of tiny.cpp cannot be loaded" in record.getMessage()
+
+
+@pytest.mark.parametrize("version", ["2.0.1+cpu", torch.__version__.partition("+")[0] + "+another.build"])
+def test_a_module_prebuilt_for_another_torch_is_ignored(
+    source: Path, prebuilt: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """Another release, or another build of this release."""
+    del no_compiler
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", version)
+        prebuilt.rename(prebuilt_path(source))
+    assert find(source) is None
+    with pytest.raises(NativeError, match="failed with status"):
+        load(tiny(source))
+
+
+@pytest.mark.usefixtures("prebuilt", "no_compiler")
+def test_the_status_says_that_a_module_is_prebuilt(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torchdelta env` prints; TORCHDELTA_NATIVE=0 disables a prebuilt module like all others."""
+    status = status_before_use(tiny(source), "at the first budget")
+    assert (status.is_on, status.reason) == (True, "prebuilt; installed at the first budget")
+    monkeypatch.setenv("TORCHDELTA_NATIVE", "0")
+    status = status_before_use(tiny(source), "at the first budget")
+    assert (status.is_on, status.reason) == (False, "TORCHDELTA_NATIVE disables it")
+
+
+def test_the_list_of_modules_is_complete() -> None:
+    """Each source of the package is in it once."""
+    sources = sorted(module.source for module in NATIVE_MODULES)
+    assert sources == sorted(Path(build.__file__).parent.glob("*.cpp"))

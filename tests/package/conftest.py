@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory that holds one wheel and one sdist."""
+    """Return the directory that holds one pure wheel and one sdist."""
     named = os.environ.get("TORCHDELTA_DIST")
     if named:
         return REPOSITORY / named
@@ -29,8 +29,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(dist: Path) -> Path:
-    """Return the wheel."""
-    (found,) = dist.glob("*.whl")
+    """Return the pure wheel."""
+    (found,) = dist.glob("*-none-any.whl")  # `make native-wheel` puts others beside it
     return found
 
 

@@ -1,1 +1,1 @@
-"""Native modules: small C++ sources that are built at first use; where they cannot be built, they are not used."""
+"""Native modules: small C++ sources, prebuilt or built at first use; where they cannot be built, they are not used."""

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import NativeStatus, is_switched_off, load, status_before_use, status_in_use
+from torchdelta.native.build import NativeModule, NativeStatus, is_switched_off, load, status_before_use, status_in_use
 from torchdelta.native.counting import installed_module
 
-__all__ = ["Arena", "ArenaFigures", "ArenaStatus", "arena_status", "new_arena"]
+__all__ = ["MODULE", "Arena", "ArenaFigures", "ArenaStatus", "arena_status", "new_arena"]
 
-_SOURCE: Final = Path(__file__).with_name("arena.cpp")
-_MODULE_NAME: Final = "torchdelta_arena"
 _LEAST_BYTES: Final = 1 << 14  # smaller allocations are left to the heap: they are many, and it handles them well
 _MAX_PLANS: Final = 16
 _MAX_LENGTH: Final = 100_000  # the most allocations of a step that are recorded
@@ -74,6 +72,10 @@ del held, again
 assert module.mapped_bytes() == 0
 del old, arena
 """
+
+MODULE: Final = NativeModule(
+    source=Path(__file__).with_name("arena.cpp"), name="torchdelta_arena", self_test=_SELF_TEST
+)
 
 
 class Arena(Protocol):
@@ -174,7 +176,7 @@ def arena_status() -> ArenaStatus:
     if reason is not None:
         return ArenaStatus(is_on=False, reason=reason, figures=figures)
     if not _module.cache_info().currsize:
-        status = status_before_use(_SOURCE, "at the first budget with Config(arena=True)")
+        status = status_before_use(MODULE, "at the first budget with Config(arena=True)")
     else:
         module = _module()
         status = status_in_use(module, _is_in_use)
@@ -195,7 +197,7 @@ def _cannot() -> str | None:
 def _module() -> Any:
     """Return the installed module, or the NativeError that explains why there is none."""
     try:
-        module = load(_SOURCE, _MODULE_NAME, _SELF_TEST)
+        module = load(MODULE)
         counting = installed_module()
         if counting is None:
             module.install()

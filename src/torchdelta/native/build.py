@@ -1,4 +1,13 @@
-"""Builds a C++ source of this folder into an extension module, once per version of torch and Python.
+"""Loads the C++ modules of this folder: prebuilt ones, else built once per version of torch and Python.
+
+[Note: which prebuilt module is loaded]
+A wheel may hold modules that were built ahead (tools/native_wheel.py), in the folder `prebuilt` beside the sources,
+under the file names that modules built here have. Such a name holds the digest of the source text, the suffix of this
+Python, and torch's whole version, "+cpu" or "+cu130" included: that part names a build of torch, and torch promises no
+C++ interface, neither between two releases nor between two builds of one, whose compilers and options may differ. A
+prebuilt module has passed its self-test with that one build of torch, where the wheel was made, and is not tested
+again. What does not match in every part is ignored, and the module is built here. So is one that cannot be imported,
+because it was built for a newer glibc for example.
 
 [Note: why not `cpp_extension.load`]
 It needs ninja, and its lock file outlives a process that was killed while building: every later process would wait
@@ -33,21 +42,42 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "NativeModule",
     "NativeStatus",
+    "build",
     "built_path",
     "cache_directory",
+    "find",
     "import_module",
     "is_switched_off",
     "load",
     "loaded",
+    "prebuilt_path",
     "self_test",
     "status_before_use",
     "status_in_use",
 ]
 
+_logger = logging.getLogger("torchdelta")
+
 _BUILD_TIME_S: Final = 300.0
 _OWN_HEADER: Final = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)  # beside the source
 _STANDARDS: Final = ("c++20", "c++17")  # torch's headers need one or the other, depending on the version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeModule:
+    """A module of C++.
+
+    Attributes:
+        source: The C++ file; it includes only headers of Python and torch, and headers beside it (in quotes).
+        name: The name in its init function.
+        self_test: Python code that a new module must pass, with `module` bound to it.
+    """
+
+    source: Path
+    name: str
+    self_test: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +98,14 @@ def is_switched_off() -> bool:
     return os.environ.get("TORCHDELTA_NATIVE", "1").lower() in {"0", "false", "off", "no"}
 
 
-def status_before_use(source: Path, when: str) -> NativeStatus:
-    """Return whether the module of a source will be used, and when. Builds nothing."""
+def status_before_use(module: NativeModule, when: str) -> NativeStatus:
+    """Return whether a module will be used, and when. Builds and loads nothing."""
     if is_switched_off():
         return NativeStatus(is_on=False, reason="TORCHDELTA_NATIVE disables it")
-    if built_path(source).exists():
-        return NativeStatus(is_on=True, reason=f"built; installed {when}")
+    found = find(module.source)
+    if found is not None:
+        how = "prebuilt" if found == prebuilt_path(module.source) else "built"
+        return NativeStatus(is_on=True, reason=f"{how}; installed {when}")
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         return NativeStatus(is_on=False, reason=f"no C++ compiler ({compiler}) to build it: install one, or set CXX")
@@ -96,7 +128,7 @@ def cache_directory() -> Path:
 
 
 def built_path(source: Path) -> Path:
-    """Return the path of the module of a source; it changes with the source text, torch and Python."""
+    """Return the path of a source's module in the cache; it changes with the source text, torch and Python."""
     text = source.read_bytes()
     headers = [source.parent / name.decode() for name in _OWN_HEADER.findall(text)]
     text += b"".join(header.read_bytes() for header in headers if header.exists())
@@ -105,33 +137,61 @@ def built_path(source: Path) -> Path:
     return cache_directory() / f"{source.stem}-{digest}-torch{torch.__version__}{suffix}"
 
 
-def load(source: Path, module_name: str, self_test_code: str) -> Any:
-    """Import the module of a source; build it first if needed.
+def prebuilt_path(source: Path) -> Path:
+    """Return the path of a source's module that came with the package. See [Note: which prebuilt module is loaded]."""
+    return source.parent / "prebuilt" / built_path(source).name
 
-    Args:
-        source: The C++ file; it includes only headers of Python and torch, and headers beside it (in quotes).
-        module_name: The name in its init function.
-        self_test_code: Python code that a new module must pass, with `module` bound to it.
+
+def find(source: Path) -> Path | None:
+    """Return the path of the module of a source, prebuilt or built before; None if it is still to be built."""
+    return next((path for path in (prebuilt_path(source), built_path(source)) if path.exists()), None)
+
+
+def load(module: NativeModule) -> Any:
+    """Import a module; build it first if needed.
 
     Raises:
         NativeError: It cannot be built, or fails its self-test; one line states the reason.
     """
-    path = built_path(source)
+    prebuilt, path = prebuilt_path(module.source), built_path(module.source)
+    if prebuilt.exists():
+        try:
+            return import_module(prebuilt, module.name)
+        except (OSError, ImportError) as error:
+            _logger.warning(
+                "the prebuilt module of %s cannot be loaded and is built here: %s", module.source.name, error
+            )
     try:
         if not path.exists():
-            _build(source, path, module_name, self_test_code)
-        return import_module(path, module_name)
+            build(module, path)
+        return import_module(path, module.name)
     except (OSError, ImportError) as error:
-        raise NativeError(f"{source.name} cannot be built or loaded: {error}") from error
+        raise NativeError(f"{module.source.name} cannot be built or loaded: {error}") from error
 
 
 @functools.cache
-def loaded(source: Path, module_name: str, self_test_code: str) -> Any:
+def loaded(module: NativeModule) -> Any:
     """Return the module as `load` does, or the NativeError that explains why there is none; once per process."""
     try:
-        return load(source, module_name, self_test_code)
+        return load(module)
     except NativeError as error:
         return error
+
+
+def build(module: NativeModule, path: Path) -> None:
+    """Build a module and run its self-test; only then is there a file under this path.
+
+    Raises:
+        NativeError: It cannot be compiled, or fails its self-test; one line states the reason.
+        OSError: The directory cannot be written.
+    """
+    _logger.info("building %s for torch %s, once", module.source.name, torch.__version__)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        made = Path(directory) / path.name
+        _compile(module.source, made)
+        self_test(made, module.name, module.self_test)
+        made.replace(path)
 
 
 def import_module(path: Path, module_name: str) -> Any:
@@ -160,16 +220,6 @@ def self_test(path: Path, module_name: str, code: str) -> None:
     _run([sys.executable, "-c", program, str(path), module_name, code], "self-test", environment)
 
 
-def _build(source: Path, path: Path, module_name: str, self_test_code: str) -> None:
-    logging.getLogger("torchdelta").info("building %s for torch %s, once", source.name, torch.__version__)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made = Path(directory) / path.name
-        _compile(source, made)
-        self_test(made, module_name, self_test_code)
-        made.replace(path)
-
-
 def _compile(source: Path, target: Path) -> None:
     # Not at the top: it imports setuptools, which may be missing and is slow to import.
     from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
@@ -177,6 +227,8 @@ def _compile(source: Path, target: Path) -> None:
     arguments = [
         *(f"-I{path}" for path in (*include_paths(device_type="cpu"), sysconfig.get_path("include"))),
         *("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden"),
+        # Messages name source files: as torch/include/c10/..., not with the folders of the machine that built them.
+        *(f"-ffile-prefix-map={folder}/=" for folder in (Path(torch.__file__).parents[1], source.parent)),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(str(source), "-o", str(target)),
         *(f"-L{path}" for path in library_paths(device_type="cpu")),

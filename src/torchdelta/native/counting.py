@@ -16,12 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import NativeStatus, is_switched_off, loaded, status_before_use, status_in_use
+from torchdelta.native.build import (
+    NativeModule,
+    NativeStatus,
+    is_switched_off,
+    loaded,
+    status_before_use,
+    status_in_use,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "MODULE",
     "Counter",
     "LimitedCounter",
     "counting_status",
@@ -30,8 +38,6 @@ __all__ = [
     "new_counter",
 ]
 
-_SOURCE: Final = Path(__file__).with_name("counting.cpp")
-_MODULE_NAME: Final = "torchdelta_counting"
 
 # What a broken build would get wrong: tensors from before the installation, exact sums, frees on another thread, raw
 # allocations inside ops, a storage that is resized, profiler events, tensors that outlive their counter, and storages
@@ -101,6 +107,10 @@ del counter
 del new, model
 """
 
+MODULE: Final = NativeModule(
+    source=Path(__file__).with_name("counting.cpp"), name="torchdelta_counting", self_test=_SELF_TEST
+)
+
 
 class Counter(Protocol):
     """The bytes allocated by one thread, see counting.cpp."""
@@ -154,7 +164,7 @@ class LimitedCounter(Counter, Protocol):
 
 def loaded_module() -> Any:
     """Return the module, built and imported but not installed, or the NativeError that explains why there is none."""
-    return loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
+    return loaded(MODULE)
 
 
 @functools.cache
@@ -194,5 +204,5 @@ def new_counter() -> Counter | NativeError:
 def counting_status() -> NativeStatus:
     """Return whether budgets of this process count at the allocator. Builds nothing."""
     if is_switched_off() or not _module.cache_info().currsize:
-        return status_before_use(_SOURCE, "at the first budget")
+        return status_before_use(MODULE, "at the first budget")
     return status_in_use(_module(), lambda module: module.is_installed())

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import built_path, is_switched_off, loaded
+from torchdelta.native.build import NativeModule, find, is_switched_off, loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.native.counting import LimitedCounter
 
-__all__ = ["Gate", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
+__all__ = ["MODULE", "Gate", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
 
-_SOURCE: Final = Path(__file__).parent / "gate.cpp"
-_MODULE_NAME: Final = "torchdelta_gate"
 _builder: threading.Thread | None = None
 
 # A sequence that is learned and followed, ops below autocast, an op that differs, and one that needs room.
@@ -110,6 +108,8 @@ assert x.grad is not None
 del gate
 """
 
+MODULE: Final = NativeModule(source=Path(__file__).with_name("gate.cpp"), name="torchdelta_gate", self_test=_SELF_TEST)
+
 
 class Gate(Protocol):
     """Sees the ops of one thread. Mutable."""
@@ -153,7 +153,7 @@ def load_gate() -> Any:
     """Return the module, built and installed if needed, or the NativeError that explains why there is none."""
     if is_switched_off():
         return NativeError("TORCHDELTA_NATIVE disables it")
-    module = loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
+    module = loaded(MODULE)
     if not isinstance(module, NativeError) and not module.install():
         return NativeError("the dispatch key of the gate is in use")
     return module
@@ -162,7 +162,7 @@ def load_gate() -> Any:
 def load_gate_soon() -> Any:
     """Return what `load_gate` returns, or None while another thread builds the module: that takes half a minute."""
     global _builder  # noqa: PLW0603 - one for the process
-    if not is_switched_off() and not built_path(_SOURCE).exists():
+    if not is_switched_off() and find(MODULE.source) is None:
         if _builder is None:
             _builder = threading.Thread(target=load_gate, name="torchdelta-build", daemon=True)
             _builder.start()

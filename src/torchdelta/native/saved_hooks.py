@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import is_switched_off, loaded
+from torchdelta.native.build import NativeModule, is_switched_off, loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-__all__ = ["NativeHooks", "new_hooks", "new_saves"]
+__all__ = ["MODULE", "NativeHooks", "new_hooks", "new_saves"]
 
-_SOURCE: Final = Path(__file__).parent / "saved_hooks.cpp"
-_MODULE_NAME: Final = "torchdelta_saved_hooks"
 
 # A step whose handles are used, one whose handles are adopted, a write in place, and a node that saves its own output.
 _SELF_TEST: Final = """
@@ -92,6 +90,10 @@ for size in (8, 9):
     hooks.end_step()
 hooks.adopt()
 """
+
+MODULE: Final = NativeModule(
+    source=Path(__file__).with_name("saved_hooks.cpp"), name="torchdelta_saved_hooks", self_test=_SELF_TEST
+)
 
 
 class NativeHooks(Protocol):
@@ -169,7 +171,7 @@ def new_hooks(
     """
     if is_switched_off():
         return NativeError("TORCHDELTA_NATIVE disables it")
-    module = loaded(_SOURCE, _MODULE_NAME, _SELF_TEST)
+    module = loaded(MODULE)
     return module if isinstance(module, NativeError) else module.Hooks(pack, unpack, pack_odd, on_modified, on_larger)
 
 
@@ -180,4 +182,4 @@ def new_saves(sizes_bytes: list[int], numbers: list[int]) -> object:
         sizes_bytes: By saved tensor.
         numbers: For those that the Python hook packs, by a number; -1 for all others.
     """
-    return loaded(_SOURCE, _MODULE_NAME, _SELF_TEST).Saves(sizes_bytes, numbers)
+    return loaded(MODULE).Saves(sizes_bytes, numbers)
