@@ -243,7 +243,9 @@ class _FitQuestion:
 def _recommendation(facts: dict[str, Any]) -> str:
     batch_size, budget = facts["batch_size"], format_bytes(facts["budget_bytes"])
     if facts["fits_plain"]:
-        return f"batch {batch_size} fits {budget} as it is: no budget is needed up to batch {facts['largest_plain_batch']}"
+        return (
+            f"batch {batch_size} fits {budget} as it is: no budget is needed up to batch {facts['largest_plain_batch']}"
+        )
     if facts["fits"]:
         cost = "" if facts["overhead"] is None else f", for {100 * facts['overhead']:.1f} % more time a step"
         return f"train batch {batch_size} with MemoryBudget({budget!r}){cost}"
