@@ -25,7 +25,7 @@ SUMMARIES = {
     "docs/howto/accelerate.md": "summary",
     "docs/howto/lightning.md": "budget.budget.summary()",
     "docs/howto/pytorch.md": "tight.summary()",
-    "docs/howto/transformers.md": "budget.budget.summary()",
+    "docs/howto/transformers.md": "callback.budget.summary()",
     "docs/howto/trl.md": "budget.budget.summary()",
 }
 # A budget that plain's peak fits in would show nothing.

@@ -125,6 +125,13 @@ def test_written_sizes_read_back_to_about_the_same(size_bytes):
     assert abs(again_bytes - size_bytes) <= max(1, size_bytes * 0.00501)
 
 
+@given(st.integers(1, 2**50))
+def test_sizes_that_are_rounded_up_are_enough(size_bytes):
+    """What is written with `rounds_up` is read as no less, and as hardly more."""
+    again_bytes = parse_size(format_bytes(size_bytes, rounds_up=True))
+    assert 0 <= again_bytes - size_bytes <= max(1, size_bytes * 0.0101)
+
+
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [

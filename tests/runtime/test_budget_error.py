@@ -9,6 +9,7 @@ import torch
 
 from torchdelta import BudgetError
 from torchdelta.runtime.memory.retry import is_out_of_memory
+from torchdelta.units import parse_size
 
 accelerate_memory = pytest.importorskip("accelerate.utils.memory")
 GIB = 2**30
@@ -38,6 +39,13 @@ def test_first_line_says_what_happened_and_what_is_enough() -> None:
 def test_sizes_that_look_alike_are_told_apart() -> None:
     """A budget that is too small by a few bytes is not said to be as large as the need."""
     assert "of 3.00 GiB (3221225470 bytes) is out of memory" in str(error(budget_bytes=3 * GIB - 2))
+
+
+@pytest.mark.parametrize("least_bytes", [19_017_415, 19_014_000, 1_733_900_000, 1_072_693_300, 2**30, 1023])
+def test_the_size_that_it_names_is_enough(least_bytes: int) -> None:
+    """Whoever types the rounded size as a budget is not refused again by the bytes that were rounded off."""
+    text = str(error(least_budget_bytes=least_bytes)).partition("This run needs ")[2]
+    assert 0 <= parse_size(text.partition(" (")[0]) - least_bytes <= least_bytes / 100
 
 
 def test_a_lower_bound_is_said_to_be_one() -> None:

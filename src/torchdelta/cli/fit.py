@@ -243,7 +243,9 @@ class _FitQuestion:
 def _recommendation(facts: dict[str, Any]) -> str:
     batch_size, budget = facts["batch_size"], format_bytes(facts["budget_bytes"])
     if facts["fits_plain"]:
-        return f"batch {batch_size} fits {budget} as it is: no budget is needed"
+        return (
+            f"batch {batch_size} fits {budget} as it is: no budget is needed up to batch {facts['largest_plain_batch']}"
+        )
     if facts["fits"]:
         cost = "" if facts["overhead"] is None else f", for {100 * facts['overhead']:.1f} % more time a step"
         return f"train batch {batch_size} with MemoryBudget({budget!r}){cost}"
@@ -266,19 +268,19 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         (
             f"least budget   {format_bytes(facts['least_budget_bytes'])} (no plan of class 'saved' is below "
             f"{format_bytes(facts['lower_bound_bytes'])}), set by op {facts['least_budget_op']} "
-            f"{facts['least_budget_op_name']} and"
+            f"{facts['least_budget_op_name']} with:"
         ),
     ]
     if facts["launches_left_out_s"]:
         lines.insert(2, f"note           {launches_note(facts['launches_left_out_s'], facts['num_ops'])}")
     lines[2:2] = extrapolation_lines(facts, width=15)
     lines += [tensor_line(tensor) for tensor in facts["least_budget_tensors"]]
-    lines.append(f"largest batch  {facts['largest_plain_batch']} plain")
+    lines.append(f"largest batch  {facts['largest_plain_batch']} without a budget")
     for name, size in facts["largest_batch"].items():
         if name.endswith("_slowdown"):
             continue
-        limit = "at any speed" if name == "any" else f"at most x{name} the time a sample"
+        limit = "at any speed" if name == "any" else f"for at most x{name} the time a sample"
         reached = "" if size is None else f" (x{facts['largest_batch'][name + '_slowdown']:.3f})"
-        lines.append(f"  {'none' if size is None else size:>11}  {limit}{reached}")
+        lines.append(f"  {'none' if size is None else size:>11}  inside a budget, {limit}{reached}")
     lines.append(facts["recommendation"])
     return lines

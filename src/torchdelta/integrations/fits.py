@@ -181,7 +181,7 @@ def _budget_line(size: Size, limit: Limit) -> str:
         least = _least_budget(size.trace, limit.machine)
     except ModuleNotFoundError as error:
         return f"the least budget is not known: planning needs {error.name} ({_INSTALL})"
-    text = f"the least budget is {format_bytes(least.budget_bytes)}"
+    text = f"the least budget is {format_bytes(least.budget_bytes, rounds_up=True)}"
     if size.growth_bytes:
         return f"{text}, plus what each step leaves"
     if least.budget_bytes <= limit.size_bytes:

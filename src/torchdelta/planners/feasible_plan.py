@@ -62,6 +62,6 @@ def accepted(simulation: Simulation, trace: Trace, planner: str, *, least_bytes:
     op, budget_bytes = trace.ops[score.peak_op], simulation.budget_bytes
     raise InfeasibleError(
         f"planner {planner}: no plan within {format_bytes(budget_bytes)} was found: the least budget found is "
-        f"{format_bytes(least_bytes)} ({least_bytes} bytes), set by op {op.index} {op.name!r}",
+        f"{format_bytes(least_bytes, rounds_up=True)} ({least_bytes} bytes), set by op {op.index} {op.name!r}",
         least_budget_bytes=least_bytes,
     )

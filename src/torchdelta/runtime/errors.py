@@ -66,7 +66,7 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
         lines = [
             (
                 f"the {kind} of {_exactly(budget_bytes, least_budget_bytes)} is out of memory. This run {needs} "
-                f"{_with_bytes(least_budget_bytes)}: set the budget to {gives}, or use a smaller batch"
+                f"{_need(least_budget_bytes)}: set the budget to {gives}, or use a smaller batch"
             ),
             f"  the most memory is needed at {op}{f' in module {module}' if module else ''}",
         ]
@@ -90,21 +90,23 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
             bound = "at least " if is_lower_bound else ""
             lines.append(
                 f"  if all gradients are set to None before each forward, it needs {bound}"
-                f"{_with_bytes(self.least_freeing_gradients_bytes)}"
+                f"{_need(self.least_freeing_gradients_bytes)}"
             )
         if device_type == "cpu":
             lines.append("  in torch's words: DefaultCPUAllocator: can't allocate memory within this budget")
         super().__init__("\n".join(lines))
 
 
-def _with_bytes(size_bytes: int) -> str:
-    return f"{format_bytes(size_bytes)} ({size_bytes} bytes)"
+def _need(size_bytes: int) -> str:
+    """Return a size to set the budget to: whoever types it as text or as bytes has enough."""
+    return f"{format_bytes(size_bytes, rounds_up=True)} ({size_bytes} bytes)"
 
 
 def _exactly(size_bytes: int, other_bytes: int) -> str:
     """Return a size that can be told from another one."""
-    is_alike = format_bytes(size_bytes) == format_bytes(other_bytes)
-    return _with_bytes(size_bytes) if is_alike else format_bytes(size_bytes)
+    text = format_bytes(size_bytes)
+    is_alike = text in (format_bytes(other_bytes), format_bytes(other_bytes, rounds_up=True))
+    return f"{text} ({size_bytes} bytes)" if is_alike else text
 
 
 def _listed(sizes: Iterable[tuple[str, int]]) -> str:

@@ -20,6 +20,7 @@ import torch
 
 from torchdelta.aten.facts import TRAINING_POSITION, Kind
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
@@ -76,10 +77,10 @@ def _has_made_room(facts: OpFacts, room: Room) -> bool:
     if freed_bytes + evicted_bytes <= 0:
         return False
     _logger.warning(
-        "%s ran out of memory below the budget: %d bytes were evicted, %d were garbage, and it is retried%s",
+        "%s ran out of memory below the budget: %s were evicted, %s were garbage, and it is retried%s",
         facts.name,
-        evicted_bytes,
-        freed_bytes,
-        "; a smaller budget avoids this" if evicted_bytes else "",
+        format_bytes(evicted_bytes),
+        format_bytes(freed_bytes),
+        "; the device has less free than the budget: a smaller one avoids this" if evicted_bytes else "",
     )
     return True
