@@ -1,4 +1,4 @@
-"""Opens the tier of a session, with this process's shares of what the processes of a machine share."""
+"""Opens the tier of a session, with this process's share of the host and disk budgets of the machine."""
 
 from __future__ import annotations
 

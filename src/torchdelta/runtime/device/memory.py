@@ -2,8 +2,8 @@
 
 [Note: one session, one device]
 A session limits the memory of one device: the GPU that is current when it starts, or the CPU if there is no GPU.
-Storages on other devices (on the CPU beside a GPU, on a second GPU) are known, because replays read them, but they are
-not counted and never evicted. A process that trains on one of several GPUs makes it current first, as torch requires.
+Storages on other devices (on the CPU beside a GPU, on a second GPU) are tracked, because replays read them, but they
+are neither counted nor evicted. A process that trains on one of several GPUs makes it current first, as torch requires.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""When a session whose planner is "auto" begins to plan, and whether a plan stays: the default.
+"""Decides when a session with the default planner, "auto", begins to plan, and whether a plan is given up.
 
 [Note: when a plan pays]
 A plan is made by a helper process, which takes seconds of a core and some hundred megabytes. Nobody knows how long a
-training will go on. So steps are planned once the budget has cost as much time as a plan does: waits for copies,
-replays, and the choice of what leaves. Whenever the training ends, at most twice the time is lost that the best choice
-in hindsight would have lost (the rule for renting or buying). A step that fits, or a short script, never starts a
+training will go on. So planning begins once the budget has cost as much time (waiting for copies, replays, choosing
+what leaves) as a plan costs. Whenever the training ends, it has then lost at most twice the time that the best choice
+in hindsight would have lost (the ski-rental rule). A training whose steps fit, or a short script, never starts a
 helper.
 
-Before that, some steps are timed that react. A program whose steps take longer than these did is given up: the steps of
-its kind react again, for good, and those of other shapes do not borrow it any more. So the default is never slower than
-reacting, but for the steps that show it.
+Before that, some reactive steps are timed. A program whose steps take longer is given up: steps of its kind stay
+reactive from then on, and steps of other shapes no longer borrow it. So the default is never slower than reacting,
+except in the steps that reveal a slow program.
 """
 
 from __future__ import annotations

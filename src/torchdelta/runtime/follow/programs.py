@@ -1,8 +1,8 @@
-"""Has steps planned, judges the programs that carry them out, and has them planned again where they miss.
+"""Has steps planned, compares what their programs predicted with what was measured, and has steps planned again.
 
-The planner's inputs are measured: op times and bytes are those of the trace, links run as the tier's transfers did. It
-is asked for less than the budget: what no trace shows (memory outside of known storages) and half a percent are left
-out, and more where a program that was carried out needed room beyond its own.
+The planner's inputs are measured: op times and bytes come from the trace, and the speed of the links from the tier's
+transfers. The planner gets less than the budget: memory outside of known storages, which no trace shows, and half a
+percent are subtracted, and more if a program needed room beyond its plan when it was carried out.
 """
 
 from __future__ import annotations
