@@ -143,7 +143,7 @@ def test_text_says_why_tensors_left_and_what_would_help() -> None:
         f"why         without a budget the first step peaks at 2.50 GiB: {where}",
         "on the device then: saved tensors 2.00 GiB, parameters 512.00 MiB",
         "saved the most: h.3.attn (1.00 GiB)",
-        "would help  with a budget of 2.50 GiB such a step evicts nothing, or nearly",
+        "would help  with a budget of 2.50 GiB such a step evicts little or nothing",
     ]
     larger = dataclasses.replace(SUMMARY, plain_peak=PEAK, budget_bytes=2**32)
     assert "would help" not in str(larger)

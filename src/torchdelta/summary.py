@@ -292,7 +292,7 @@ class Summary:
                     facts.append(("why", "later micro-batches need more: gradients and optimizer states are there too"))
                 elif self.plain_peak.size_bytes > self.budget_bytes:
                     size = format_bytes(self.plain_peak.size_bytes)
-                    facts.append(("would help", f"with a budget of {size} such a step evicts nothing, or nearly"))
+                    facts.append(("would help", f"with a budget of {size} such a step evicts little or nothing"))
         if self.num_unrecorded_steps:
             was = "step was" if self.num_unrecorded_steps == 1 else "steps were"
             facts.append(("unrecorded", f"{self.num_unrecorded_steps} {was} not recorded: known to fit"))
@@ -372,7 +372,7 @@ class Summary:
             return spent
         if most is not None and most > least:
             bounds = f"x{least:.2f} to x{most:.2f} of the plain time"
-            return f"{bounds} (estimated; in the larger figure all time between ops counts as cost): {spent}"
+            return f"{bounds} (estimated; the larger figure counts all time between ops as cost): {spent}"
         if least - 1 < _SMALL_SHARE:
             return f"under 1 % for waiting and recomputing ({spent}); recording the ops comes on top"
         return f"at least x{least:.2f} of the plain time (estimated): {spent}; recording the ops comes on top"

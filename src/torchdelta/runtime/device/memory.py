@@ -84,7 +84,7 @@ def free_for_tensors(tensor_bytes: int, *, swap_bytes: int | None = 0) -> tuple[
         margin_bytes += max(0, free_bytes - margin_bytes) // 2 if swap_bytes is None else swap_bytes
         own, margin = "of tensors that exist", "margin"
     how = (
-        f"{format_bytes(free_bytes)} free on {device}, {format_bytes(own_bytes)} {own}, less "
+        f"{format_bytes(free_bytes)} free on {device}, plus {format_bytes(own_bytes)} {own}, less "
         f"{format_bytes(margin_bytes)} {margin}"
     )
     budget_bytes = free_bytes + own_bytes - margin_bytes

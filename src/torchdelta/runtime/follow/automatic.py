@@ -76,7 +76,7 @@ class Automatic:
         self.why_not = self._missing()
         self.has_begun = not self.why_not
         if self.why_not:
-            _logger.info("plan: none, %s: buffers leave and return reactively", self.why_not)
+            _logger.info("plan: none, because %s; buffers are evicted reactively", self.why_not)
         return self.has_begun
 
     def on_reacting_step(self, key: Key, time_s: float) -> None:
@@ -97,7 +97,7 @@ class Automatic:
             return False
         _logger.log(
             logging.DEBUG if self._has_given_up else logging.INFO,  # once, not for each kind of step
-            "plan: given up: followed steps took %.1f ms, steps that reacted %.1f",
+            "plan: given up, because followed steps took %.1f ms and reactive steps %.1f ms",
             median_s * 1e3,
             reacting_median_s * 1e3,
         )
@@ -113,8 +113,8 @@ class Automatic:
         needed_bytes = HELPER_BYTES + max(0, budget_bytes - self._room.usage.total_bytes)
         if free_bytes < needed_bytes:
             return (
-                f"{format_bytes(free_bytes)} of host memory are free, and the budget and a helper process may take "
-                f"{format_bytes(needed_bytes)}"
+                f"{format_bytes(free_bytes)} of host memory are free, but the rest of the budget and a helper process "
+                f"may need {format_bytes(needed_bytes)}"
             )
         return ""
 

@@ -251,7 +251,7 @@ class Follower:
         """Stop following a step that the budget cannot hold, and watch its backward from now on."""
         if self._running is not None:
             self._running.disprove(self.position.key)
-        self.leave("the budget cannot hold")
+        self.leave("the step does not fit the budget")
 
     # -- a step that is recorded in part
 

@@ -139,7 +139,7 @@ class Planning:
             answer = msgspec.json.decode(line, type=Answer)
             plan = None if answer.error else read_plan(request.plan_path)
         except msgspec.MsgspecError as error:
-            raise self._given_up(f"its helper process answered nonsense: {error}") from None
+            raise self._given_up(f"its helper process gave an invalid answer: {error}") from None
         finally:
             _remove(request)
         if self._waiting:

@@ -76,7 +76,7 @@ def _has_made_room(facts: OpFacts, room: Room) -> bool:
     if freed_bytes + evicted_bytes <= 0:
         return False
     _logger.warning(
-        "%s ran out of memory below the budget: %d bytes were evicted, %d were garbage, and it is retried%s",
+        "%s ran out of memory below the budget: it is retried after evicting %d bytes and collecting %d of garbage%s",
         facts.name,
         evicted_bytes,
         freed_bytes,
