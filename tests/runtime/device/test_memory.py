@@ -67,6 +67,6 @@ def test_what_is_free_on_a_gpu_counts_what_its_allocator_holds(monkeypatch: pyte
     size_bytes, how = free_for_tensors(123)
     assert size_bytes == 11 * 2**30 - 6 * 2**30 // 10
     assert how == (
-        "10.00 GiB free on cuda:0, plus 2.00 GiB held by this process's allocator, less 1.60 GiB reserve for context and "
-        "fragmentation"
+        "10.00 GiB free on cuda:0, plus 2.00 GiB held by this process's allocator, less 1.60 GiB reserve for context "
+        "and fragmentation"
     )
