@@ -157,7 +157,7 @@ class Program:
             del self.proofs[backward]
 
     def agrees(self, position: Position, *, exactly: bool) -> bool:
-        """Return whether the saves so far are those of the traced step, or those but for the shapes."""
+        """Return whether the saves so far equal those of the traced step, or differ from them only in their shapes."""
         hashes = self.schedule.exact_hashes if exactly else self.schedule.shape_free_hashes
         return _has_prefix(hashes, position, position.exact if exactly else position.shape_free)
 

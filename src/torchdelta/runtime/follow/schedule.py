@@ -54,8 +54,8 @@ class Schedule:
         due: By save: what is due when it is unpacked for the first time.
         planned_saves: Those of buffers that an action refers to, those in `evictions`, and those in `due`.
         first_planned: The first of them; -1 if there is none.
-        num_not_carried_out: Absences of the plan that have no moment here: of buffers that nobody saves, or in a gap
-            that does not lead from forward to backward.
+        num_not_carried_out: Absences of the plan that have no moment here, because their buffer is not saved, or
+            because they do not lead from forward to backward.
     """
 
     exact_hashes: tuple[int, ...]
