@@ -154,6 +154,22 @@ def test_text_says_why_tensors_left_and_what_would_help() -> None:
     assert "micro-batch" not in str(SUMMARY)
 
 
+def test_text_says_what_a_larger_budget_would_cost() -> None:
+    """As the planner predicts it; without a plan, half of the cost for the budget halfway to the plain peak."""
+    helped = dataclasses.replace(SUMMARY, plain_peak=PEAK, budget_bytes=2**31, slowdown_at_least=1.2)
+    halfway = "a budget of 2.25 GiB would cost about 10 %, where this one costs 20 % or more (estimated)"
+    enough = "with a budget of 2.50 GiB such a step evicts little or nothing"
+    assert [text for label, text in helped.facts() if label == "would help"] == [halfway, enough]
+    follow = dataclasses.replace(FOLLOW, other_budgets={2**31 + 2**27: 0.043, 2**31 + 2**28: 0.002})
+    planned = [text for label, text in dataclasses.replace(helped, follow=follow).facts() if label == "would help"]
+    assert planned == [
+        "a larger budget: a planned step costs 9 % here, 4 % in 2.12 GiB, under 1 % in 2.25 GiB (predicted)",
+        enough,
+    ]
+    calm = dataclasses.replace(helped, slowdown_at_least=1.001)
+    assert [text for label, text in calm.facts() if label == "would help"] == [enough]
+
+
 def test_text_says_what_it_cost() -> None:
     """Between two bounds; from waits and replays alone if no op was timed; small ones are not exaggerated."""
     about = dataclasses.replace(SUMMARY, slowdown_at_least=4 / 3)

@@ -36,8 +36,8 @@ CUT_SHARE = 0.70
 CASES = {
     case.model: case
     for case in (
-        Case(model="resnet50-64px", plain_batch=25, multiples=(2.04,), cut_batch=192),
-        Case(model="resnet101-64px", plain_batch=28, multiples=(2.25,), cut_batch=160),
+        Case(model="resnet50-64px", plain_batch=25, multiples=(2.04,), cut_batch=256),
+        Case(model="resnet101-64px", plain_batch=28, multiples=(2.25,), cut_batch=224),
         Case(model="gpt2-12x256", plain_batch=4, multiples=(5.5, 6.0), cut_batch=16),
     )
 }

@@ -126,7 +126,7 @@ def rows_of(model: str, name: str, measured: Data) -> list[list[str]]:
             run_name,
         ]
         if "error" in found:
-            rows.append([*cells, "does not train", *["-"] * 4])
+            rows.append([*cells, "does not train" if found["least_budget_bytes"] else "no plan", *["-"] * 4])
             continue
         accumulated = measured.get("accumulated")
         beside = "-"

@@ -27,7 +27,7 @@ UNBOUNDED_BYTES = 1 << 40
 PLAN_WAIT_S = 300.0
 NUM_TIMED = 2
 NUM_BEFORE = 3  # steps of a followed run before its time counts: the reactive, the traced and the watched one
-TRIAL_STEPS = 2
+TRIAL_STEPS = 4
 SEARCH_RESOLUTION = 0.04
 
 

@@ -182,7 +182,8 @@ class Step:
             return end
 
         def taken(absence, way):
-            return self.size[absence["buffer_id"]] * links.get(f"{way}_compute_s_per_byte", 0.0)
+            a_byte, a_copy = links.get(f"{way}_compute_s_per_byte", 0.0), links.get("copy_compute_s", 0.0)
+            return self.size[absence["buffer_id"]] * a_byte + a_copy
 
         now, synchronous = 0.0, self.header.get("synchronous", False)
         for i, op in enumerate(self.ops):
@@ -202,7 +203,8 @@ class Step:
                 if absence["next_use_op"] == i or (absence["next_use_op"] == i + n and absence["return_op"] >= n):
                     now = max(now, in_end[number])
             again = self.replays[i]["ops"] if i in self.replays else []
-            now += sum(self.ops[index]["time_s"] for index in again) + op["time_s"]
+            extra_s = links.get("replay_compute_s", 0.0)
+            now += sum(self.ops[index]["time_s"] + extra_s for index in again) + op["time_s"]
             due = [(number, absence) for number, absence in swaps if absence["out_op"] == i]
             for number, absence in sorted(due, key=lambda item: (item[1]["last_use_op"], item[1]["buffer_id"])):
                 out_end[number] = copy(absence, "out", now)

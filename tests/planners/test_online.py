@@ -26,7 +26,13 @@ from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Trace, peak
 
 PLAYED = {module.PLAYED.name: module.PLAYED for module in (dtr, delta_2022, delta_2022_released)}
 SHARED = replace(
-    MACHINE, both_ways_factor=0.7, link_latency_s=1e-5, out_compute_s_per_byte=4e-10, in_compute_s_per_byte=2e-10
+    MACHINE,
+    both_ways_factor=0.7,
+    link_latency_s=1e-5,
+    out_compute_s_per_byte=4e-10,
+    in_compute_s_per_byte=2e-10,
+    copy_compute_s=3e-5,
+    replay_compute_s=7e-5,
 )
 
 

@@ -109,7 +109,7 @@ class Reference:
             highest = max(highest, held + self.trace.ops[producer].workspace_bytes)
             later = {id_ for index in chain if index > producer for id_ in self.inputs(index)}
             transient = (transient & later) - there  # what is there already is read where it is
-            self.replay_s[at_op] += self.trace.ops[producer].time_s
+            self.replay_s[at_op] += self.trace.ops[producer].time_s + self.machine.replay_compute_s
         return highest
 
     def inputs(self, index):
@@ -219,7 +219,7 @@ class Reference:
                     self.stall_s += end - now
                     now = end
                 else:
-                    now += size * self.machine.in_compute_s_per_byte
+                    now += size * self.machine.in_compute_s_per_byte + self.machine.copy_compute_s
             self.totals.append(total)
             for number, (_, _, needed) in enumerate(self.swap_ins):
                 if needed == index and arrivals[number] > now:
@@ -242,7 +242,7 @@ class Reference:
                         self.stall_s += end - now
                         now = end
                     else:
-                        now += gap.size_bytes * self.machine.out_compute_s_per_byte
+                        now += gap.size_bytes * self.machine.out_compute_s_per_byte + self.machine.copy_compute_s
         left = {gap: out_end[gap] - now for gap in self.over_end if out_end[gap] > now}
         if waits_at_end:
             self.stall_s += max(left.values())

@@ -35,6 +35,7 @@ def problems(draw):
     machine = replace(DISKY, both_ways_factor=draw(st.sampled_from([1.0, 0.8, 0.5, 0.3])))
     if draw(st.booleans()):
         machine = replace(machine, out_compute_s_per_byte=4e-10, in_compute_s_per_byte=2e-10)
+        machine = replace(machine, copy_compute_s=3e-5, replay_compute_s=7e-5)
     options = Options(prefetch=draw(st.booleans()), synchronous=draw(st.booleans()))
     return PlanningProblem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
 

@@ -35,6 +35,8 @@ def test_both_simulators_agree(data, drawn, decision_class, prefetch, synchronou
         both_ways_factor=both_ways,
         out_compute_s_per_byte=taken_s_per_byte,
         in_compute_s_per_byte=taken_s_per_byte / 2,
+        copy_compute_s=taken_s_per_byte * 1e5,
+        replay_compute_s=taken_s_per_byte * 2e5,
     )
     problem = PlanningProblem.of(trace, machine, decision_class=decision_class, min_size_bytes=1, options=options)
     codes = np.array(data.draw(st.lists(st.integers(0, 4), min_size=len(problem.gaps), max_size=len(problem.gaps))))

@@ -19,6 +19,11 @@ A GPU copies beside its kernels. On a CPU the cores that compute copy as well, a
 the slowest one: each byte takes compute `out_compute_s_per_byte` or `in_compute_s_per_byte`, whether the copy itself is
 waited for or not.
 
+[Note: actions that take compute]
+Where the thread that prepares ops also computes them, as on a CPU, what the runtime does for a copy or a replay takes
+compute, too, however small the tensor: `copy_compute_s` for each copy, `replay_compute_s` for each op of a replay
+beside the time of the op itself.
+
 [Note: the reserve]
 A program's tensors do not get all of a device's memory: the driver's context and loaded kernels take some, and the
 allocator keeps blocks that fit nothing. The rule is ours: 0.6 GiB and a sixteenth of the memory. On the one card with
@@ -41,6 +46,7 @@ _RESERVE_SHARE: Final = 16
 _POSITIVE: Final = ("memory_bytes", "memory_bytes_per_s", "host_out_bytes_per_s", "host_in_bytes_per_s")
 _NOT_NEGATIVE: Final = (
     *("op_latency_s", "link_latency_s", "out_compute_s_per_byte", "in_compute_s_per_byte", "disk_latency_s"),
+    *("copy_compute_s", "replay_compute_s"),
     *("disk_write_bytes_per_s", "disk_read_bytes_per_s", "host_memory_bytes", "disk_bytes"),
 )
 
@@ -65,6 +71,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         link_latency_s: Fixed time of each transfer.
         out_compute_s_per_byte: See [Note: copies that take compute].
         in_compute_s_per_byte: The same for copies to the device.
+        copy_compute_s: See [Note: actions that take compute].
+        replay_compute_s: The same for each op of a replay.
         host_memory_bytes: Host memory (room in the first tier) that swapped tensors may take, None without a limit.
         disk_write_bytes_per_s: Device to disk, the slowest part of the way; 0.0 without a disk.
         disk_read_bytes_per_s: Disk to device, the slowest part of the way; 0.0 without a disk.
@@ -87,6 +95,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     link_latency_s: float = 0.0
     out_compute_s_per_byte: float = 0.0
     in_compute_s_per_byte: float = 0.0
+    copy_compute_s: float = 0.0
+    replay_compute_s: float = 0.0
     host_memory_bytes: int | None = None
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0

@@ -78,6 +78,8 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         both_ways_factor: Share of its rate that each direction keeps while the other one is busy.
         out_compute_s_per_byte: What each byte copied from the device takes of compute.
         in_compute_s_per_byte: The same for bytes copied to the device.
+        copy_compute_s: What each copy takes of compute beside its bytes.
+        replay_compute_s: What each op of a replay takes of compute beside its own time.
         disk_write_bytes_per_s: Device to disk; 0.0 without a disk.
         disk_read_bytes_per_s: Disk to device; 0.0 without a disk.
         disk_latency_s: Seconds of each copy to or from the disk beside its bytes.
@@ -89,6 +91,8 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     both_ways_factor: float = 1.0
     out_compute_s_per_byte: float = 0.0
     in_compute_s_per_byte: float = 0.0
+    copy_compute_s: float = 0.0
+    replay_compute_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
     disk_latency_s: float = 0.0

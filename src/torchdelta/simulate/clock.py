@@ -238,7 +238,7 @@ def clock(
                 stalled_s += end - now
                 now = end
             else:
-                now += bytes_ * rates[8]
+                now += bytes_ * rates[8] + rates[9]
         total_at[op] = total
         if total > peak:
             peak = total
@@ -300,7 +300,7 @@ def clock(
                     stalled_s += end - now
                     now = end
                 else:
-                    now += bytes_ * rates[7]
+                    now += bytes_ * rates[7] + rates[9]
             leaving += 1
     if waits_at_end:
         for index in range(num_gaps, gap_by_next.shape[0]):

@@ -170,7 +170,10 @@ class _Clock:
         self.spans: list[Span] = []
         self.left_s = [0.0] * len(plan.absences)
         self._trace, self._machine, self._plan, self._carried_s = trace, machine, plan, carried_s
-        self._replay_s = {replay.at_op: _sum(trace.ops[op].time_s for op in replay.ops) for replay in plan.replays}
+        extra_s = machine.replay_compute_s
+        self._replay_s = {
+            replay.at_op: _sum(trace.ops[op].time_s + extra_s for op in replay.ops) for replay in plan.replays
+        }
         self._host, self._disk = HostLink(machine), Disk(machine)
         num_ops = len(trace.ops)
         self._releases: list[list[int]] = [[] for _ in range(num_ops)]
@@ -214,7 +217,7 @@ class _Clock:
                 if synchronous:
                     now = self._wait(now, end_s, index, op.index, "in")
                 else:
-                    now = self._take(now, self._size(absence) * self._machine.in_compute_s_per_byte, op.index)
+                    now = self._take(now, absence, self._machine.in_compute_s_per_byte, op.index)
             for index in self._needs[op.index]:
                 now = self._wait(now, self._in_end[index], index, op.index, "in")
             replay_s = self._replay_s.get(op.index, 0.0)
@@ -231,7 +234,7 @@ class _Clock:
                 if synchronous:
                     now = self._wait(now, end_s, index, op.index, "out")
                 else:
-                    now = self._take(now, self._size(absence) * self._machine.out_compute_s_per_byte, op.index)
+                    now = self._take(now, absence, self._machine.out_compute_s_per_byte, op.index)
         self.time_s = self._end(now)
 
     def _end(self, now: float) -> float:
@@ -269,8 +272,9 @@ class _Clock:
         self._span("stall", op, now, until_s)
         return until_s
 
-    def _take(self, now: float, time_s: float, op: int) -> float:
+    def _take(self, now: float, absence: Absence, s_per_byte: float, op: int) -> float:
         """Let a copy that was just queued take compute. See [Note: copies that take compute] in machine/model.py."""
+        time_s = self._size(absence) * s_per_byte + self._machine.copy_compute_s
         self._span("copy", op, now, now + time_s)
         return now + time_s
 

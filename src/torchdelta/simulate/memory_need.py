@@ -199,7 +199,7 @@ def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess
                     if made_mark[read] == stamp and last_use[read] == producer:
                         held -= size[read]
                         made_mark[read] = 0
-                replay_s[op] += time_s[producer]
+                replay_s[op] += time_s[producer] + static.rates[10]
                 if num_replayed < replay_ops.shape[0]:
                     replay_ops[num_replayed] = producer
                 num_replayed += 1

@@ -260,6 +260,8 @@ def _arrays(trace: Trace, machine: Machine, gaps: tuple[Gap, ...]) -> arrays.Sta
                 share_beside_another(machine),
                 machine.out_compute_s_per_byte,
                 machine.in_compute_s_per_byte,
+                machine.copy_compute_s,
+                machine.replay_compute_s,
             ],
             np.float64,
         ),

@@ -96,6 +96,8 @@ def links_of(machine: Machine) -> Links:
         both_ways_factor=machine.both_ways_factor,
         out_compute_s_per_byte=machine.out_compute_s_per_byte,
         in_compute_s_per_byte=machine.in_compute_s_per_byte,
+        copy_compute_s=machine.copy_compute_s,
+        replay_compute_s=machine.replay_compute_s,
         disk_write_bytes_per_s=machine.disk_write_bytes_per_s,
         disk_read_bytes_per_s=machine.disk_read_bytes_per_s,
         disk_latency_s=machine.disk_latency_s,

@@ -76,6 +76,15 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     assert session.follower.num_diverged_steps == 0
     assert session.counters.num_unplanned == 0
     assert session.programs.latest.proofs
+    follow = session.summary().follow
+    assert follow is not None
+    assert follow.predicted_time_s
+    assert follow.plain_time_s
+    here = follow.predicted_time_s / follow.plain_time_s - 1
+    assert len(follow.other_budgets) == 2
+    for size_bytes, overhead in follow.other_budgets.items():
+        assert budget < size_bytes < max(plain_peaks[1:])
+        assert overhead <= here + 0.01
 
 
 def test_a_step_of_small_tensors_is_followed() -> None:

@@ -70,6 +70,29 @@ def test_what_a_convolution_may_take_covers_what_it_takes(dtype: Any) -> None:
     assert allocated_bytes(func, args) <= need.total_bytes + need.possible_bytes
 
 
+@needs_counter
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("height", "kernel", "dilation"), [(2, 3, 1), (1, 3, 1), (4, 5, 1), (4, 3, 2), (3, 3, 1)])
+def test_the_backward_of_a_convolution_of_few_rows_is_foreseen(
+    height: int, kernel: int, dilation: int, num_threads: int
+) -> None:
+    """As in the last layers of a net on small pictures: oneDNN then copies the weight for each thread."""
+    x, weight = torch.randn(4, 64, height, 6), torch.randn(48, 64, kernel, kernel)
+    padding = dilation * (kernel // 2)
+    grad = torch.randn(4, 48, height, 6)
+    func = aten.convolution_backward.default
+    spread = ([1, 1], [padding, padding], [dilation, dilation])
+    args = (grad, x, weight, None, *spread, False, [0, 0], 1, [True, True, False])
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        need = Predictor().need(facts_of(func), func, args, None)
+        taken_bytes = allocated_bytes(func, args)
+    finally:
+        torch.set_num_threads(before)
+    assert taken_bytes <= need.total_bytes + need.possible_bytes
+
+
 def test_an_expanded_gradient_may_be_copied() -> None:
     """The gradient of a sum is one number seen many times: kernels that need it dense copy it."""
     facts = facts_of(aten.gelu_backward.default)

@@ -28,6 +28,8 @@ class PlayedTime:
         self._step, self._link, self._synchronous = step, HostLink(machine), synchronous
         self._out_s_per_byte = 0.0 if synchronous else machine.out_compute_s_per_byte
         self._in_s_per_byte = 0.0 if synchronous else machine.in_compute_s_per_byte
+        self._copy_s = 0.0 if synchronous else machine.copy_compute_s
+        self._replay_op_s = machine.replay_compute_s
 
     def run(self, op: int, replayed: Iterable[int], arriving: Iterable[Away]) -> list[Away]:
         """Let everything that was noted for an op happen, and the op itself.
@@ -39,19 +41,19 @@ class PlayedTime:
         for away in sorted(self.copies_out, key=lambda away: (away.last_use_op, away.buffer_id)):
             away.out_end_s = self._link.send(int(sizes[away.buffer_id]), now)[1]
             now = max(now, away.out_end_s) if self._synchronous else now
-            now += int(sizes[away.buffer_id]) * self._out_s_per_byte
+            now += int(sizes[away.buffer_id]) * self._out_s_per_byte + self._copy_s
         now = max((now, *(away.out_end_s for away in self.copies_out)))
         for away in self.copies_in:
             away.in_end_s = self._link.bring(int(sizes[away.buffer_id]), max(now, away.out_end_s))[1]
             now = max(now, away.in_end_s) if self._synchronous else now
-            now += int(sizes[away.buffer_id]) * self._in_s_per_byte
+            now += int(sizes[away.buffer_id]) * self._in_s_per_byte + self._copy_s
         now = max((now, *(away.in_end_s for away in self.waits)))
         arrived = [away for away in arriving if away.arrived_op is None and away.in_end_s <= now]
         for away in arrived:
             away.arrived_op = op
         replay_s = 0.0
         for index in replayed:
-            replay_s += self._step.trace.ops[index].time_s
+            replay_s += self._step.trace.ops[index].time_s + self._replay_op_s
         self.now_s = now + (replay_s + self._step.trace.ops[op].time_s)
         self.copies_out, self.copies_in, self.waits = [], [], []
         return arrived

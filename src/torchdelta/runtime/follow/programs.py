@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import PlanError, TierError, TraceFileError
 from torchdelta.notices import warn_once
 from torchdelta.plan.request import Answer
+from torchdelta.runtime.follow.asked import Asked
 from torchdelta.runtime.follow.automatic import PLANNER, Automatic, may_plan
 from torchdelta.runtime.follow.measured_machine import measured_machine
+from torchdelta.runtime.follow.other_budgets import OtherBudgets
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
@@ -27,6 +29,7 @@ from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
+    from torchdelta.machine.model import Machine
     from torchdelta.runtime.follow.follower import EndedStep, Follower
     from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.runtime.follow.planning import Planned
@@ -46,19 +49,6 @@ _MOST_WAITING: Final = 4  # requests without an answer
 _NUM_TIMES: Final = 7  # step times of which a median is taken
 _DRIFT: Final = 0.1  # a step time that is off by more than this share leads to a new trace
 _MAX_RETRACES: Final = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What a plan was asked for."""
-
-    key: Key
-    start_bytes: int
-    step: tuple[Trace, StepLog]
-    margin_bytes: int
-    num_plans: int
-    num_retraces: int
-    unseen_bytes: int
 
 
 class Programs:
@@ -86,9 +76,10 @@ class Programs:
         self.latest: Program | None = None  # the program of the latest followed step
         self._name = given.name if given is not None else config.planner or ""
         self.num_programs = 0
+        self.other_budgets = OtherBudgets(budget_bytes)
         self.why_no_plan = ""  # the latest time that there was none
         follower.is_on = (self.planning is not None and self.automatic is None) or given is not None
-        self._asked: list[_Asked] = []  # without an answer
+        self._asked: list[Asked] = []  # without an answer
         self._wanted = WantedSteps()
         self._num_given_traces = 0
         self._num_unplanned = 0
@@ -151,7 +142,7 @@ class Programs:
             num_retraces = known.num_retraces + 1
         margin_bytes = unseen_bytes + self._margin()
         self._ask(
-            _Asked(
+            Asked(
                 key=key,
                 start_bytes=start_bytes,
                 step=(trace, log),
@@ -274,7 +265,7 @@ class Programs:
             program.wants_trace = True
             return
         self._ask(
-            _Asked(
+            Asked(
                 key=program.key,
                 start_bytes=program.start_bytes,
                 step=program.step,
@@ -285,16 +276,18 @@ class Programs:
             )
         )
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, asked: Asked) -> None:
         if self.planning is None:
             return
         try:
-            machine = measured_machine(self.follower.transfers.tier, self.follower.ledger.device, self.budget_bytes)
-            self.planning.ask(asked, asked.step[0], machine, self.budget_bytes - asked.margin_bytes)
+            self.planning.ask(asked, asked.step[0], self._machine(), self.budget_bytes - asked.margin_bytes)
         except (OSError, TierError, TraceFileError) as error:
             self._end(str(error))
             return
         self._asked.append(asked)
+
+    def _machine(self) -> Machine:
+        return measured_machine(self.follower.transfers.tier, self.follower.ledger.device, self.budget_bytes)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the programs that were asked for. Return whether there is any. For tests and measurements."""
@@ -312,11 +305,14 @@ class Programs:
             return False
         if planned is None:
             return False
+        if planned.key is self.other_budgets:
+            self.other_budgets.add(planned.answer)
+            return True
         self._asked = [asked for asked in self._asked if asked is not planned.key]
         self._add(planned, planned.key)
         return True
 
-    def _add(self, planned: Planned, asked: _Asked) -> None:
+    def _add(self, planned: Planned, asked: Asked) -> None:
         if planned.plan is None:
             level = logging.DEBUG if self.why_no_plan else logging.INFO  # once, not for each kind of step
             _logger.log(level, "plan: none is followed: %s", planned.answer.error)
@@ -336,6 +332,8 @@ class Programs:
             num_retraces=asked.num_retraces,
         )
         self._add_program(program)
+        if self.planning is not None and self.num_programs == 1:
+            self.other_budgets.ask(self.planning, asked, self._machine())
         _logger.log(
             logging.INFO if self.num_programs == 1 else logging.DEBUG,  # one line a run, not one for each kind of step
             "plan: following %s: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",

@@ -1,0 +1,59 @@
+"""Asks the planner what the first planned step would cost in larger budgets, for the summary."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from torchdelta.errors import TraceFileError
+from torchdelta.trace.model import peak
+
+if TYPE_CHECKING:
+    from torchdelta.machine.model import Machine
+    from torchdelta.plan.request import Answer
+    from torchdelta.runtime.follow.asked import Asked
+    from torchdelta.runtime.follow.planning import Planning
+
+__all__ = ["OtherBudgets"]
+
+_SHARES: Final = (1 / 3, 2 / 3)  # of the way from the budget to the peak of the plain step
+
+
+class OtherBudgets:
+    """The budgets that the planner was asked about, and the step's predicted overhead in each. Mutable.
+
+    Args:
+        budget_bytes: The budget of the session.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.overheads: dict[int, float] = {}
+        self._asked_bytes: list[int] = []
+
+    def ask(self, planning: Planning, asked: Asked, machine: Machine) -> None:
+        """Ask what a step would cost in two larger budgets. The answers have this object as their key.
+
+        Args:
+            planning: Takes the requests.
+            asked: What the step's own plan was asked for.
+            machine: Whose links are used.
+        """
+        trace = asked.step[0]
+        plain_bytes = peak(trace, with_workspace=True).size_bytes + asked.unseen_bytes
+        for share in _SHARES:
+            budget_bytes = self.budget_bytes + int(share * (plain_bytes - self.budget_bytes))
+            if budget_bytes <= self.budget_bytes:
+                return
+            larger = msgspec.structs.replace(machine, memory_bytes=budget_bytes)
+            with contextlib.suppress(OSError, TraceFileError):  # the summary then says less
+                planning.ask(self, trace, larger, budget_bytes - asked.margin_bytes)
+                self._asked_bytes.append(budget_bytes)
+
+    def add(self, answer: Answer) -> None:
+        """Take the answer to the first request that has none yet."""
+        budget_bytes = self._asked_bytes.pop(0)
+        if not answer.error and answer.plain_time_s > 0:
+            self.overheads[budget_bytes] = answer.time_s / answer.plain_time_s - 1
