@@ -143,7 +143,7 @@ def test_text_says_why_tensors_left_and_what_would_help() -> None:
         f"why         without a budget the first step peaks at 2.50 GiB: {where}",
         "on the device then: saved tensors 2.00 GiB, parameters 512.00 MiB",
         "saved the most: h.3.attn (1.00 GiB)",
-        "would help  with a budget of 2.50 GiB such a step evicts nothing, or nearly",
+        "would help  with a budget of 2.50 GiB such a step evicts little or nothing",
     ]
     larger = dataclasses.replace(SUMMARY, plain_peak=PEAK, budget_bytes=2**32)
     assert "would help" not in str(larger)
@@ -158,7 +158,7 @@ def test_text_says_what_a_larger_budget_would_cost() -> None:
     """As the planner predicts it; without a plan, half of the cost for the budget halfway to the plain peak."""
     helped = dataclasses.replace(SUMMARY, plain_peak=PEAK, budget_bytes=2**31, slowdown_at_least=1.2)
     halfway = "a budget of 2.25 GiB would cost about 10 %, where this one costs 20 % or more (estimated)"
-    enough = "with a budget of 2.50 GiB such a step evicts nothing, or nearly"
+    enough = "with a budget of 2.50 GiB such a step evicts little or nothing"
     assert [text for label, text in helped.facts() if label == "would help"] == [halfway, enough]
     follow = dataclasses.replace(FOLLOW, other_budgets={2**31 + 2**27: 0.043, 2**31 + 2**28: 0.002})
     planned = [text for label, text in dataclasses.replace(helped, follow=follow).facts() if label == "would help"]

@@ -16,7 +16,7 @@
     |-- TierError (RuntimeError)           a swap tier that cannot do what it was asked to
     |   |-- TierFullError                  a tier without free space
     |   `-- TierIOError                    a read or write that failed or was incomplete
-    `-- BudgetError (torch.OutOfMemoryError)   the budget cannot hold (in runtime/errors.py: needs torch)
+    `-- BudgetError (torch.OutOfMemoryError)   the run does not fit the budget (in runtime/errors.py: needs torch)
 
 Each message is one line that says what failed, with the numbers and their units, and what to change.
 """

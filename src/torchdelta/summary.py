@@ -23,8 +23,8 @@ class StepSummary:
 
     Attributes:
         index: Position of the step in its scope, from 0.
-        time_s: Wall time from the end of the previous step to the end of this one, so that loading data is in it. Of
-            the first one it is from its first saved tensor on: what the script does before is `Summary.startup_s`.
+        time_s: Wall time from the end of the previous step to the end of this one, loading data included. The first
+            step is timed from its first saved tensor on: the time before that is `Summary.startup_s`.
         peak_bytes: Most bytes of storages known to the runtime at once.
         kept_bytes: Saved bytes that were never evicted.
         swapped_out_bytes: Bytes written to the tier.
@@ -32,9 +32,9 @@ class StepSummary:
         stall_s: Time that the training thread waited for the tier.
         recompute_s: Time spent on replays.
         optimizer_step: How many optimizer steps came before.
-        had_optimizer: Whether an optimizer's step ended it.
-        evict_s: Time spent on choosing what leaves and on starting its copies, as far as no plan said it.
-        op_time_s: Time of the program's own ops that were recorded: not all are, in steps that follow a plan.
+        had_optimizer: Whether it ended with an optimizer's step.
+        evict_s: Time spent on choosing what leaves and on starting its copies, where no plan decided that.
+        op_time_s: Time of the program's own recorded ops. Steps that follow a plan record only some of their ops.
     """
 
     index: int
@@ -55,12 +55,12 @@ class StepSummary:
 class PlainPeak:
     """The highest moment of the first step as it would be without a budget: why tensors had to leave.
 
-    It is computed from the trace of that step. Optimizer states that the step made count from its beginning, since the
-    later steps have them from there on.
+    It is computed from the trace of the first step. Optimizer states that this step creates count from its beginning,
+    because all later steps have them from the beginning.
 
     Attributes:
-        size_bytes: Bytes on the device at that moment, with what the running op allocates inside itself. Within this
-            budget such a step evicts nothing, or nearly: memory outside of tensors is not in it.
+        size_bytes: Bytes on the device at that moment, the workspace of the running op included. With a budget of this
+            size such a step evicts little or nothing; memory outside of tensors is not included.
         op: The op that runs then, such as "aten._softmax.default".
         module: The path of the module that the op belongs to; in backward, that of the forward op whose saved tensor it
             reads. Empty if it is not known.
@@ -107,9 +107,9 @@ class Totals:
         swapped_out_bytes: Bytes written to the tier.
         stall_s: Time that the training thread waited for the tier.
         recompute_s: Time spent on replays.
-        op_time_s: Time of the program's own ops, from which the time of a plain run is estimated. Of steps that follow
-            a plan it has only the ops that were recorded.
-        num_followed_steps: Steps that a plan was followed in to their end.
+        op_time_s: Time of the program's own ops, from which the time of a plain run is estimated. In steps that follow
+            a plan, only recorded ops count.
+        num_followed_steps: Steps that followed a plan to their end.
     """
 
     num_steps: int
@@ -125,24 +125,26 @@ class FollowSummary:
     """How plans were followed, and whether the steps cost what was predicted.
 
     Attributes:
-        planner: Whose plans, or the name of the plan's file.
+        planner: Name of the planner, or of the plan's file.
         num_programs: Plans that were made.
-        num_followed_steps: Steps that a plan was followed in to their end.
-        num_diverged_steps: Steps that began as planned and were left to the policy at a difference.
+        num_followed_steps: Steps that followed a plan to their end.
+        num_diverged_steps: Steps that began as planned, and in which the policy took over when they differed from the
+            plan.
         num_reactive_steps: All other steps.
         num_not_carried_out: Absences of the latest plan that the runtime cannot carry out.
         num_unplanned: Times that room had to be made beyond the plan.
         divergences: How many steps diverged, by the most frequent reasons.
         latest_divergence: The latest reason in full; empty if no step diverged.
         why_no_plan: Why there is no plan, or no further one; empty if nothing went wrong.
-        predicted_time_s: Seconds of a step under its plan, median of the followed steps; None if nobody predicted it,
-            as for a file.
+        predicted_time_s: Predicted seconds of a step under its plan, median of the followed steps; None without a
+            prediction, as for a plan from a file.
         time_s: Median wall time of the followed steps, from step end to step end, so that it includes loading data.
-        predicted_peak_bytes: Most bytes under its plan, with those outside of known tensors; median likewise.
+        predicted_peak_bytes: Predicted peak of a step under its plan, with bytes outside of known tensors; also a
+            median.
         peak_bytes: Median peak of the followed steps.
-        plain_time_s: Estimated seconds of a plain step: the sum of the traced step's op times, without what the program
-            does between its ops.
-        slowdown: `time_s` against `plain_time_s`.
+        plain_time_s: Estimated seconds of a plain step: the sum of the traced step's op times, without the time between
+            ops.
+        slowdown: `time_s` divided by `plain_time_s`.
         other_budgets: The predicted overhead of the first planned step in larger budgets, by their bytes: 0.1 is 10 %
             more time than plain. Empty if the planner was not asked, or has not answered yet.
     """
@@ -196,19 +198,20 @@ class Summary:
     """Totals since the budget was last started, and its steps.
 
     [Note: slowdown]
-    Nobody runs the plain step, so its time is not known. Two figures enclose it. `slowdown_at_least` compares the time
-    of the steps (the first one left out, if there are more: it warms up) with the same time less what they waited for
-    swapped data, spent on replays, and on choosing and sending what leaves. All of it is measured in every mode. What
-    recording the ops costs, and what copies take from the cores of a CPU, is not in it, so that the truth is higher.
-    `slowdown_at_most` compares their time with the sum of the times of the program's own ops; of steps that followed a
-    plan, with the op times of the traced step. What the program does between ops (Python, loading data, evaluation)
-    counts as slowdown there, so that the truth is lower. On a GPU replays and choosing are host time that may be
-    hidden, so that both are estimates there.
+    The plain step is not run, so its time is not known, and the slowdown is given as a lower and an upper bound.
+    `slowdown_at_least` is the time of the steps (without the first one, which warms up, if there are more) divided by
+    the same time less the waits for swapped data, the replays, and choosing and sending what leaves. All of these are
+    measured in every mode. The cost of recording ops, and the time that copies take from the cores of a CPU, are not
+    included, so the true slowdown is higher. `slowdown_at_most` is the time of the steps divided by the sum of the
+    times of the program's own ops; for steps that followed a plan, by the sum of the op times of the traced step. What
+    the program does between ops (Python, loading data, evaluation) counts as slowdown there, so the true slowdown is
+    lower. On a GPU, replays and choosing are host time that may be hidden, so both figures are estimates there.
 
     Attributes:
-        budget_bytes: None if decisions are forced, which ignores the budget.
+        budget_bytes: None if decisions are forced: they ignore the budget.
         peak_bytes: Most bytes on the device.
-        kept_bytes: Saved bytes that were never evicted, of all steps together; the following ones likewise.
+        kept_bytes: Saved bytes that were never evicted, in all steps together. The following figures are also for all
+            steps together.
         swapped_out_bytes: Bytes written to the tier.
         swapped_in_bytes: Bytes read from it.
         recomputed_bytes: Bytes brought back by replay.
@@ -217,11 +220,12 @@ class Summary:
         recompute_s: Time spent on replays.
         num_refused_steps: Steps that ended in a BudgetError; they are not among `steps`.
         steps: The latest 10,000 steps.
-        follow: How plans were followed; None where no plan was asked for and none was given.
-        evict_s: Time spent on choosing what leaves and on starting its copies, without waits. Where a plan is followed,
-            as far as it did not say so.
-        num_steps: All steps, also those that `steps` has no more. Under gradient accumulation each micro-batch is one.
-        num_optimizer_steps: How many of them an optimizer's step ended. 0 in a loop without `torch.optim`.
+        follow: How plans were followed; None if no plan was asked for or given.
+        evict_s: Time spent on choosing what leaves and on starting its copies, without waits. In steps that follow a
+            plan, only decisions that were not planned count.
+        num_steps: All steps, including those that are no longer in `steps`. Under gradient accumulation each
+            micro-batch is one.
+        num_optimizer_steps: How many of them ended with an optimizer's step. 0 in a loop without `torch.optim`.
         num_unrecorded_steps: How many of them were not recorded, because they were known to fit.
         startup_s: Time from the start to the first saved tensor of the first step: imports, data, the model.
         slowdown_at_least: See [Note: slowdown]. None without a complete step.
@@ -274,7 +278,7 @@ class Summary:
         return f"peak {format_bytes(self.peak_bytes)} {of_budget}; {self._counted()}{refused}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what there is to say below the headline, as (label, text): one line each, for any kind of output."""
+        """Return the lines below the headline, each as (label, text), for any kind of output."""
         if not self.steps and not self.num_refused_steps:
             return [("steps", "no training step was seen on this thread")]
         facts: list[tuple[str, str]] = []
@@ -365,7 +369,7 @@ class Summary:
             cost, here = _percent((least - 1) / 2), _percent(least - 1)
             lines.append(f"a budget of {size} would cost about {cost}, where this one costs {here} or more (estimated)")
         size = format_bytes(plain_bytes)
-        return [*lines, f"with a budget of {size} such a step evicts nothing, or nearly"]
+        return [*lines, f"with a budget of {size} such a step evicts little or nothing"]
 
     def _accumulates(self) -> bool:
         return 0 < self.num_optimizer_steps < self.num_steps
@@ -392,7 +396,7 @@ class Summary:
             return spent
         if most is not None and most > least:
             bounds = f"x{least:.2f} to x{most:.2f} of the plain time"
-            return f"{bounds} (estimated; in the larger figure all time between ops counts as cost): {spent}"
+            return f"{bounds} (estimated; the larger figure counts all time between ops as cost): {spent}"
         if least - 1 < _SMALL_SHARE:
             return f"under 1 % for waiting and recomputing ({spent}); recording the ops comes on top"
         return f"at least x{least:.2f} of the plain time (estimated): {spent}; recording the ops comes on top"

@@ -104,5 +104,6 @@ def test_the_reserve():
     assert facts["budget_bytes"] == t4.memory_bytes - 4 * 2**30
     assert json.loads(inside(*step, "--json", "--reserve", "0").stdout)["budget_bytes"] == t4.memory_bytes
     both = inside(*step, "--reserve", "1GiB", "--memory-budget", "8GiB", code=2)
-    assert both.stderr == "torchdelta fit: --memory-budget is for tensors alone: --reserve has no meaning beside it\n"
+    wrong = "--memory-budget limits tensors alone, so --reserve has no effect: leave one of them out"
+    assert both.stderr == f"torchdelta fit: {wrong}\n"
     assert "leaves nothing of the 14.75 GiB of t4" in inside(*step, "--reserve", "15GiB", code=2).stderr

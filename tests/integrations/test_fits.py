@@ -102,7 +102,11 @@ def test_the_size_is_the_machines_without_the_reserve():
         ({"machine": "rtx4091"}, MachineError, "rtx4090"),
         ({"size": "8 potatoes", "machine": "t4"}, SizeError, "potatoes"),
         ({"size": 0.8, "machine": "t4"}, SizeError, "80%"),
-        ({"size": "32GiB", "machine": "rtx4090"}, ConfigError, "leave 21.56 GiB to tensors; leave the size out"),
+        (
+            {"size": "32GiB", "machine": "rtx4090"},
+            ConfigError,
+            "tensors can take at most 21.56 GiB of the 23.64 GiB of rtx4090",
+        ),
         ({"machine": "t4", "num_steps": 0}, ConfigError, "num_steps 0 is no number of steps"),
     ],
 )

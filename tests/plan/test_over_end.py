@@ -152,7 +152,7 @@ def test_wrong_absences_over_the_end_are_named():
         ),
         (
             over_end(MOMENTUM, next_use_op=NUM_OPS + used + 1, return_op=NUM_OPS + used + 1),
-            f"is written over at op {used}",
+            f"is overwritten at op {used}",
         ),
         (over_end(MOMENTUM, last_use_op=MOMENTUM.birth_op - 1, leave_op=NUM_OPS), "but its uses around that"),
         (over_end(MOMENTUM, last_use_op=NUM_OPS, leave_op=NUM_OPS + 1), "but its uses around that"),

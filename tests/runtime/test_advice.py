@@ -223,7 +223,7 @@ def test_error_tells_groups_and_names() -> None:
     assert [line.strip().split(":")[0] for line in others[1:4]] == [
         "in use there",
         "largest tensors there",
-        "all that can leave had left",
+        "everything that can be evicted was",
     ]
     assert error.least_freeing_gradients_bytes < error.least_budget_bytes
     del optimizer

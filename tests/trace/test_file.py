@@ -209,7 +209,7 @@ def test_hundred_thousand_buffers(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     """A pipe (or "/dev/null") stays what it is; a link is followed, and stays a link."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TraceFileError, match="pipe: cannot write the trace: it is there, and no file"):
+    with pytest.raises(TraceFileError, match="pipe: cannot write the trace: the path exists and is not a regular file"):
         write_trace(example(), tmp_path / "pipe")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     (tmp_path / "link").symlink_to(tmp_path / "step.trace")

@@ -112,7 +112,7 @@ class _Budget:
         self.reserve_bytes = 0
         if memory_budget is not None:
             if reserve is not None:
-                fail("--memory-budget is for tensors alone: --reserve has no meaning beside it")
+                fail("--memory-budget limits tensors alone, so --reserve has no effect: leave one of them out")
             size = number_or_text(memory_budget)
             self.budget_bytes = parse_size(size, total_bytes=total_bytes, name="memory budget")
             return
@@ -153,7 +153,7 @@ class _FitQuestion:
             )
         if self._first.buffers == self._second.buffers:
             sizes = " and ".join(map(str, _TRACED))
-            fail(f"{function} gives the same step at batch sizes {sizes}: it must build its inputs of that size")
+            fail(f"{function} gives the same step at batch sizes {sizes}: it must use the batch size it is given")
         self.step = cache(self._step)
 
     def _step(self, batch_size: int) -> Any:

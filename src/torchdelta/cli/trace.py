@@ -140,7 +140,7 @@ def _imported(name: str, *, whole: bool) -> Trace | None:
 def _check_profile(function: str, profile: Path, machine: Machine | None) -> None:
     """Refuse a profile that nothing can be done with, before any work is done."""
     if function.removesuffix(".gz").endswith((*_LOGS, *_SNAPSHOTS, *_PROFILES)):
-        fail("--profile puts measured times into a step that is traced: name MODULE:FUNCTION beside it")
+        fail("--profile replaces op times of a traced step: name the MODULE:FUNCTION to trace as well")
     if machine is None:
         fail("--profile needs --machine, to price the ops that the profile does not show")
     check_input(profile)

@@ -99,9 +99,9 @@ def limit_of(
         size_bytes = parse_size(size, total_bytes=hardware.memory_bytes, name="size")
         if size_bytes > room_bytes:
             raise ConfigError(
-                f"size {size!r} is {format_bytes(size_bytes)}: of the {format_bytes(hardware.memory_bytes)} of "
-                f"{machine}, context and allocator leave {format_bytes(room_bytes)} to tensors; leave the size out for "
-                f"all of that"
+                f"size {size!r} is {format_bytes(size_bytes)}, but tensors can take at most "
+                f"{format_bytes(room_bytes)} of the {format_bytes(hardware.memory_bytes)} of {machine}: context and "
+                f"allocator take the rest; leave the size out to use the most"
             )
     return Limit(
         machine=hardware,

@@ -181,6 +181,6 @@ def _advise(args: TrainingArguments, model: Any) -> None:
     else:
         return
     warn_once(
-        f"{option} takes effect in {where}, also where the memory budget has room. It works together with the "
-        "budget, but without it the budget chooses what to swap and recompute, and does neither without need"
+        f"{option} takes effect in {where}, even where the memory budget has room. Both work together, but if you turn "
+        "the option off, the budget swaps and recomputes only what does not fit"
     )

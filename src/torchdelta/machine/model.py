@@ -160,6 +160,8 @@ def validate_machine(machine: Machine) -> None:
         share = machine.both_ways_factor
         raise MachineError(f"machine {machine.name}: both_ways_factor is {share}, not a share above 0 and up to 1")
     if machine.swaps_to == "disk" and machine.disk_write_bytes_per_s > 0:
-        raise MachineError(f"machine {machine.name}: it swaps to its disk, which is no second tier as well")
+        raise MachineError(
+            f"machine {machine.name}: it swaps to its disk already, so the disk cannot be its second tier"
+        )
     if (machine.disk_write_bytes_per_s > 0) != (machine.disk_read_bytes_per_s > 0):
         raise MachineError(f"machine {machine.name}: its disk has a rate in one direction only")

@@ -120,7 +120,7 @@ def _absence_fault(trace: Trace, plan: Plan) -> str | None:
         elif buffer.id not in over_end:
             return f"{where}, over the end of the step, but the next step does not begin with it"
         elif absence.next_use_op - num_ops > min(over_end[buffer.id].death_op, num_ops - 1):
-            return f"{where}, but is written over at op {over_end[buffer.id].death_op} of the next step"
+            return f"{where}, but is overwritten at op {over_end[buffer.id].death_op} of the next step"
         parts += parts_within_step(trace, absence, over_end)
     ends: dict[int, Absence] = {}
     for part in sorted(parts, key=lambda part: (part.buffer_id, part.leave_op, part.return_op)):

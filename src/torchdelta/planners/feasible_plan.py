@@ -46,16 +46,16 @@ def accepted(simulation: Simulation, trace: Trace, planner: str, *, least_bytes:
         return simulation.plan
     if score.time_s == float("inf"):
         raise InfeasibleError(
-            f"planner {planner}: its decisions drop a buffer that cannot be made again when it is used: take another "
-            "planner, or allow the device more",
+            f"planner {planner}: its decisions drop a buffer that cannot be recomputed when it is used: use another "
+            "planner or a larger memory budget",
             least_budget_bytes=None,
         )
     if score.excess_bytes == 0:
         what = "host" if score.host_excess_bytes else "disk"
         excess_bytes = score.host_excess_bytes or score.disk_excess_bytes
         raise InfeasibleError(
-            f"planner {planner}: the plan passes the {what}'s budget by {format_bytes(excess_bytes)}: allow the {what} "
-            "that much more, or the device",
+            f"planner {planner}: the plan exceeds the {what}'s budget by {format_bytes(excess_bytes)}: allow the "
+            f"{what} that much more, or use a larger memory budget",
             least_budget_bytes=None,
         )
     least_bytes = score.peak_bytes if least_bytes is None else least_bytes

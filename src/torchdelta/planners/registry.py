@@ -109,7 +109,7 @@ def classes_of(name: str) -> tuple[DecisionClass, ...]:
     if name in _FORMER_NAMES:
         wanted = _FORMER_NAMES[name]
         raise PlanError(
-            f"planner {name!r} is now planner {DEFAULT_PLANNER!r} with a class: use --class {wanted} "
+            f"planner {name!r} was renamed: use planner {DEFAULT_PLANNER!r} with --class {wanted} "
             f"(in Python, decision_class={wanted!r})"
         )
     if name not in _planners:

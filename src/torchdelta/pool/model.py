@@ -122,7 +122,7 @@ def make_instance(
         raise PoolError(f"a moment or a size is larger than 64 bits hold: {error}") from error
     if not len(ids) == len(start) == len(end) == len(size):
         raise PoolError(
-            f"{len(ids)} ids, {len(start)} starts, {len(end)} ends and {len(size)} sizes: one of each a life"
+            f"{len(ids)} ids, {len(start)} starts, {len(end)} ends and {len(size)} sizes: every life needs one of each"
         )
     if len(set(ids)) < len(ids):
         seen: set[str] = set()

@@ -71,14 +71,14 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
             f"  the most memory is needed at {op}{f' in module {module}' if module else ''}",
         ]
         if is_lower_bound:
-            lines.append("  that is the need up to there: the rest of the step was not seen, and may need much more")
+            lines.append("  this is the need up to that op: the rest of the step was not seen, and may need much more")
         if self.groups:
             lines.append(f"  in use there: {_listed(self.groups.items())}")
         if largest:
             lines.append(f"  largest tensors there: {_listed(largest)}")
         if swapped_out_bytes or dropped_bytes:
             lines.append(
-                f"  all that can leave had left: {format_bytes(swapped_out_bytes)} swapped out, "
+                f"  everything that can be evicted was: {format_bytes(swapped_out_bytes)} swapped out, "
                 f"{format_bytes(dropped_bytes)} dropped to be recomputed"
             )
         if lacked_capacity:

@@ -8,8 +8,8 @@ callback of a weak reference, Python would discard the exception, and the Ctrl-C
 
 So all code of the runtime runs in *sections*, which nest. A scope wraps the signal handlers that are installed when it
 starts. A signal that arrives in a section is recorded, and its handler runs when the outermost section ends, at most
-one op later. A destructor must not raise. It needs no section: it is recognized by its code object, anywhere on the
-stack. A signal that arrives in a destructor is sent again by a helper thread a millisecond later. If the same signal
+one op later. A destructor must not raise. It needs no section, because its code object is recognized anywhere on the
+stack: a signal that arrives in a destructor is sent again by a helper thread a millisecond later. If the same signal
 arrives a second time before the first one was handled, the handler runs at once: the user presses Ctrl-C again because
 a copy hangs, and the process must react even if internal state becomes inconsistent.
 

@@ -107,12 +107,12 @@ def _warn_of_other_training() -> None:
     if os.getpid() != _opened_in:
         warn_once(
             "a forked process trains: the MemoryBudget of its parent process does not apply here; "
-            "start a MemoryBudget in this process, or start it by 'spawn' under `torchdelta run`"
+            "start a MemoryBudget in this process, or start this process by 'spawn' under `torchdelta run`"
         )
     else:
         warn_once(
-            "a backward runs on another thread than the one that started the MemoryBudget, outside of any budget: "
-            "train on the thread that started it, or start a MemoryBudget on this thread"
+            "a backward runs on a thread that did not start a MemoryBudget, so it has no budget: train on the thread "
+            "that started the MemoryBudget, or start one on this thread"
         )
 
 

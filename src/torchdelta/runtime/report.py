@@ -1,7 +1,7 @@
 """Reports what a session did: its summary and its log lines.
 
 At INFO a run has four: "start", "first step", "plan" when one is first followed (in follow/programs.py), and "result".
-What is rare and changes what to expect (native code that is built, a subclass that stays) has a line, too.
+Rare events that the user should know of (native code that is built, a subclass that stays) have a line, too.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Session:
             return
         counter = self.device.new_counter()
         if isinstance(counter, NativeError):
-            warn_once(f"not counting at the allocator ({counter}): what ops allocate inside themselves is estimated")
+            warn_once(f"not counting at the allocator ({counter}): the workspace of ops is estimated")
         else:
             self.ledger.usage.count_with(counter)
 

@@ -1,4 +1,4 @@
-"""Opens the tier of a session, with this process's shares of what the processes of a machine share."""
+"""Opens the tier of a session, with this process's share of the host and disk budgets of the machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _log_shares(config: Config) -> None:
     ]
     if num_processes_here() > 1 and shares:
         _logger.info(
-            "this process gets %s, which the %d training processes of this machine share (LOCAL_WORLD_SIZE)",
+            "this process gets %s: an equal share for each of %d training processes of this machine (LOCAL_WORLD_SIZE)",
             " and ".join(shares),
             num_processes_here(),
         )

@@ -113,7 +113,7 @@ class RecordWriter:
         self._is_open = True
         self._target = Path(os.path.realpath(path))
         if self._target.exists() and not (self._target.is_file() or self._target.is_dir()):
-            raise kind.error(f"{self._path}: cannot write the {kind.noun}: it is there, and no file")
+            raise kind.error(f"{self._path}: cannot write the {kind.noun}: the path exists and is not a regular file")
         try:
             # `with_name` refuses a path that has no last part, such as "/".
             self._temporary = self._target.with_name(f".{self._target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

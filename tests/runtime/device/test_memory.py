@@ -48,7 +48,7 @@ def test_what_is_free_on_a_cpu_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert free_for_tensors(2**30) == (
         10 * 2**30,
-        "10.00 GiB free on cpu, 1.00 GiB of tensors that exist, less 1.00 GiB margin",
+        "10.00 GiB free on cpu, plus 1.00 GiB of tensors that exist, less 1.00 GiB margin",
     )
     assert free_for_tensors(0, swap_bytes=2**30)[0] == 8 * 2**30
     assert free_for_tensors(0, swap_bytes=None)[0] == 4.5 * 2**30
@@ -67,6 +67,6 @@ def test_what_is_free_on_a_gpu_counts_what_its_allocator_holds(monkeypatch: pyte
     size_bytes, how = free_for_tensors(123)
     assert size_bytes == 11 * 2**30 - 6 * 2**30 // 10
     assert how == (
-        "10.00 GiB free on cuda:0, 2.00 GiB held by this process's allocator, less 1.60 GiB reserve for context and "
-        "fragmentation"
+        "10.00 GiB free on cuda:0, plus 2.00 GiB held by this process's allocator, less 1.60 GiB reserve for context "
+        "and fragmentation"
     )

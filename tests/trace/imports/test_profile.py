@@ -210,7 +210,7 @@ def test_measured_times_replace_priced_ones(write):
 def test_a_profile_of_another_step_is_refused(write):
     """One that shows next to nothing of it."""
     profile = read_profile_file(write(two_layers()))
-    with pytest.raises(TraceError, match=r"shows 0% of this step's time, 0 of its 1 ops .* batch size"):
+    with pytest.raises(TraceError, match=r"covers only 0% of this step's time, 0 of its 1 ops .* batch size"):
         with_measured_times(priced_step(("aten.mm.default", 1e-3, 1)), [((2, 2),)], profile, source="profile.json")
 
 

@@ -2,8 +2,8 @@
 
 [Note: one session, one device]
 A session limits the memory of one device: the GPU that is current when it starts, or the CPU if there is no GPU.
-Storages on other devices (on the CPU beside a GPU, on a second GPU) are known, because replays read them, but they are
-not counted and never evicted. A process that trains on one of several GPUs makes it current first, as torch requires.
+Storages on other devices (on the CPU beside a GPU, on a second GPU) are tracked, because replays read them, but they
+are neither counted nor evicted. A process that trains on one of several GPUs makes it current first, as torch requires.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def free_for_tensors(tensor_bytes: int, *, swap_bytes: int | None = 0) -> tuple[
         margin_bytes += max(0, free_bytes - margin_bytes) // 2 if swap_bytes is None else swap_bytes
         own, margin = "of tensors that exist", "margin"
     how = (
-        f"{format_bytes(free_bytes)} free on {device}, {format_bytes(own_bytes)} {own}, less "
+        f"{format_bytes(free_bytes)} free on {device}, plus {format_bytes(own_bytes)} {own}, less "
         f"{format_bytes(margin_bytes)} {margin}"
     )
     budget_bytes = free_bytes + own_bytes - margin_bytes

@@ -1,15 +1,15 @@
-"""When a session whose planner is "auto" begins to plan, and whether a plan stays: the default.
+"""Decides when a session with the default planner, "auto", begins to plan, and whether a plan is given up.
 
 [Note: when a plan pays]
 A plan is made by a helper process, which takes seconds of a core and some hundred megabytes. Nobody knows how long a
-training will go on. So steps are planned once the budget has cost as much time as a plan does: waits for copies,
-replays, and the choice of what leaves. Whenever the training ends, at most twice the time is lost that the best choice
-in hindsight would have lost (the rule for renting or buying). A step that fits, or a short script, never starts a
+training will go on. So planning begins once the budget has cost as much time (waiting for copies, replays, choosing
+what leaves) as a plan costs. Whenever the training ends, it has then lost at most twice the time that the best choice
+in hindsight would have lost (the ski-rental rule). A training whose steps fit, or a short script, never starts a
 helper.
 
-Before that, some steps are timed that react. A program whose steps take longer than these did is given up: the steps of
-its kind react again, for good, and those of other shapes do not borrow it any more. So the default is never slower than
-reacting, but for the steps that show it.
+Before that, some reactive steps are timed. A program whose steps take longer is given up: steps of its kind stay
+reactive from then on, and steps of other shapes no longer borrow it. So the default is never slower than reacting,
+except in the steps that reveal a slow program.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Automatic:
         self.why_not = self._missing()
         self.has_begun = not self.why_not
         if self.why_not:
-            _logger.info("plan: none, %s: buffers leave and return reactively", self.why_not)
+            _logger.info("plan: none, because %s; buffers are evicted reactively", self.why_not)
         return self.has_begun
 
     def on_reacting_step(self, key: Key, time_s: float) -> None:
@@ -97,7 +97,7 @@ class Automatic:
             return False
         _logger.log(
             logging.DEBUG if self._has_given_up else logging.INFO,  # once, not for each kind of step
-            "plan: given up: followed steps took %.1f ms, steps that reacted %.1f",
+            "plan: given up, because followed steps took %.1f ms and reactive steps %.1f ms",
             median_s * 1e3,
             reacting_median_s * 1e3,
         )
@@ -113,8 +113,8 @@ class Automatic:
         needed_bytes = HELPER_BYTES + max(0, budget_bytes - self._room.usage.total_bytes)
         if free_bytes < needed_bytes:
             return (
-                f"{format_bytes(free_bytes)} of host memory are free, and the budget and a helper process may take "
-                f"{format_bytes(needed_bytes)}"
+                f"{format_bytes(free_bytes)} of host memory are free, but the rest of the budget and a helper process "
+                f"may need {format_bytes(needed_bytes)}"
             )
         return ""
 

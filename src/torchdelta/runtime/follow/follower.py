@@ -1,14 +1,14 @@
 """Carries programs out: at each save and each unpack of a step it does what is due there.
 
 [Note: decisions only]
-Following decides when buffers leave and return. How they do, and that nothing is lost, is the business of the same
-verbs that the reactive runtime uses: a buffer that the program did not bring back in time is brought back when it is
-unpacked, and `Room` evicts by its policy what the program left too much (counted as `num_unplanned`). A program that
-does not fit the step therefore costs time, never a wrong bit.
+Following decides when buffers leave and return. It uses the verbs of the reactive runtime, which ensure that nothing is
+lost: a buffer that the program did not bring back in time is brought back when it is unpacked, and if the program
+leaves too much on the device, `Room` evicts by its policy (counted as `num_unplanned`). A program that does not fit the
+step therefore costs time, but never changes a bit.
 
-Where a step saves something else than the program expects, another one takes over that agrees with the saves so far
-([Note: which program] in program.py): what leaves earlier in its schedule leaves then. If there is none, the policy
-does: what has left by then comes back when it is unpacked.
+If a step saves another tensor than the program expects, another program that agrees with the saves so far takes over
+([Note: which program] in program.py), and buffers that should have left earlier in its schedule leave at once. If there
+is none, the policy takes over, and buffers that have left come back when they are unpacked.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Follower:
         """Stop following a step that the budget cannot hold, and watch its backward from now on."""
         if self._running is not None:
             self._running.disprove(self.position.key)
-        self.leave("the budget cannot hold")
+        self.leave("the step does not fit the budget")
 
     # -- a step that is recorded in part
 

@@ -1,9 +1,9 @@
-"""A plan that the user gives, from a file or from Python: whether the traced step is the one that it was made for.
+"""A plan that the user gives, from a file or from Python, and the check that it fits the traced step.
 
-A plan names ops and buffers by their index in a trace, here in one that is numbered by use (`trace/numbering.py`). The
-step that a session has traced is that trace if it has as many ops and buffers, if the validator finds that every
-absence and replay fits it, and if the plan holds the session's budget there. The budget that the plan was made for does
-not matter, nor do tensors that the process holds beside the step but for their bytes.
+A plan names ops and buffers by their index in a trace that is numbered by use (`trace/numbering.py`). The plan is
+accepted for the step that the session has traced if the step has as many ops and buffers, if the validator finds that
+every absence and replay fits the step, and if the plan holds the session's budget there. The budget that the plan was
+made for does not matter. Of tensors that the step does not use, only the bytes matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The machine that steps are planned for: as this session has measured it."""
+"""The machine that steps are planned for, as measured by this session."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""Outlines: what the steps of a program do, and which of it has to be recorded.
+"""Outlines: which ops and saved tensors the steps of a program have, and which of these have to be recorded.
 
 [Note: recording in part]
-A program replays some ops; recording all others costs Python and is of no use. So one followed step is recorded as a
-whole to learn its outline: the sequence of its ops and saved tensors, which ops were replayed, which write to existing
-tensors, and what each one needs. It begins where the program first has something to do; by then it is known which
-step this is. Later steps are compared with it in C++ (native/gate.cpp, native/saved_hooks.cpp), and Python sees only
+A program replays some ops. Recording the others takes time in Python and is of no use. So one followed step is recorded
+as a whole to learn its outline: the sequence of its ops and saved tensors, which ops were replayed, which ops write to
+existing tensors, and what each op needs. The outline begins where the program first has something to do; by then it is
+known which kind of step this is. Later steps are compared with it in C++ (native/gate.cpp, native/saved_hooks.cpp), and
+Python sees only
 
-* the ops that were replayed in the learned step, and those that write what these or a saved tensor have read before,
-* the saved tensors that leave, and those at whose unpack something is due,
-* an op before which copies out have to end, since the budget has no room for it otherwise.
+* the ops that were replayed in the learned step, and the ops that overwrite an input of these or a saved tensor,
+* the saved tensors that leave, and the ones at whose unpack something is due,
+* each op that fits the budget only after copies out have ended.
 
-What is not recorded is like everything that a scope has not seen: a tensor without an op, which can be swapped and not
+A tensor whose op is not recorded is treated like any tensor from before the scope: it can be swapped but not
 recomputed. So correctness does not depend on the outline. If a step differs from it, recording resumes before the op
 that differs, and the policy carries out the rest of that step.
 """

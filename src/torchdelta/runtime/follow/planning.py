@@ -1,7 +1,8 @@
 """Has steps planned by a helper process while the training goes on (`planners/helper.py`).
 
 The helper is started with the first request, answers one request at a time, and is ended when it has been idle for a
-number of steps. If it fails, or gives no answer for long, no further step is planned: the training goes on unplanned.
+number of steps. If it fails, or does not answer for a long time, no further step is planned, and the training goes on
+without new plans.
 
 Traces and plans are files of one directory. This process removes it when it ends the helper; if this process is killed,
 the helper removes it.
@@ -138,7 +139,7 @@ class Planning:
             answer = msgspec.json.decode(line, type=Answer)
             plan = None if answer.error else read_plan(request.plan_path)
         except msgspec.MsgspecError as error:
-            raise self._given_up(f"its helper process answered nonsense: {error}") from None
+            raise self._given_up(f"its helper process gave an invalid answer: {error}") from None
         finally:
             _remove(request)
         if self._waiting:

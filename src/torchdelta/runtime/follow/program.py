@@ -2,14 +2,14 @@
 
 [Note: which program]
 A step is known by its saves. Two running hashes of them are compared with those of every program: the *exact* one
-(shape, dtype, op) and the *shape-free* one (number of dimensions, dtype, op). While the saves of a step agree exactly
-with a program, that one is followed. If several agree, the step is taken to be what the latest of them was; of the
-programs of one step, the one is followed that was made for the bytes in use at the start (the second micro-batch of an
-accumulation begins with gradients, the first one without). Where none agrees exactly, one that agrees but for the
-shapes is followed: of those, the smallest one whose saved bytes were at least those of this step, because a program
-that holds a longer sequence within the budget holds a shorter one, too; else the largest, whatever start it was made
-for. This serves until the step itself has been traced and planned. A kind of step whose programs were given up follows
-none, unless it saves what another kind does up to there.
+(shape, dtype, op) and the *shape-free* one (number of dimensions, dtype, op). A step follows a program while its saves
+agree exactly with those of the program. If the saves agree with programs of several kinds of steps, the most recent
+kind is assumed. Of several programs for one kind of step, the one made for the bytes in use at the start is followed
+(the second micro-batch of an accumulation begins with gradients, the first one without). If no program agrees exactly,
+the step borrows one that agrees in everything but the shapes: the smallest one whose saved bytes are at least those of
+this step, because a program that holds a longer sequence within the budget holds a shorter one, too; else the largest
+one, whatever start it was made for. The step borrows it until the step itself has been traced and planned. A kind of
+step whose programs were given up follows none, unless its saves so far are also those of another kind.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Program:
             del self.proofs[backward]
 
     def agrees(self, position: Position, *, exactly: bool) -> bool:
-        """Return whether the saves so far are those of the traced step, or those but for the shapes."""
+        """Return whether the saves so far equal those of the traced step, or differ from them only in their shapes."""
         hashes = self.schedule.exact_hashes if exactly else self.schedule.shape_free_hashes
         return _has_prefix(hashes, position, position.exact if exactly else position.shape_free)
 

@@ -1,8 +1,8 @@
-"""Has steps planned, judges the programs that carry them out, and has them planned again where they miss.
+"""Has steps planned, compares what their programs predicted with what was measured, and has steps planned again.
 
-The planner's inputs are measured: op times and bytes are those of the trace, links run as the tier's transfers did. It
-is asked for less than the budget: what no trace shows (memory outside of known storages) and half a percent are left
-out, and more where a program that was carried out needed room beyond its own.
+The planner's inputs are measured: op times and bytes come from the trace, and the speed of the links from the tier's
+transfers. The planner gets less than the budget: memory outside of known storages, which no trace shows, and half a
+percent are subtracted, and more if a program needed room beyond its plan when it was carried out.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Programs:
         if why:
             self._wanted.note_unplannable(key, 0)
             self.why_no_plan = why
-            warn_once(f"no plan is followed: {why}; buffers leave and return reactively")
+            warn_once(f"no plan is followed: {why}; buffers are evicted reactively")
             return
         usage = self.follower.room.usage
         usage.ask_counter(fresh=True)
@@ -233,7 +233,7 @@ class Programs:
             program.first_s = median_s
         elif abs(median_s / program.first_s - 1) > _DRIFT and program.num_retraces < _MAX_RETRACES:
             earlier_ms = program.first_s * 1e3
-            _logger.debug("steps take %.1f ms where they took %.1f: tracing one again", median_s * 1e3, earlier_ms)
+            _logger.debug("steps take %.1f ms, earlier %.1f ms: tracing one again", median_s * 1e3, earlier_ms)
             program.wants_trace = True
 
     def _go_on(self, automatic: Automatic) -> None:
@@ -250,7 +250,7 @@ class Programs:
                 self.cache.give_up(ended.key)
                 self._wanted.note_unplannable(ended.key, 0)
             program.lends = False
-            self.why_no_plan = "steps that followed their plan took longer than steps that reacted"
+            self.why_no_plan = "steps that followed their plan took longer than reactive steps"
 
     # -- plans
 
@@ -357,7 +357,7 @@ class Programs:
         except PlanError as error:
             self.why_no_plan = f"{given.name}: {error}"
             self.follower.is_on = False
-            warn_once(f"{given.name} is not followed: {error}; buffers leave and return reactively")
+            warn_once(f"{given.name} is not followed: {error}; buffers are evicted reactively")
             return
         answer = Answer(plain_time_s=math.fsum(op.time_s for op in trace.ops), peak_bytes=peak_bytes)
         program = Program(
@@ -373,9 +373,9 @@ class Programs:
         num_absences = len(given.plan.absences)
         if schedule.num_not_carried_out:
             warn_once(
-                f"{given.name}: {schedule.num_not_carried_out} of {num_absences} absences are not carried out, since "
-                "only what saved tensors do between forward and backward is: what they would have freed leaves "
-                "reactively"
+                f"{given.name}: {schedule.num_not_carried_out} of {num_absences} absences are not carried out, because "
+                "steps follow a plan only for saved tensors between forward and backward; for the rest, buffers are "
+                "evicted reactively"
             )
         _logger.info("plan: following %s: %d absences, peak %s", given.name, num_absences, format_bytes(peak_bytes))
 

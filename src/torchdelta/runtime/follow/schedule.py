@@ -1,12 +1,12 @@
-"""Turns a plan into what is due at each save and each unpack of a step: lists that are walked, nothing is searched.
+"""Turns a plan into lists of what is due at each save and each unpack of a step, so that a step searches nothing.
 
 [Note: moments]
 A plan's moments are ops of the trace. A followed step does not count ops: it reaches a moment at the first save or
 unpack that stood after it in the traced step, hence never earlier than planned where memory is taken (fetches,
 replays), and never later where a copy out starts. What is due at an unpack is done before that tensor is returned.
 
-A dropped buffer is let go at every one of its saves, and not only at the last: its storage lives on as long as the
-program holds it, so that this frees nothing too early, and one that is saved once more later is there anyway.
+A dropped buffer is released at each of its saves, not only at the last one. This frees nothing too early: the program
+holds the storage as long as it uses it, so a buffer that is saved again later is still resident then.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Schedule:
         due: By save: what is due when it is unpacked for the first time.
         planned_saves: Those of buffers that an action refers to, those in `evictions`, and those in `due`.
         first_planned: The first of them; -1 if there is none.
-        num_not_carried_out: Absences of the plan that have no moment here: of buffers that nobody saves, or in a gap
-            that does not lead from forward to backward.
+        num_not_carried_out: Absences of the plan that have no moment here, because their buffer is not saved, or
+            because they do not lead from forward to backward.
     """
 
     exact_hashes: tuple[int, ...]

@@ -35,7 +35,7 @@ def next_exact_hash(before: int, signature: Signature) -> int:
 
 
 def next_shape_free_hash(before: int, signature: Signature) -> int:
-    """Return the hash of all saves up to this one but for the lengths of their dimensions."""
+    """Return the hash of all saves up to this one, without the lengths of their dimensions."""
     shape, dtype, origin = signature
     return hash((before, len(shape), dtype, origin))
 

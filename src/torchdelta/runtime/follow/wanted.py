@@ -1,11 +1,11 @@
-"""Which steps are to be traced, because they have no program of their own.
+"""Decides which steps are traced, because they have no program of their own.
 
 [Note: when a step is traced]
 Tracing costs time, and only the end of a step tells which one it was. So steps are traced from their start on as long
-as one of the latest had no program of its own. The first save tells whether this may be such a step again, or a new
-one; if not, the trace is dropped there. After `MOST_FRUITLESS_TRACES` of steps that have programs, the missing one is
-not waited for any longer, until it is seen again. Each trace takes a token, and new tokens come slowly: a loop in which
-no two steps are alike is not traced for ever.
+as one of the latest had no program of its own. The first save tells whether the running step may be one of these or a
+new one; if not, its trace is dropped there. If `MOST_FRUITLESS_TRACES` traces turn out to be of steps that have
+programs, tracing stops until the step without a program is seen again. Each trace takes a token, and new tokens come
+slowly, so a loop in which no two steps are alike is not traced forever.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _is_lost(buffer: Buffer) -> bool:
 
 
 def _walk(targets: list[Buffer], known: Container[int]) -> Iterator[Buffer]:
-    """Yield all that buffers were made from, directly or not, but for those with an id in `known`."""
+    """Yield all buffers that these were made from, directly or not, except those with an id in `known`."""
     seen: set[int] = set()
     stack = list(targets)
     while stack:

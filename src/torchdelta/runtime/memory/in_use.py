@@ -1,4 +1,4 @@
-"""Which storages must stay for the moment: the arguments of the ops that run, and what a node of backward reads."""
+"""Tracks which storages must stay for now: arguments of running ops, and what the running backward node reads."""
 
 from __future__ import annotations
 

@@ -43,7 +43,10 @@ class Outage:
             return  # a copy that was in progress when the first one failed: the same outage
         if self.num_failures == 0:
             # As text: a logging handler that keeps records would keep the error, its frames and their storages alive.
-            _logger.warning("%s: for now what can be recomputed is recomputed, and the rest stays", str(error))
+            _logger.warning(
+                "%s: for now nothing is swapped: buffers are recomputed if possible, and the others stay on the device",
+                str(error),
+            )
         self.resume_at = clock + pause_ops(self.num_failures)
         self.num_failures += 1
 

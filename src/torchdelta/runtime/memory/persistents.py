@@ -11,13 +11,13 @@ and is read from the tier. Reading an alias in between would crash the process. 
   are brought back when they are unpacked, and stay until their node ends;
 - the methods by which a program reaches memory without an op are patched (record/readers.py). Where they give it an
   address that may outlive the call, the tensor stays from then on;
-- a storage never leaves whose Python object the program holds, whose memory something outside of torch shares, or, if
-  it is a gradient, which another tensor shares: the engine may be about to read that one;
-- what other threads read is not seen. Nothing leaves where torch.distributed is in use.
+- a storage never leaves if the program holds its Python object, or if something outside of torch shares its memory. Nor
+  does that of a gradient if another tensor shares it, because the engine may be about to read that tensor;
+- reads by other threads are not seen. Nothing leaves while torch.distributed is in use.
 
 A storage that was only read since it came back has a valid copy (`StorageRecord.spare`), and leaves without a transfer.
-Writes that no op shows (the engine's accumulation, hooks) end that copy, as far as they are looked for: only while
-something is away or was in the last step. So after a step in which nothing left, all these copies are given up.
+Some writes are not ops (the engine's accumulation, hooks). They invalidate the copy, but are looked for only if
+something is away now or was in the last step. So after a step in which nothing left, all these copies are given up.
 """
 
 from __future__ import annotations

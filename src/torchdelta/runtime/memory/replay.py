@@ -112,8 +112,8 @@ class Replayer:
             if buffer.op is None:
                 msg = (
                     f"{buffer.origin or 'a tensor'} of {buffer.size_bytes} bytes is needed to recompute a saved "
-                    "tensor, but was overwritten by code that is not recorded: keep the scope open around the whole "
-                    "loop"
+                    "tensor, but was overwritten by code that is not recorded: keep the MemoryBudget open around the "
+                    "whole loop"
                 )
                 raise SavedTensorError(msg)
             stack.append((buffer, True))
@@ -267,7 +267,7 @@ def _check_version(buffer: Buffer) -> None:
         msg = (
             f"a tensor of {buffer.size_bytes} bytes is needed to recompute a saved tensor, but was changed in place by "
             f"code that is not recorded (version {version_of(buffer.witness)}, recorded {buffer.witness_version}): "
-            "keep the scope open around the whole loop"
+            "keep the MemoryBudget open around the whole loop"
         )
         raise ReplayError(msg)
 

@@ -79,7 +79,7 @@ class Restorer:
         if buffer.op is None:
             msg = (
                 f"the content of a saved {_name(buffer)} is lost, because code that is not recorded overwrote it: "
-                "keep the scope open around the whole loop"
+                "keep the MemoryBudget open around the whole loop"
             )
             raise SavedTensorError(msg)
         return self.replayer.recompute(buffer)

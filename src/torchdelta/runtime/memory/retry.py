@@ -77,7 +77,7 @@ def _has_made_room(facts: OpFacts, room: Room) -> bool:
     if freed_bytes + evicted_bytes <= 0:
         return False
     _logger.warning(
-        "%s ran out of memory below the budget: %s were evicted, %s were garbage, and it is retried%s",
+        "%s ran out of memory below the budget: it is retried after evicting %s and collecting %s of garbage%s",
         facts.name,
         format_bytes(evicted_bytes),
         format_bytes(freed_bytes),

@@ -1,4 +1,4 @@
-"""The default: DELTA's filter and director, with one unit of time, and with missing sources charged.
+"""The default policy: DELTA's filter and director, in one unit of time, and counting the replay of missing sources.
 
 Score = seconds of the cheaper way back / (bytes x staleness); the lowest score is evicted first. The ways back are to
 recompute the buffer and all its missing sources, or to copy it out and back. Known weaknesses: transfer time is charged

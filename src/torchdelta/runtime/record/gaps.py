@@ -1,9 +1,9 @@
 """Measures what a backward allocates where no dispatch mode is on: between its nodes, and in mode-sensitive ones.
 
-Between two nodes (a *gap*) the engine accumulates gradients out of place, clones a leaf's first gradient where it
-cannot be stolen (an expanded one, or one that another node reads as well), and runs the user's tensor hooks. What these
-allocate is unknown at first. Where the allocator is counted, the growth in each gap is measured, and from the next
-backward on room for it is made after the node before the gap. Reading an accelerator's counter is expensive
+Between two nodes (a *gap*) the engine accumulates gradients out of place, clones a leaf's first gradient if it cannot
+take it over (because it is expanded, or because another node reads it as well), and runs the user's tensor hooks. What
+these allocate is unknown at first. Where the allocator is counted, the growth in each gap is measured, and from the
+next backward on room for it is made after the node before the gap. Reading an accelerator's counter is expensive
 (device/counter.py), so there only the first few backwards are measured.
 
 The key of a gap is the number of nodes, its position, the name of the node before it, and whether a leaf of that node

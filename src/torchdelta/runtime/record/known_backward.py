@@ -18,12 +18,12 @@ __all__ = ["KnownBackward", "KnownBackwards", "roots_of"]
 
 
 class KnownBackward:
-    """A backward of a followed step that ran unwatched: what tells that another one is the same.
+    """An unwatched backward of a followed step: what identifies another backward as the same.
 
     Args:
         graph: Its graph.
         has_no_gradient: By leaf: whether it had no gradient at the start.
-        name: What the proofs of its program know it by.
+        name: The name under which its program keeps the proof for it.
         num_needs: How many op needs were known.
     """
 

@@ -1,4 +1,4 @@
-"""Autograd nodes whose backward differs under a Python dispatch mode, so that none is pushed there.
+"""Autograd nodes whose backward differs under a Python dispatch mode: they run without the recorder.
 
 Their derivative formulas branch on `areAnyTensorSubclassLike` (ATen/TensorSubclassLikeUtils.h), which is true whenever
 a dispatch mode is on: some give other bits, some skip a check. tests/same_bits/test_mode_sensitivity.py runs the

@@ -1,15 +1,15 @@
-"""Records of a followed step only what its program replays or moves: see [Note: recording in part] in outline.py.
+"""Records only what a followed step's program replays or moves. See [Note: recording in part] in outline.py.
 
 While this is on, the recorder is off the thread's stack, and the gate (native/gate.py) gives it the ops. A step has
 these phases:
 
 1. From its start on, every op is recorded, as in any followed step.
-2. At the first saved tensor at which its program acts, what comes next is known. A program without an outline
-   learns it from here on. With an outline, only what that names is recorded; where the step differs, or the budget
-   has no room, recording resumes before the op that differs.
-3. Its backward runs as that of any followed step.
-4. After that, nothing is recorded until the optimizer has stepped, if steps have been alike for a while. The tape is
-   cut, so no replay can read what is written meanwhile.
+2. At the first saved tensor at which its program acts, what comes next is known. A program without an outline learns it
+   from here on. With an outline, only the ops and tensors that it names are recorded. If the step differs or the budget
+   has no room, recording resumes before the op in question.
+3. The backward runs like that of any followed step.
+4. If the latest steps were alike, nothing is recorded from then until the optimizer has stepped. The tape is cut, so no
+   replay can read a tensor that is written in between.
 
 This needs the counter at the allocator and the native hooks; without them followed steps are recorded as a whole.
 """

@@ -1,7 +1,7 @@
-"""Pauses recording in steps that are known to fit: they run as without a budget, but for light saved-tensor hooks.
+"""Pauses recording in steps that are known to fit: only light saved-tensor hooks remain.
 
 [Note: steps that are not recorded]
-Recording costs Python for every op, and is of use only where something has to leave. If two steps after another evicted
+Recording runs Python for every op, and is of use only if something has to leave. If two consecutive steps evicted
 nothing, saved tensors of the same sizes in the same order, had the same peaks, and left a tenth of the budget free, the
 next ones are expected to fit as well. The dispatch mode is then taken off the thread. Four things guard the budget:
 
@@ -9,16 +9,17 @@ next ones are expected to fit as well. The dispatch mode is then taken off the t
   resumes recording before the next op: a larger batch is noticed at its first saved tensor.
 * The counter at the allocator has a limit, 2 % above the highest forward or, from the backward on, above the highest
   step. Passing it calls `Pause.on_limit` between two instructions of Python, and recording resumes before the next op.
-  Outside of backwards, an allocation that would pass the budget itself is refused with torch's own error for that. In a
-  backward it is not: its forward was that of the recorded steps, so it has to be something that they did not do.
+  Outside of backwards, an allocation that would exceed the budget itself is refused with torch's own error. In a
+  backward nothing is refused: its forward was the same as in the recorded steps, so only a backward that does something
+  else can need more.
 * A backward starts unrecorded only if it starts with no more bytes than the recorded ones did.
 * Saved tensors go through native hooks (native/saved_hooks.cpp). When recording resumes, what was saved so far becomes
   known like any other saved tensor, so it can be swapped out. It cannot be recomputed: its ops were not recorded.
 
 After each time that recording had to resume, eight times as many steps must be alike before the next pause: where the
-lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators, whose allocator calls
-nobody, on threads other than the main one, where `on_limit` would not run, with tensor subclasses, compiled regions,
-transforms or persistent tensors that leave, and while a step is traced or follows a plan.
+lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators (their allocator cannot
+call back), on threads other than the main one (`on_limit` would not run there), with tensor subclasses, compiled
+regions, transforms or persistent tensors that leave, and while a step is traced or follows a plan.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ them back, a checkpoint would take as much memory as everything together. So ins
 tells its true size, and comes back when it is written.
 
 [Note: readers on other threads]
-Another thread cannot bring anything back, because the ledger belongs to the scope's thread. Reading what has left is an
-error there, as far as it is seen: an op of another thread is not.
+Another thread cannot bring anything back, because the ledger belongs to the scope's thread. So the patched methods
+raise an error there for a tensor that has left. Ops of another thread are not seen.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 [Note: gradients of other threads]
 The engine replaces a leaf's `.grad` without holding the GIL, and `p.grad = None` releases the GIL midway: reading the
 gradient of another thread's parameter at that moment crashes the process. So gradients are read only while every other
-thread waits inside the standard library, or runs code of installed packages other than torch, or of this package, whose
-copy threads set no gradients. A thread that trains has torch or the user's program on its stack (a sleeping thread of
-the program looks the same). The read is one C call that keeps the GIL; between checking the threads and that call a
+thread waits inside the standard library, or runs code of this package (its copy threads set no gradients) or of an
+installed package other than torch. A thread that trains has torch or the user's program on its stack (a sleeping thread
+of the program looks the same). The read is one C call that keeps the GIL; between checking the threads and that call a
 switch is still possible, for a few instructions. Gradients that are not read count from their first use on, which is
 logged.
 

@@ -162,7 +162,7 @@ def _loss_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
 
 
 def _is_nested(value: Any) -> bool:
-    """Return whether a value is a nested tensor, which says that it is strided, and has no strides."""
+    """Return whether a value is a nested tensor: its layout is strided, but it has no strides."""
     return isinstance(value, torch.Tensor) and value.is_nested
 
 

@@ -2,9 +2,9 @@
 
 A step is one forward, one backward and, if there is one, an optimizer step. It ends after `optimizer.step()`. In a loop
 without `torch.optim`, or between the micro-batches of gradient accumulation, it ends when the next forward saves its
-first tensor after a backward that freed its graph. After a backward that kept it (`retain_graph`), it ends so once a
-parameter was written or no saved tensor is left: until then the graph may have another backward in the same step.
-Evaluation saves nothing and is not a step, and neither is what the budget refused.
+first tensor after a backward that freed its graph. After a backward that kept the graph (`retain_graph`), it ends in
+this way only once a parameter was written or no saved tensor is left: until then the graph may have another backward in
+the same step. Evaluation saves nothing and is not a step. A step that the budget refused is not counted either.
 """
 
 from __future__ import annotations

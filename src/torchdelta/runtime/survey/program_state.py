@@ -1,4 +1,4 @@
-"""What the program can reassign while a survey runs, so that it is afterwards as it was before.
+"""Restores, after a survey, what the program has reassigned while the survey ran.
 
 [Note: what a survey restores]
 The user's code runs in a survey as in a step: it assigns fake tensors to attributes, buffers, `.data` and `.grad`, and
@@ -7,12 +7,12 @@ begins, references to the present values are kept, and when it ends:
 
 - a dict, list, deque or set below a module, an optimizer or a GradScaler that has received a tensor of the survey gets
   its earlier contents (of the attributes of a module, only those that are such tensors). Other changes stay, because
-  a `finally` of the program may have made them, which would have run after an out-of-memory error too.
+  they may come from a `finally` of the program, which would have run after an out-of-memory error, too.
 - every `.grad` is what it was.
-- every `.data` is what it was, or what it was when the backward began if that is real: until then the program may have
-  exchanged tensors for a part of its forward, and exchanged them back.
+- every `.data` is what it was when the backward began, if that is a real tensor; else what it was before the survey.
+  Until the backward the program may have exchanged tensors for a part of its forward and back again.
 
-The rest is not known here (a fake tensor in a global variable): any op on it raises `RuntimeError`, see
+Fake tensors in other places (a global variable) are not found: any op on them raises `RuntimeError`, see
 `FakeModeForOnce`.
 
 The values are kept by aliases. A storage that only its alias keeps alive is counted as freed: in a real step it is.

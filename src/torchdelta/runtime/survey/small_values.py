@@ -1,12 +1,13 @@
 """Small whole numbers that a survey computes for real, because programs read them.
 
 [Note: small values in a survey]
-Where what exists already is more than the budget, the survey begins at the first op, often one of a data loader: the
-order of its rows (`randperm(...).tolist()`), a seed, the number of labels in a batch. A fake tensor has no values to
-read, so the survey would end there, before it has seen the step. Ops whose arguments are all real, and whose results
-are whole numbers or booleans, are therefore run for real, up to a mebibyte in a survey. They are not differentiable,
-so nothing of a graph is among them. What the survey has left unwritten is not read. When it ends, generators
-have the states from before it: in plain torch nothing would have drawn from them after the error.
+If the tensors that exist at the start already exceed the budget, the survey begins at the first op. This is often an op
+of a data loader that computes the order of rows (`randperm(...).tolist()`), a seed, or the number of labels in a batch.
+A fake tensor has no values to read, so the survey would end there, before it has seen the step. Ops whose arguments are
+all real, and whose results are whole numbers or booleans, are therefore run for real, up to a mebibyte in a survey.
+Such results are not differentiable, so none belongs to an autograd graph. A tensor whose write the survey skipped is
+out of date and is never read. When the survey ends, the states of generators are restored: in plain torch nothing would
+have drawn from them after the error.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def trace_of_events(
         found = find_iteration(signatures([(event.op, event.id, event.size_bytes) for event in events]))
         if found is None:
             raise TraceFileError(
-                f"{source}: no iteration in {len(events)} events: none comes {MIN_REPEATS} times in a row; "
-                f"log more steps, or take the whole log as one"
+                f"{source}: no iteration in {len(events)} events: nothing repeats {MIN_REPEATS} times in a "
+                f"row; log more steps, or take the whole log as one step"
             )
         loads = _loads(events)
         first = _first_event(events, found, loads)

@@ -59,11 +59,11 @@ def trace_of_profile(profile: Profile, *, source: str) -> Trace:
     """
     if not profile.allocations:
         raise TraceFileError(
-            f"{source}: the profile says nothing of the device's memory: record it with profile_memory=True; its op "
-            f"times can be used without: torchdelta trace MODULE:FUNCTION --profile {source}"
+            f"{source}: the profile has no allocations of the device: record it with profile_memory=True, or use only "
+            f"its op times: torchdelta trace MODULE:FUNCTION --profile {source}"
         )
     if sum(abs(one.size_bytes) for one in profile.allocations) > MAX_BYTES:
-        raise TraceFileError(f"{source}: its allocations come to more than can be added up: the profile is damaged")
+        raise TraceFileError(f"{source}: the sum of its allocations is too large: the profile is damaged")
     step = _Builder(profile).trace(source)
     try:
         validate(step)

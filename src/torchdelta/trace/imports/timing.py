@@ -85,8 +85,8 @@ def with_measured_times(
     )
     if match.share < MIN_SHARE:
         raise TraceError(
-            f"{source} shows {match.share:.0%} of this step's time, {match.num_ops} of its {len(priced.ops)} ops by "
-            f"name and shapes: it is of another model or batch size, or was recorded without record_shapes=True"
+            f"{source} covers only {match.share:.0%} of this step's time, {match.num_ops} of its {len(priced.ops)} ops "
+            f"by name and shapes: it was recorded with another model or batch size, or without record_shapes=True"
         )
     ops = tuple(
         replace(

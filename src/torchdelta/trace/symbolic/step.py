@@ -267,7 +267,9 @@ def _checked(built: Any, name: str) -> tuple[nn.Module, Any, Callable[[nn.Module
         if not isinstance(tensor, FakeTensor) and tensor.untyped_storage().nbytes():
             raise TraceError(f"{name}: {where} is a real tensor: build model and inputs inside of the function")
         if tensor.device.type != "cpu":
-            raise TraceError(f"{name}: {where} is on {tensor.device}: build on CPU, the trace's device is an option")
+            raise TraceError(
+                f"{name}: {where} is on {tensor.device}: build on CPU; an option chooses the device of the trace"
+            )
     return model, inputs, step
 
 
