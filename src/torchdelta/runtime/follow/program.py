@@ -114,6 +114,7 @@ class Program:
         unseen_bytes: Memory outside of known storages when the step was traced.
         num_plans: How often the step was planned.
         num_misses: Steps that passed the budget or needed room beyond the program, since it was made.
+        has_held: Whether the latest of these steps kept to the budget without room made beyond the program.
         num_followed: Steps that it carried out to their ends.
         num_retraces: How often it was traced again.
         wants_trace: Whether it is to be traced once more.
@@ -136,6 +137,7 @@ class Program:
     num_retraces: int = 0
     proofs: dict[tuple[Key, int], Proof] = field(default_factory=dict)
     num_misses: int = 0
+    has_held: bool = False
     num_followed: int = 0
     wants_trace: bool = False
     step_times_s: list[float] = field(default_factory=list)

@@ -189,6 +189,7 @@ class Programs:
                     self._judge_time(program, time_s)
                 if program.num_followed > 1:
                     self._compare_time(program, ended, time_s)
+        self.follower.room.unplanned_bytes = 0
         self._is_traced = False
         if self.automatic is not None and self.planning is not None:
             self._go_on(self.automatic)
@@ -209,7 +210,8 @@ class Programs:
 
     def _judge(self, program: Program, key: Key, peak_bytes: int, num_unplanned: int, *, is_own: bool) -> None:
         """Watch the backward of a program that did not hold the budget; plan it with less the second time."""
-        if not num_unplanned and peak_bytes <= self.budget_bytes:
+        program.has_held = not num_unplanned and peak_bytes <= self.budget_bytes
+        if program.has_held:
             if program.num_followed > 1:
                 program.step = None  # it will not be planned again from this trace
             return
@@ -218,7 +220,7 @@ class Programs:
             return
         program.num_misses += 1
         if program.num_misses == _MISSES_ALLOWED + 1:
-            over_bytes = max(0, peak_bytes - self.budget_bytes)
+            over_bytes = max(0, peak_bytes - self.budget_bytes, self.follower.room.unplanned_bytes)
             program.margin_bytes += over_bytes + int(self.budget_bytes * _LARGER_MARGIN_SHARE)
             self._ask_again(program)
 

@@ -91,6 +91,7 @@ class Room:
         self.is_followed = False  # a program is carried out: only its misses are made up for here
         self.is_optional = False  # what room is made for now can wait: see `NoRoomError`
         self.num_waits = 0  # times that a followed step waited here
+        self.unplanned_bytes = 0  # the most for which room was made beyond a program, since this was last set to 0
         self.find_more: Callable[[], bool] | None = None  # makes more buffers known that may leave
         self.digests = False  # verify="first-step": hash buffers when they are dropped
         self.largest_request_bytes = 0
@@ -197,6 +198,7 @@ class Room:
             if usage.live_bytes <= target_bytes:
                 return
             self.counters.num_unplanned += 1
+            self.unplanned_bytes = max(self.unplanned_bytes, usage.live_bytes - target_bytes)
         for attempt in range(2):
             if attempt or not self._ranking or self.ledger.clock - self._ranked_at > RANKING_LIFE_OPS:
                 self._ranking = self.policy.rank(self._candidates(), self.costs)

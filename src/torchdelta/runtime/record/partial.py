@@ -208,7 +208,8 @@ class PartialRecording:
     def _on_first_planned(self, program: Program) -> None:
         """Learn or use the outline of a program: the first saved tensor at which it acts is being saved."""
         gate, hooks = self._parts()
-        if self._phase is not _Phase.WHOLE or program.num_others >= _MOST_OTHERS or not self._is_quiet():
+        is_off = self._phase is not _Phase.WHOLE or program.num_others >= _MOST_OTHERS
+        if is_off or not program.has_held or not self._is_quiet():  # to make room beyond it, all buffers must be known
             return
         self._program = program
         self._known.begin()
