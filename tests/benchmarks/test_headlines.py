@@ -104,5 +104,7 @@ def test_a_row_stands_for_each_run():
     }
     first, second = command.rows_of("model", "x2", measured)
     assert first[2:] == ["2.50", "reactive", "0.9000", "yes", "1.500", "2.000 (1.10)", "1.200"]
-    assert second[4] == "does not train"
+    assert second[4] == "no plan"
+    measured["followed"] = {"error": "no", "least_budget_bytes": 120}
+    assert command.rows_of("model", "x2", measured)[1][4] == "does not train"
     assert len(first) == len(second) == len(command.HEADER)

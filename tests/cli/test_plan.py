@@ -212,7 +212,7 @@ def test_an_empty_trace_is_refused(tmp_path):
         ((*ON, "--class", "save", "--memory-budget", "1GiB"), "unknown class 'save': did you mean saved?", 2),
         ((*ON, "--class", "most", "--memory-budget", "1GiB"), "unknown class 'most': use saved, extended or all", 2),
         ((*KNAPSACK, "--class", "all", "--memory-budget", "1GiB"), "does not plan in the class 'all': use 'saved'", 2),
-        ((*ON, "--planner", "torchdelta-all", "--memory-budget", "1GiB"), "use --class all", 2),
+        ((*ON, "--planner", "torchdelta-all", "--memory-budget", "1GiB"), "with --class all", 2),
         ((*KNAPSACK, "--memory-budget", "1.5"), "is ambiguous", 2),
         ((*KNAPSACK, "--memory-budget", "8 potatoes"), "potatoes", 2),
     ],

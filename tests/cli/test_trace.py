@@ -130,7 +130,7 @@ REFUSED = {
     "a profile alone": (["models:linear", "--profile", "models.py"], "--profile needs --machine"),
     "a profile of a log": (
         ["log.jsonl", "--profile", "models.py", "--machine", "t4"],
-        "name MODULE:FUNCTION beside it",
+        "name the MODULE:FUNCTION to trace as well",
     ),
     "no profile": (["models:linear", "--profile", "models.py", "--machine", "t4"], "models.py: not a profile of"),
     "no log": (["missing.jsonl"], "cannot read 'missing.jsonl': there is no such file"),

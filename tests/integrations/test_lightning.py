@@ -170,7 +170,8 @@ def assert_pressed(callback: MemoryBudgetCallback) -> None:
 )
 def test_automatic_optimization_has_the_same_bits(options: dict[str, Any]) -> None:
     """With a validation in inference mode before and after the epoch; accumulated, clipped, in mixed precision."""
-    callback = tight(Classifier, 0.7, **options)
+    # Without instructions for half precision, the backward of a convolution takes more than a third of the peak itself.
+    callback = tight(Classifier, 0.8 if options.get("precision") else 0.7, **options)
     assert_equal(fit(Classifier, callback, **options), fit(Classifier, **options))
     assert_pressed(callback)
 

@@ -46,7 +46,7 @@ def test_a_planner_names_its_classes():
 @pytest.mark.parametrize("decision_class", ["extended", "all"])
 def test_a_former_name_is_told_its_option(decision_class):
     """What was a planner of its own is a class of the default planner."""
-    with pytest.raises(PlanError, match=f"use --class {decision_class} "):
+    with pytest.raises(PlanError, match=f"with --class {decision_class} "):
         planners.get(f"torchdelta-{decision_class}")
 
 
