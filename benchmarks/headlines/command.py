@@ -109,6 +109,9 @@ def check_runs(outcome: Outcome, name: str, measured: Data) -> None:
             continue
         share = found["peak_bytes"] / measured["limit_bytes"]
         outcome.check(f"{name} {run_name}: peak", f"{share:.4f} of the limit", passed=share <= 1)
+        of_largest = found["sample_s"] / measured["plain_largest"]["sample_s"]
+        detail = f"{of_largest:.2f} of plain's at its largest batch"
+        outcome.check(f"{name} {run_name}: time per sample", detail, passed=True, required=False)
         detail = f"{found['num_steps']} steps, batch {measured['batch_size']}"
         outcome.check(f"{name} {run_name}: plain's losses, bit for bit", detail, passed=found["same_losses"])
 

@@ -72,7 +72,8 @@ def test_the_search_ends_at_the_largest_batch(monkeypatch: pytest.MonkeyPatch):
 def test_wrong_losses_and_high_peaks_fail():
     """Each is a check of its own; a run that does not train fails as such."""
     good = {"peak_bytes": 90, "same_losses": True, "num_steps": 4, "sample_s": 1.0}
-    measured = {"limit_bytes": 100, "batch_size": 8, "reactive": good, "followed": good}
+    plain = {"sample_s": 0.5}
+    measured = {"limit_bytes": 100, "batch_size": 8, "plain_largest": plain, "reactive": good, "followed": good}
     assert outcome_of(measured) == []
     assert outcome_of({**measured, "followed": {**good, "peak_bytes": 101}}) == ["followed: peak"]
     assert outcome_of({**measured, "reactive": {**good, "same_losses": False}}) == [
