@@ -124,6 +124,39 @@ def test_steps_of_other_sizes_keep_bits_and_budget() -> None:
     assert follow.slowdown == follow.time_s / follow.plain_time_s
 
 
+@pytest.mark.parametrize("planner", ["torchdelta", "delta-2024"])
+def test_what_the_program_itself_holds_is_planned_for(planner: str) -> None:
+    """A sequence holds the output of a part until the next one has ended: what leaves before frees nothing yet.
+
+    No trace shows that. A program that needed room beyond itself is planned again with as much less.
+    """
+    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*parts)
+    x = torch.randn(NUM_ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()
+    with running(UNLIMITED) as (memory_budget, _):
+        step()
+        step()
+    budget = int(0.8 * memory_budget.summary().peak_bytes)
+    num_unplanned: list[int] = []
+    with running(budget, planner=planner, tier="memory") as (memory_budget, session):
+        for _ in range(14):
+            step()
+            session.programs.wait(WAIT_S)
+            num_unplanned.append(session.counters.num_unplanned)
+    assert session.follower.num_followed_steps >= 6
+    assert num_unplanned[-1] == num_unplanned[-4]
+    assert all(one.peak_bytes <= budget for one in memory_budget.summary().steps[1:])
+
+
 def test_an_exception_in_mid_step_ends_the_following_of_that_step() -> None:
     """The next step saves its tensors anew; what the broken one left behind changes nothing."""
     model = _network()
