@@ -186,6 +186,22 @@ def test_first_runs_take_no_more_than_was_foreseen(name: str, loss: Callable[[to
     assert not watching.over
 
 
+@pytest.mark.parametrize(
+    ("other", "expected_bytes"),
+    [
+        (torch.ones(16, dtype=torch.bool), 16 * 4),
+        (torch.ones(16, dtype=torch.float64), 16 * 8),
+        (torch.tensor(2.0, dtype=torch.float64), 0),
+        (torch.ones(16), 0),
+        (torch.ones(16).to(torch.float8_e4m3fn), 0),
+    ],
+    ids=["bool", "double", "number", "same", "no common dtype"],
+)
+def test_tensors_of_another_dtype_are_converted(other: torch.Tensor, expected_bytes: int) -> None:
+    """To the common dtype; a number does not change it, and where there is none the op itself raises."""
+    assert possible_bytes(facts_of(aten.mul.Tensor), (torch.ones(16), other), 64) == expected_bytes
+
+
 def test_an_expanded_gradient_may_be_copied() -> None:
     """The gradient of a sum is one number seen many times: kernels that need it dense copy it."""
     facts = facts_of(aten.gelu_backward.default)

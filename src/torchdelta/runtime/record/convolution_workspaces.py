@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["possible_convolution_bytes", "reordered_bytes"]
 
 _PICTURE_DIM: Final = 4
-_TRANSPOSED: Final = {
-    "convolution": 6,
-    "_convolution": 6,
-    "convolution_backward": 7,
-}  # the position of the argument that says so
+_TRANSPOSED_POSITION: Final = 6  # of the argument of `convolution` and `_convolution`
 _LEAST_CHANNELS: Final = 8  # oneDNN's layouts have a multiple of 8 or 16 channels: matters where there are few
 _SCRATCH_BYTES: Final = 72 * 1024  # oneDNN's scratch memory for a convolution of a few elements was 2 to 68 KiB
 # The backward of a convolution over inputs with fewer rows than its kernel covers copies the weight for each thread:
@@ -71,8 +67,8 @@ def possible_convolution_bytes(
     if not is_backward:
         num_outputs = max(1, weight.shape[0])
         most_bytes += output_bytes * max(1, _LEAST_CHANNELS // num_outputs)
-    position = _TRANSPOSED.get(facts.base_name)
-    if is_backward or (position is not None and len(args) > position and args[position]):
+    takes_transposed = facts.base_name in {"convolution", "_convolution"}
+    if is_backward or (takes_transposed and args[_TRANSPOSED_POSITION]):
         most_bytes *= 2  # a dense copy of the gradient, and the input's gradient in both layouts
     if is_backward and x.dim() == _PICTURE_DIM and (weight.shape[2] - 1) * args[6][0] >= x.shape[2]:
         most_bytes += _FEW_ROWS_COPIES * torch.get_num_threads() * _size_bytes(weight)

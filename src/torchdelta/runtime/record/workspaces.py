@@ -15,31 +15,16 @@ import torch
 from torchdelta.runtime.record.convolution_workspaces import possible_convolution_bytes, reordered_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchdelta.aten.facts import OpFacts
 
 __all__ = ["copied_matrix_bytes", "estimated_bytes", "possible_bytes"]
 
 _FLOAT_BYTES: Final = 4  # of float32, in which sums of smaller dtypes are computed
 _ONEDNN_BYTES: Final = 72 * 1024  # scratch memory
-_ATTENTION: Final = frozenset(
-    {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
-)
-_QUERY_BLOCK: Final = 256
 _KEY_BLOCK: Final = 512
-_UPSAMPLING: Final = frozenset({"upsample_nearest2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa"})
-# Kernels that copy what is not contiguous. Measured (torch 2.13); of others it is not known.
-_MAKING_CONTIGUOUS: Final = frozenset(
-    {
-        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
-        *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
-        *("avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices_backward", "index_select"),
-        *("pixel_shuffle", "pixel_unshuffle"),
-    }
-)
-_COLUMNS: Final = frozenset({"im2col", "col2im"})
-_INDEXING: Final = frozenset({"index", "index_put", "_index_put_impl_"})
-_INDEX_BYTES: Final = 8
-_PROMOTING: Final = frozenset({"add", "sub", "mul", "div"})
+_INDEX_BYTES: Final = 8  # of int64
 _PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear"})
 _NO_REDUCTION, _MEAN = 0, 1
 # Losses that are computed for each element in a buffer of its own, and then reduced: the element-sized buffers that
@@ -88,64 +73,112 @@ def possible_bytes(facts: OpFacts, args: tuple[Any, ...], output_bytes: int) -> 
         return _ONEDNN_BYTES + 2 * (output_bytes + sum(map(_size_bytes, tensors)))
     if name == "mean" and _is_half(tensors[0]):
         return tensors[0].numel() * _FLOAT_BYTES
-    if name in _ATTENTION:
-        return _attention_bytes(args, is_backward=name.endswith("_backward")) + _copied_bytes(tensors)
-    if name in _UPSAMPLING:
-        return _size_bytes(tensors[0]) + output_bytes  # both in channels-last
-    if name == "_safe_softmax":
-        return tensors[0].numel() + tensors[0].numel() // max(1, tensors[0].shape[-1])  # where all is masked
-    if name in _INDEXING:
-        return _mask_bytes(args)
-    if name in _PROMOTING:
-        return _promoted_bytes(tensors)
-    if name in _COLUMNS:
-        return _size_bytes(tensors[0]) + _copied_bytes(tensors)
-    if name == "sum" and not tensors[0].is_floating_point() and not tensors[0].is_complex():
-        return tensors[0].numel() * _INDEX_BYTES  # whole numbers are added as int64
-    if name in {"bmm", "baddbmm"}:
-        return _copied_bytes(tensors) + sum(_size_bytes(tensor) // max(1, tensor.shape[0]) for tensor in tensors)
-    if name == "logsumexp":
-        return _size_bytes(tensors[0])
-    if name in _MAKING_CONTIGUOUS:
-        return _copied_bytes(tensors)
+    estimate = _POSSIBLE.get(name)
+    if estimate is not None:
+        return estimate(tensors, args, output_bytes)
     if name.endswith(("_backward", "_backward_data")):
         return sum(_size_bytes(tensor) for tensor in tensors if tensor.layout is torch.strided and 0 in tensor.stride())
     return 0
 
 
-def _copied_bytes(tensors: list[torch.Tensor]) -> int:
+def _copied(tensors: list[torch.Tensor], _args: Any = (), _output_bytes: int = 0) -> int:
     """Return the bytes of contiguous copies of what is not contiguous."""
     return sum(
         _size_bytes(tensor) for tensor in tensors if tensor.layout is torch.strided and not tensor.is_contiguous()
     )
 
 
-def _promoted_bytes(tensors: list[torch.Tensor]) -> int:
-    """Return the bytes of tensors that kernels on CPU first copy to the common dtype."""
+def _one_copied(tensors: list[torch.Tensor], args: Any, output_bytes: int) -> int:
+    """Return the bytes of the first tensor, which is copied in any case, and of other contiguous copies."""
+    return _size_bytes(tensors[0]) + _copied(tensors, args, output_bytes)
+
+
+def _in_channels_last(tensors: list[torch.Tensor], _args: Any, output_bytes: int) -> int:
+    """Return the bytes of the input and of the output in channels-last."""
+    return _size_bytes(tensors[0]) + output_bytes
+
+
+def _masked_rows(tensors: list[torch.Tensor], _args: Any, _output_bytes: int) -> int:
+    """Return the bytes of the booleans with which a softmax finds rows that are masked out: by element, and by row."""
+    x = tensors[0]
+    return x.numel() + x.numel() // max(1, x.shape[-1] if x.dim() else 1)
+
+
+def _products_of_a_batch(tensors: list[torch.Tensor], args: Any, output_bytes: int) -> int:
+    """Return the bytes of contiguous copies, and of one matrix of each operand."""
+    matrices_bytes = sum(_size_bytes(tensor) // max(1, tensor.shape[0]) for tensor in tensors if tensor.dim())
+    return _copied(tensors, args, output_bytes) + matrices_bytes
+
+
+def _whole_numbers(tensors: list[torch.Tensor], _args: Any, _output_bytes: int) -> int:
+    """Return the bytes of whole numbers as int64, in which they are added up."""
+    x = tensors[0]
+    return 0 if x.is_floating_point() or x.is_complex() else x.numel() * _INDEX_BYTES
+
+
+def _converted(tensors: list[torch.Tensor], _args: Any, _output_bytes: int) -> int:
+    """Return the bytes of tensors that kernels on CPU first convert to the common dtype."""
+    tensors = [tensor for tensor in tensors if tensor.dim()] or tensors  # numbers do not change the dtype of tensors
     dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    try:
+        for tensor in tensors[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    except RuntimeError:
+        return 0  # the op will raise its own error
     return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)
 
 
-def _mask_bytes(args: tuple[Any, ...]) -> int:
-    """Return what the positions of the masks among some indices take, if nothing is masked out."""
+def _positions_of_masks(_tensors: list[torch.Tensor], args: Any, _output_bytes: int) -> int:
+    """Return the bytes of the positions that the masks among some indices select, if they select all."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     masks = [index for index in indices if isinstance(index, torch.Tensor) and index.dtype == torch.bool]
     return sum(mask.numel() * mask.dim() * _INDEX_BYTES for mask in masks if mask.device.type == "cpu")
 
 
-def _attention_bytes(args: tuple[Any, ...], *, is_backward: bool) -> int:
-    """Return what flash attention on CPU takes for each thread: the scores of one block of queries and keys.
+def _scores(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    """Return the queries of a block of flash attention on CPU, and the scores of a block of queries and keys.
 
-    Measured at 256 and 1,024 tokens on 1 and 2 threads (torch 2.13): exact but for some 64 bytes. Smaller blocks for
-    fewer queries are left out of account.
+    The sizes of blocks are those of torch 2.13.
     """
-    query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
-    num_queries, num_keys = min(_QUERY_BLOCK, query.shape[-2]), min(_KEY_BLOCK, key.shape[-2])
-    scores = num_queries * num_keys
-    per_thread = 2 * scores if is_backward else scores + num_queries * (query.shape[-1] + 2)
-    return torch.get_num_threads() * per_thread * _FLOAT_BYTES
+    num_queries = query.shape[-2]
+    num_queries = min(num_queries, 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32)
+    return num_queries, num_queries * min(_KEY_BLOCK, key.shape[-2])
+
+
+def _attention(tensors: list[torch.Tensor], args: Any, output_bytes: int) -> int:
+    """Return what flash attention on CPU takes for each thread.
+
+    Measured at 256 and 1,024 tokens on 1 and 2 threads (torch 2.13): exact but for some 64 bytes.
+    """
+    num_queries, scores = _scores(args[0], args[1])
+    numbers = scores + num_queries * (args[0].shape[-1] + 2)
+    return torch.get_num_threads() * numbers * _FLOAT_BYTES + _copied(tensors, args, output_bytes)
+
+
+def _attention_backward(tensors: list[torch.Tensor], args: Any, output_bytes: int) -> int:
+    """Return the same of the backward: two blocks of scores for each thread."""
+    _, scores = _scores(args[1], args[2])
+    return torch.get_num_threads() * 2 * scores * _FLOAT_BYTES + _copied(tensors, args, output_bytes)
+
+
+# What ops may take in their first run, by the name of the op. Measured (torch 2.13); of others it is not known.
+_POSSIBLE: Final[dict[str, Callable[[list[torch.Tensor], Any, int], int]]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_safe_softmax": _masked_rows,
+    "logsumexp": _one_copied,
+    "sum": _whole_numbers,
+    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa"), _in_channels_last),
+    **dict.fromkeys(("index", "index_put", "_index_put_impl_"), _positions_of_masks),
+    **dict.fromkeys(("add", "sub", "mul", "div"), _converted),
+    **dict.fromkeys(("im2col", "col2im"), _one_copied),
+    **dict.fromkeys(("bmm", "baddbmm"), _products_of_a_batch),
+    **dict.fromkeys(("native_layer_norm", "native_group_norm", "_softmax", "_log_softmax", "avg_pool2d"), _copied),
+    **dict.fromkeys(("index_select", "pixel_shuffle", "pixel_unshuffle"), _copied),
+    **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward", "avg_pool2d_backward"), _copied),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _copied),
+    "max_pool2d_with_indices_backward": _copied,
+}
 
 
 def _loss_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
