@@ -140,15 +140,12 @@ class Room:
             self._on_shortage(size_bytes, why)
 
     def try_to_make(self, size_bytes: int) -> None:
-        """Evict until `size_bytes` more fit, as far as buffers can leave. A plan that is followed is left alone.
-
-        Buffers are swapped where they can be: what may not be needed must not make later replays need more.
-        """
+        """Evict until `size_bytes` more fit, as far as buffers can leave. A plan that is followed is left alone."""
         if self.budget_bytes is None or self.is_followed or self.ledger.surveys:
             return
         self.usage.ask_counter()
         if not self.has(size_bytes):
-            self._evict_down_to(self.budget_bytes - size_bytes, is_certain=False)
+            self._evict_down_to(self.budget_bytes - size_bytes, persistents=False)
 
     def wait_for(self, size_bytes: int) -> bool:
         """Wait for copies out that a program has started, if `size_bytes` do not fit. Return whether they fit then."""
@@ -177,18 +174,18 @@ class Room:
         finally:
             self.ledger.drop_guard()
 
-    def _evict_down_to(self, total_bytes: int, *, is_certain: bool = True) -> None:
+    def _evict_down_to(self, total_bytes: int, *, persistents: bool = True) -> None:
         counters = self.counters
         start_s = time.perf_counter()
         counted_s = counters.stall_s + counters.recompute_s + counters.evict_s
         with self.device.exclusive():
             self.device.timer.poll(wait=True)
-            self._evict(total_bytes, is_certain=is_certain)
+            self._evict(total_bytes, persistents=persistents)
         # What was counted inside, such as a wait, is not counted twice.
         counted_s = counters.stall_s + counters.recompute_s + counters.evict_s - counted_s
         counters.evict_s += max(0.0, time.perf_counter() - start_s - counted_s)
 
-    def _evict(self, total_bytes: int, *, is_certain: bool) -> None:
+    def _evict(self, total_bytes: int, *, persistents: bool) -> None:
         usage, transfers = self.usage, self.transfers
         # Memory outside the known storages cannot be evicted, so the known ones have to make room for it.
         target_bytes = total_bytes - usage.unseen_bytes
@@ -210,7 +207,7 @@ class Room:
                 if not self.is_evictable(buffer):
                     continue
                 before_bytes = usage.live_bytes
-                self.evict(buffer, action if is_certain else Action.SWAP, lazily=True)
+                self.evict(buffer, action, lazily=True)
                 if buffer.strong is None:
                     projected_bytes -= before_bytes - usage.live_bytes
                 elif buffer in transfers.leaving:
@@ -222,7 +219,7 @@ class Room:
         transfers.cancel_fetches(target_bytes)
         if usage.live_bytes > target_bytes:
             transfers.drain()
-        if usage.live_bytes > target_bytes and is_certain and self.persistents is not None:
+        if usage.live_bytes > target_bytes and persistents and self.persistents is not None:
             self.persistents.evict(target_bytes)
 
     def _candidates(self) -> list[Buffer]:
