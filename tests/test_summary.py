@@ -160,10 +160,10 @@ def test_text_says_what_a_larger_budget_would_cost() -> None:
     halfway = "a budget of 2.25 GiB would cost about 10 %, where this one costs 20 % or more (estimated)"
     enough = "with a budget of 2.50 GiB such a step evicts little or nothing"
     assert [text for label, text in helped.facts() if label == "would help"] == [halfway, enough]
-    follow = dataclasses.replace(FOLLOW, other_budgets={2**31 + 2**27: 0.043, 2**31 + 2**28: 0.002})
+    follow = dataclasses.replace(FOLLOW, overheads_by_budget={2**31: 0.09, 2**31 + 2**27: 0.043, 2**31 + 2**28: 0.002})
     planned = [text for label, text in dataclasses.replace(helped, follow=follow).facts() if label == "would help"]
     assert planned == [
-        "a larger budget: a planned step costs 9 % here, 4 % in 2.12 GiB, under 1 % in 2.25 GiB (predicted)",
+        "a larger budget: a planned step costs 9 % in 2.00 GiB, 4 % in 2.12 GiB, under 1 % in 2.25 GiB (predicted)",
         enough,
     ]
     calm = dataclasses.replace(helped, slowdown_at_least=1.001)

@@ -145,8 +145,8 @@ class FollowSummary:
         plain_time_s: Estimated seconds of a plain step: the sum of the traced step's op times, without the time between
             ops.
         slowdown: `time_s` divided by `plain_time_s`.
-        other_budgets: The predicted overhead of the first planned step in larger budgets, by their bytes: 0.1 is 10 %
-            more time than plain. Empty if the planner was not asked, or has not answered yet.
+        overheads_by_budget: The predicted overhead of the first planned step in this budget and in larger ones, by
+            their bytes: 0.1 is 10 % more time than plain. Empty if nobody predicted it, as for a file.
     """
 
     planner: str
@@ -165,7 +165,7 @@ class FollowSummary:
     peak_bytes: int | None
     plain_time_s: float | None
     slowdown: float | None
-    other_budgets: dict[int, float] = field(default_factory=dict)
+    overheads_by_budget: dict[int, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return it in one to three lines."""
@@ -352,18 +352,15 @@ class Summary:
     def _larger_budgets(self, plain_bytes: int) -> list[str]:
         """Return what larger budgets would cost, and which one costs nothing.
 
-        Where no planner has answered, the cost of the budget halfway is taken for half of the cost now. It is less if
-        what costs the most leaves last.
+        If no planner has predicted it, the cost of the budget halfway is estimated as half of the cost of this one.
         """
         assert self.budget_bytes is not None
         lines: list[str] = []
         follow, least = self.follow, self.slowdown_at_least
-        if follow is not None and follow.other_budgets and follow.predicted_time_s and follow.plain_time_s:
-            here = follow.predicted_time_s / follow.plain_time_s - 1
-            others = (f"{_percent(cost)} in {format_bytes(size)}" for size, cost in follow.other_budgets.items())
-            lines.append(
-                f"a larger budget: a planned step costs {_percent(here)} here, {', '.join(others)} (predicted)"
-            )
+        predicted = follow.overheads_by_budget if follow is not None else {}
+        if len(predicted) > 1:
+            costs = (f"{_percent(cost)} in {format_bytes(size)}" for size, cost in predicted.items())
+            lines.append(f"a larger budget: a planned step costs {', '.join(costs)} (predicted)")
         elif least is not None and least - 1 >= _SMALL_SHARE:
             size = format_bytes((self.budget_bytes + plain_bytes) // 2)
             cost, here = _percent((least - 1) / 2), _percent(least - 1)

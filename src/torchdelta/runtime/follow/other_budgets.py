@@ -22,7 +22,9 @@ _SHARES: Final = (1 / 3, 2 / 3)  # of the way from the budget to the peak of the
 
 
 class OtherBudgets:
-    """The budgets that the planner was asked about, and the step's predicted overhead in each. Mutable.
+    """The first planned step's predicted overhead, in the budget of the session and in larger ones. Mutable.
+
+    It is one step's: where lengths vary, others cost more or less.
 
     Args:
         budget_bytes: The budget of the session.
@@ -33,14 +35,16 @@ class OtherBudgets:
         self.overheads: dict[int, float] = {}
         self._asked_bytes: list[int] = []
 
-    def ask(self, planning: Planning, asked: Asked, machine: Machine) -> None:
+    def ask(self, planning: Planning, asked: Asked, machine: Machine, answer: Answer) -> None:
         """Ask what a step would cost in two larger budgets. The answers have this object as their key.
 
         Args:
             planning: Takes the requests.
             asked: What the step's own plan was asked for.
             machine: Whose links are used.
+            answer: What it is predicted to cost in the budget of the session.
         """
+        self._note(self.budget_bytes, answer)
         trace = asked.step[0]
         plain_bytes = peak(trace, with_workspace=True).size_bytes + asked.unseen_bytes
         for share in _SHARES:
@@ -54,6 +58,8 @@ class OtherBudgets:
 
     def add(self, answer: Answer) -> None:
         """Take the answer to the first request that has none yet."""
-        budget_bytes = self._asked_bytes.pop(0)
+        self._note(self._asked_bytes.pop(0), answer)
+
+    def _note(self, budget_bytes: int, answer: Answer) -> None:
         if not answer.error and answer.plain_time_s > 0:
             self.overheads[budget_bytes] = answer.time_s / answer.plain_time_s - 1

@@ -82,7 +82,6 @@ class Programs:
         self._asked: list[Asked] = []  # without an answer
         self._wanted = WantedSteps()
         self._num_given_traces = 0
-        self._num_unplanned = 0
         self._is_fruitless = False  # whether the running step was traced although it has a program
         self._is_traced = False
         if self.planning is not None and self.automatic is None and find_spec("numba") is None:
@@ -173,8 +172,8 @@ class Programs:
     def on_step_end(self, peak_bytes: int, time_s: float) -> None:
         """Judge the program that has carried the step out, and take the programs that are ready."""
         ended = self.follower.ended
-        counters = self.follower.room.counters
-        num_unplanned, self._num_unplanned = counters.num_unplanned - self._num_unplanned, counters.num_unplanned
+        room = self.follower.room
+        unplanned_bytes, room.unplanned_bytes = room.unplanned_bytes, 0
         if ended is not None:
             self._wanted.on_step_end(ended, self._has_program, is_fruitless=self._is_fruitless)
             self._is_fruitless = False
@@ -184,12 +183,11 @@ class Programs:
             if program is not None:
                 self.latest = program
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
-                self._judge(program, ended.key, peak_bytes, num_unplanned, is_own=is_own)
+                self._judge(program, ended.key, peak_bytes, unplanned_bytes, is_own=is_own)
                 if is_own and not ended.was_watched:
                     self._judge_time(program, time_s)
                 if program.num_followed > 1:
                     self._compare_time(program, ended, time_s)
-        self.follower.room.unplanned_bytes = 0
         self._is_traced = False
         if self.automatic is not None and self.planning is not None:
             self._go_on(self.automatic)
@@ -202,16 +200,18 @@ class Programs:
 
     def on_step_refused(self) -> None:
         """Blame no later step for the room that had to be made in a step that the budget could not hold."""
-        self._num_unplanned = self.follower.room.counters.num_unplanned
+        self.follower.room.unplanned_bytes = 0
 
     def on_trace_dropped(self) -> None:
         """Take a token back: the trace was dropped at the first save."""
         self._wanted.return_token()
 
-    def _judge(self, program: Program, key: Key, peak_bytes: int, num_unplanned: int, *, is_own: bool) -> None:
+    def _judge(self, program: Program, key: Key, peak_bytes: int, unplanned_bytes: int, *, is_own: bool) -> None:
         """Watch the backward of a program that did not hold the budget; plan it with less the second time."""
-        program.has_held = not num_unplanned and peak_bytes <= self.budget_bytes
-        if program.has_held:
+        has_held = not unplanned_bytes and peak_bytes <= self.budget_bytes
+        if is_own:
+            program.has_held = has_held
+        if has_held:
             if program.num_followed > 1:
                 program.step = None  # it will not be planned again from this trace
             return
@@ -220,7 +220,7 @@ class Programs:
             return
         program.num_misses += 1
         if program.num_misses == _MISSES_ALLOWED + 1:
-            over_bytes = max(0, peak_bytes - self.budget_bytes, self.follower.room.unplanned_bytes)
+            over_bytes = max(peak_bytes - self.budget_bytes, unplanned_bytes)
             program.margin_bytes += over_bytes + int(self.budget_bytes * _LARGER_MARGIN_SHARE)
             self._ask_again(program)
 
@@ -335,7 +335,7 @@ class Programs:
         )
         self._add_program(program)
         if self.planning is not None and self.num_programs == 1:
-            self.other_budgets.ask(self.planning, asked, self._machine())
+            self.other_budgets.ask(self.planning, asked, self._machine(), planned.answer)
         _logger.log(
             logging.INFO if self.num_programs == 1 else logging.DEBUG,  # one line a run, not one for each kind of step
             "plan: following %s: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",

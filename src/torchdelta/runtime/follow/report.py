@@ -76,7 +76,7 @@ class FollowReport:
             predicted_peak_bytes=None if predicted_peak_bytes is None else int(predicted_peak_bytes),
             peak_bytes=None if peak_bytes is None else int(peak_bytes),
             plain_time_s=plain_time_s or None,
-            other_budgets=dict(sorted(programs.other_budgets.overheads.items())),
+            overheads_by_budget=dict(sorted(programs.other_budgets.overheads.items())),
             slowdown=time_s / plain_time_s if time_s is not None and plain_time_s else None,
         )
 
