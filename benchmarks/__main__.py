@@ -19,6 +19,7 @@ NAMES = (
     "headlines",
     "oom_proof",
     "overheads",
+    "resident",
     "soak",
     "pool",
     "fidelity",

@@ -10,6 +10,9 @@ helper.
 Before that, some reactive steps are timed. A program whose steps take longer is given up: steps of its kind stay
 reactive from then on, and steps of other shapes no longer borrow it. So the default is never slower than reacting,
 except in the steps that reveal a slow program.
+
+Once a program is followed, the same helper plans the step twice more, in larger budgets, for the summary
+(other_budgets.py). This is the only planning that no training step waits for or gains from, and it happens once.
 """
 
 from __future__ import annotations
