@@ -67,6 +67,7 @@ def test_every_key_can_be_set_in_each_source(folder: Path) -> None:
         "checksum": True,
         "verify": "first-step",
         "count_allocations": False,
+        "caching_allocator": False,
         "arena": True,
         "planner": "torchdelta",
         "decisions": "none",

@@ -99,11 +99,15 @@ class Config:
         verify: "first-step" hashes buffers that are dropped in the first step and compares them when recomputed.
         count_allocations: On CPU, count at the allocator what every op allocates, to the byte. Its first use needs a
             C++ compiler; without one, and when False, the workspace of ops is estimated.
-        arena: On CPU, give the allocations of repeating steps planned addresses in one region, so that memory does not
-            fragment. Its first use needs a C++ compiler, and it needs the extra "plan"; without them, and on other
-            devices, memory is allocated as usual, with a warning. `torchdelta.native.arena.arena_status` reports its
-            state. On CUDA, where addresses cannot be chosen, it is one segment for the large tensors of a step
-            (arena/region.py), which has not been run yet.
+        caching_allocator: On CPU, use the pages of freed blocks from 1 MiB on again, and hold no more than was in use
+            at once, so that the resident memory of the process follows the budget. Its first use needs a C++ compiler,
+            and it needs `count_allocations`; without them the C library's heap may keep more than the budget.
+            `torchdelta.native.caching.caching_status` reports its state.
+        arena: On CPU, in place of the caching allocator, give the allocations of repeating steps planned addresses in
+            one region, so that memory does not fragment. Its first use needs a C++ compiler, and it needs the extra
+            "plan"; without them, and on other devices, memory is allocated as usual, with a warning.
+            `torchdelta.native.arena.arena_status` reports its state. On CUDA, where addresses cannot be chosen, it is
+            one segment for the large tensors of a step (arena/region.py), which has not been run yet.
 
     Raises:
         ConfigError: A value is not allowed; the message names those that are.
@@ -120,6 +124,7 @@ class Config:
     checksum: bool = False
     verify: Literal["first-step"] | None = None
     count_allocations: bool = True
+    caching_allocator: bool = True
     arena: bool = False
 
     def __post_init__(self) -> None:
@@ -144,6 +149,7 @@ class Config:
         _check_size("disk_budget", self.disk_budget)
         _check_flag("checksum", self.checksum)
         _check_flag("count_allocations", self.count_allocations)
+        _check_flag("caching_allocator", self.caching_allocator)
         _check_flag("arena", self.arena)
 
     @classmethod

@@ -27,6 +27,7 @@ def test_json_is_one_object_with_sizes_as_ints(tmp_path):
     assert facts["swap_dir"] == facts["TORCHDELTA_SWAP_DIR"] == str(tmp_path)
     assert facts["swap_dir_free_bytes"] >= 0
     assert facts["swap_dir_write_bytes_per_s"] > 0
+    assert facts["caching_allocator"].split(":")[0] in {"on", "off"}
     assert facts["arena_allocator"].split(":")[0] in {"on", "off"}
     assert done.stderr == ""
 

@@ -1,1 +1,1 @@
-"""Planned addresses for the allocations of steps that repeat."""
+"""Where the allocations of a session go: a caching allocator, or planned addresses for steps that repeat."""

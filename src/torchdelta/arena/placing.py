@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from torchdelta.arena.caching import Caching
 from torchdelta.arena.region import Region
 from torchdelta.errors import NativeError, PoolError
 from torchdelta.native.arena import new_arena
@@ -50,13 +51,17 @@ _logger = logging.getLogger("torchdelta")
 
 def open_arena(
     config: Config, device: torch.device, *, trace: Callable[[], Trace | None], room_bytes: Callable[[], int]
-) -> Placing | Region:
-    """Return the arena for a device: planned addresses on CPU, one segment on CUDA.
+) -> Placing | Region | Caching:
+    """Return what places a session's allocations: an arena if the options ask for one, else on CPU a caching allocator.
 
+    An arena plans addresses on CPU, and is one segment on CUDA.
     `trace` gives the trace of the first step, None until it is complete; `room_bytes` what the budget leaves now.
     """
     if config.arena and device.type == "cuda":
         return Region(device, trace=trace, room_bytes=room_bytes)
+    is_counted = config.count_allocations and config.decisions is None
+    if config.caching_allocator and is_counted and not config.arena and device.type == "cpu":
+        return Caching()
     return Placing(arena_for(config, device))
 
 

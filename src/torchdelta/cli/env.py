@@ -119,10 +119,15 @@ def _torch_facts() -> dict[str, Any]:
 def _native_facts() -> dict[str, Any]:
     try:
         from torchdelta.native.arena import arena_status
+        from torchdelta.native.caching import caching_status
         from torchdelta.native.counting import counting_status
     except ImportError:
         return {}  # torch is missing, which _torch_facts reports
-    statuses = {"counting_allocator": counting_status(), "arena_allocator": arena_status()}
+    statuses = {
+        "counting_allocator": counting_status(),
+        "caching_allocator": caching_status(),
+        "arena_allocator": arena_status(),
+    }
     return {name: f"{'on' if status.is_on else 'off'}: {status.reason}" for name, status in statuses.items()}
 
 

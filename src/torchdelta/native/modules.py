@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from torchdelta.native import arena, counting, gate, saved_hooks
+from torchdelta.native import arena, caching, counting, gate, saved_hooks
 
 if TYPE_CHECKING:
     from torchdelta.native.build import NativeModule
 
 __all__ = ["NATIVE_MODULES"]
 
-NATIVE_MODULES: Final[tuple[NativeModule, ...]] = (gate.MODULE, saved_hooks.MODULE, arena.MODULE, counting.MODULE)
+NATIVE_MODULES: Final[tuple[NativeModule, ...]] = (
+    gate.MODULE,
+    saved_hooks.MODULE,
+    arena.MODULE,
+    caching.MODULE,
+    counting.MODULE,
+)
 """Each has a source file of its own; those that take longest to build come first."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.storages import storage_behind
 from torchdelta.errors import SavedTensorError, TierError, TierIOError
+from torchdelta.native.caching import new_storage
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.replay import Replayer
 from torchdelta.runtime.memory.retry import is_out_of_memory
 from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:
+    import torch
+
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.state.buffer import Buffer, StorageRecord
     from torchdelta.runtime.state.ledger import Ledger
@@ -97,7 +98,7 @@ class Restorer:
 
     def new_storage(self, size_bytes: int) -> torch.UntypedStorage:
         """Allocate the storage that a copy is read into."""
-        return torch.UntypedStorage(size_bytes, device=self.ledger.new_device)
+        return new_storage(size_bytes, self.ledger.new_device)
 
     def prefetch(self, save_order: int) -> None:
         """Start bringing back the swapped buffers that backward needs next, as long as they fit without an eviction.
