@@ -131,12 +131,13 @@ def train(
             began_s = time.perf_counter()
             workload.train(optimizer)
             times_s.append(time.perf_counter() - began_s)
+    summary = None if budget is None else budget.summary()
     return {
         "libraries_bytes": libraries_bytes,
         "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "children_peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
-        "peak_bytes": None if budget is None else budget.summary().peak_bytes,
-        "num_followed_steps": None if budget is None else budget.summary().follow.num_followed_steps,
+        "peak_bytes": summary.peak_bytes if summary else None,
+        "num_followed_steps": summary.follow.num_followed_steps if summary and summary.follow else 0,
         "time_s": statistics.median(times_s[-NUM_TIMED:]),
         "times_s": times_s,
     }
