@@ -37,7 +37,7 @@ NUM_TIMED = 4  # the last ones
 PLAIN, BUDGET = "plain", "budget"
 HEAP, MAPS, CACHING = "glibc", "glibc with the variable", "caching allocator"
 CASES_OF_MEMORY = ((PLAIN, HEAP), (PLAIN, MAPS), (BUDGET, HEAP), (BUDGET, MAPS), (BUDGET, CACHING))
-BEYOND_SHARE = 0.1  # of the budget, with the caching allocator
+BEYOND_SHARE = 0.25  # of the budget, with the caching allocator
 UNLIMITED_BYTES = 2**40
 MIB = 2**20
 
