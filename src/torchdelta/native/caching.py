@@ -154,8 +154,9 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
 def caching_figures() -> CachingFigures:
     """Return what the allocator holds; nothing before the first budget. Builds nothing."""
     module = _module() if _module.cache_info().currsize else None
-    is_there = module is not None and not isinstance(module, NativeError)
-    return CachingFigures(**module.figures()) if is_there else CachingFigures()
+    if module is None or isinstance(module, NativeError):
+        return CachingFigures()
+    return CachingFigures(**module.figures())
 
 
 def caching_status() -> NativeStatus:
