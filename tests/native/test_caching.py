@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from tests.native.steps import KIB, block, is_full_of
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import NativeError
-from torchdelta.native.caching import CachingAllocator, caching_allocator, caching_figures, caching_status
+from torchdelta.native.caching import (
+    CachingAllocator,
+    caching_allocator,
+    caching_figures,
+    caching_status,
+    release_kept,
+)
 from torchdelta.native.counting import new_counter
 
 if TYPE_CHECKING:
@@ -81,6 +87,16 @@ def test_only_what_is_missing_is_mapped() -> None:
     figures = caching_figures()
     assert (figures.fresh_bytes - fresh_bytes, figures.kept_bytes) == (3 * MIB, 0)
     assert is_full_of(large, 3)
+
+
+@pytest.mark.usefixtures("caching")
+def test_kept_pages_can_be_released() -> None:
+    """A library that has run out of memory cannot use them otherwise; live blocks stay."""
+    living, freed = block(LEAST_KIB, 1), block(2 * LEAST_KIB, 2)
+    del freed
+    assert release_kept() == 2 * MIB
+    assert (caching_figures().kept_bytes, caching_figures().live_bytes) == (0, MIB)
+    assert is_full_of(living, 1)
 
 
 @pytest.mark.usefixtures("caching")

@@ -265,6 +265,13 @@ PyObject* stop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* release(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> guard(lock);
+  const int64_t kept = figures.kept;
+  unmap_runs();
+  return PyLong_FromLongLong(kept);
+}
+
 // Storages that Python makes come from the C library, whatever the current allocator is: this one does not.
 PyObject* new_storage(PyObject*, PyObject* argument) {
   const size_t size_bytes = PyLong_AsSize_t(argument);
@@ -287,6 +294,7 @@ PyMethodDef module_methods[] = {
     {"install_before", install_before, METH_O, "Put it over the allocator in a capsule. Return a capsule with it."},
     {"start", start, METH_NOARGS, "Allocate large blocks here until a `stop` for each `start`."},
     {"stop", stop, METH_NOARGS, "Unmap what no block uses, once nobody uses this allocator."},
+    {"release", release, METH_NOARGS, "Unmap what no block uses. Return its bytes."},
     {"new_storage", new_storage, METH_O, "Return a storage of some bytes from the current CPU allocator."},
     {"figures", get_figures, METH_NOARGS, "Return what is held, and what was mapped and moved."},
     {nullptr, nullptr, 0, nullptr}};

@@ -28,6 +28,7 @@ __all__ = [
     "caching_figures",
     "caching_status",
     "new_storage",
+    "release_kept",
 ]
 
 # What a broken build would get wrong: blocks that share pages, content that is lost while pages are moved, blocks from
@@ -101,6 +102,10 @@ class CachingAllocator(Protocol):
     def start(self) -> None:
         """Allocate large blocks here until `stop` was called as often as `start`."""
 
+    def release(self) -> int:
+        """Unmap what no block uses. Return its bytes."""
+        ...
+
     def new_storage(self, size_bytes: int, /) -> torch.UntypedStorage:
         """Return a storage from the current CPU allocator."""
         ...
@@ -149,6 +154,12 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
         if module is not None and not isinstance(module, NativeError):
             return module.new_storage(size_bytes)
     return torch.UntypedStorage(size_bytes, device=device)
+
+
+def release_kept() -> int:
+    """Return to the system what no block uses, for a library that has run out of memory. Return its bytes."""
+    module = _module() if _module.cache_info().currsize else None
+    return 0 if module is None or isinstance(module, NativeError) else module.release()
 
 
 def caching_figures() -> CachingFigures:

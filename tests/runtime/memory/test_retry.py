@@ -160,6 +160,7 @@ def test_only_allocators_run_out_of_memory() -> None:
     cpu_error = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert is_out_of_memory(cpu_error)
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))
     assert not is_out_of_memory(budget_error)
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied: out of memory of what was meant"))
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta.aten.facts import TRAINING_POSITION, Kind
+from torchdelta.native.caching import release_kept
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.units import format_bytes
 
@@ -29,12 +30,20 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torchdelta")
 
+_ONEDNN_ERROR = "could not create a primitive"
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an allocator's out-of-memory error. On CPU it is a RuntimeError, known by its text."""
+    """Return whether an error is an allocator's out-of-memory error. On CPU it is a RuntimeError, known by its text.
+
+    oneDNN says the same of whatever went wrong. Where it is not memory, the second run fails as well.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return not isinstance(error, BudgetError)
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error) and "memory" in str(error)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return ("DefaultCPUAllocator" in text and "memory" in text) or text.startswith(_ONEDNN_ERROR)
 
 
 def may_retry(error: BaseException, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:
@@ -74,7 +83,8 @@ def may_retry_replay(error: RuntimeError, facts: OpFacts, room: Room) -> bool:
 def _has_made_room(facts: OpFacts, room: Room) -> bool:
     freed_bytes = room.collect_garbage()  # first: a storage that garbage refers to cannot be freed
     evicted_bytes = room.evict_all()
-    if freed_bytes + evicted_bytes <= 0:
+    released_bytes = release_kept()  # libraries allocate past torch, and cannot use pages that are kept for tensors
+    if freed_bytes + evicted_bytes + released_bytes <= 0:
         return False
     _logger.warning(
         "%s ran out of memory below the budget: it is retried after evicting %s and collecting %s of garbage%s",
