@@ -49,8 +49,13 @@ def count_held() -> dict[str, Any]:
         "types": dict(types),
         "num_files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - names only
         "num_threads": threading.active_count(),
-        "rss_bytes": int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "rss_bytes": resident_bytes(),
     }
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def describe_types(first: dict[str, int], last: dict[str, int]) -> str:

@@ -13,30 +13,29 @@ model were used again. What the process that plans takes stands beside it.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import resource
 import statistics
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import models
 from benchmarks.disk import measure_disk
+from benchmarks.held import resident_bytes
 from benchmarks.launch import run_worker
 from benchmarks.outcome import Outcome, format_table
 
 if TYPE_CHECKING:
     import argparse
 
-CASES = {"gpt2-like": 8, "resnet50": 16}  # the batch size of each model
+BATCH_SIZES = {"gpt2-like": 8, "resnet50": 16}
 BUDGET_SHARE = 0.5
 THRESHOLD_BYTES = 2**20
 NUM_STEPS = 8
 NUM_TIMED = 4  # the last ones
 PLAIN, BUDGET = "plain", "budget"
 HEAP, MAPS, CACHING = "glibc", "glibc with the variable", "caching allocator"
-CASES_OF_MEMORY = ((PLAIN, HEAP), (PLAIN, MAPS), (BUDGET, HEAP), (BUDGET, MAPS), (BUDGET, CACHING))
+CASES = ((PLAIN, HEAP), (PLAIN, MAPS), (BUDGET, HEAP), (BUDGET, MAPS), (BUDGET, CACHING))
 BEYOND_SHARE = 0.25  # of the budget, with the caching allocator
 UNLIMITED_BYTES = 2**40
 MIB = 2**20
@@ -49,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Outcome:
-    """Measure each model in all four cases."""
+    """Measure each model in all cases."""
     outcome = Outcome(disk=measure_disk())
-    chosen = [name for name in options.models if name in CASES]
+    chosen = [name for name in options.models if name in BATCH_SIZES]
     if options.quick:
         options.rounds, chosen = 1, chosen[:1]
     rows = [row for name in chosen for row in _measure(outcome, name, options)]
@@ -60,14 +59,14 @@ def run(options: argparse.Namespace) -> Outcome:
 
 
 def _measure(outcome: Outcome, model: str, options: argparse.Namespace) -> list[list[str]]:
-    batch_size = CASES[model]
+    batch_size = BATCH_SIZES[model]
     common = {"threads": options.threads, "timeout_s": options.timeout, "model": model, "batch_size": batch_size}
     plain_bytes = run_worker("resident:train", budget_bytes=UNLIMITED_BYTES, **common)["peak_bytes"]
     budget_bytes = int(options.budget_share * plain_bytes)
     rounds: list[dict[str, dict[str, Any]]] = []
     for _ in range(options.rounds):
         found: dict[str, dict[str, Any]] = {}
-        for who, heap in random.sample(CASES_OF_MEMORY, len(CASES_OF_MEMORY)):
+        for who, heap in random.sample(CASES, len(CASES)):
             found[f"{who}, {heap}"] = run_worker(
                 "resident:train",
                 budget_bytes=budget_bytes if who == BUDGET else None,
@@ -82,7 +81,7 @@ def _measure(outcome: Outcome, model: str, options: argparse.Namespace) -> list[
         "budget_bytes": budget_bytes,
         "rounds": rounds,
     }
-    return [_judge(outcome, model, f"{who}, {heap}", budget_bytes, plain_bytes) for who, heap in CASES_OF_MEMORY]
+    return [_judge(outcome, model, f"{who}, {heap}", budget_bytes, plain_bytes) for who, heap in CASES]
 
 
 def _judge(outcome: Outcome, model: str, case: str, budget_bytes: int, plain_bytes: int) -> list[str]:
@@ -122,7 +121,7 @@ def train(
     config = Config(caching_allocator=caching_allocator)
     tiny = models.build("tiny")
     tiny.train(models.build_optimizer("sgd", tiny.model))
-    libraries_bytes = _resident_bytes()
+    libraries_bytes = resident_bytes()
     workload = models.build(model, batch_size)
     optimizer = models.build_optimizer("sgd", workload.model)
     times_s: list[float] = []
@@ -141,7 +140,3 @@ def train(
         "time_s": statistics.median(times_s[-NUM_TIMED:]),
         "times_s": times_s,
     }
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
