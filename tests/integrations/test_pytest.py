@@ -142,6 +142,7 @@ def test_the_marker_on_a_unittest_is_refused(run):
         def test_it(self):
             return mlp(4)
     """)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines(["ERROR: *test_it: the marker fits is for functions and methods, not for *TestCase"])
 
 

@@ -1,13 +1,12 @@
 // A CPU allocator for large blocks that reuses the pages of freed ones, and never holds more than was in use at once.
 //
 // [Note: pages are moved, not mapped anew]
-// The C library's heap keeps pages after the blocks on them were freed, and returns the largest blocks to the system,
-// whose pages then come back zeroed, one fault each: 0.3 to 3 ms for a MiB, where a kernel reads it in 0.1 ms. Here
-// the pages of a freed block stay, as a *run*: an address range with pages behind it. A request takes the smallest run
-// that is large enough, and leaves the rest of it. If none is, the largest runs are moved one behind the other by
-// mremap, which moves pages without touching their content: about 20 us for a MiB. New pages are mapped only when no
-// run is left. So memory does not fragment, and what is held, live blocks and runs together, is at most what was live
-// at once.
+// The C library's heap keeps pages after the blocks on them were freed, and returns the largest blocks to the system.
+// Their pages come back zeroed, one page fault each, which takes longer than a kernel needs to read them. Here the pages
+// of a freed block stay, as a *run*: an address range with pages behind it. A request takes the smallest run that is
+// large enough, and the rest of it stays a run. If none is, the largest runs are moved one behind the other by mremap,
+// which moves pages without touching their content. New pages are mapped only when no run is left. So memory does not
+// fragment, and what is held, live blocks and runs together, is at most what was live at once.
 //
 // mremap moves a range within one mapping only, and the kernel merges few moved ranges. So a run knows its *segments*:
 // ranges that were never put together. Cuts are at multiples of 16 KiB, which bounds their number; where there are too
@@ -141,13 +140,13 @@ Run put_together(size_t size) {
     }
   }
   figures.moved += filled;
-  figures.fresh += size - filled;
   if (filled < size) {
     block.segments.push_back(size - filled);
     if (!map_anew(block.start + filled, size - filled)) {
       munmap(block.start, size);
       return {nullptr, 0, {}};
     }
+    figures.fresh += size - filled;
   }
   return block;
 }

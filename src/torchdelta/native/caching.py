@@ -150,24 +150,22 @@ def caching_allocator() -> CachingAllocator | NativeError:
 def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """Return a storage on a device; on CPU from the current allocator, which `torch.UntypedStorage` would pass by."""
     if device.type == "cpu":
-        module = _module() if _module.cache_info().currsize else None
-        if module is not None and not isinstance(module, NativeError):
+        module = _installed()
+        if module is not None:
             return module.new_storage(size_bytes)
     return torch.UntypedStorage(size_bytes, device=device)
 
 
 def release_kept() -> int:
     """Return to the system what no block uses, for a library that has run out of memory. Return its bytes."""
-    module = _module() if _module.cache_info().currsize else None
-    return 0 if module is None or isinstance(module, NativeError) else module.release()
+    module = _installed()
+    return 0 if module is None else module.release()
 
 
 def caching_figures() -> CachingFigures:
     """Return what the allocator holds; nothing before the first budget. Builds nothing."""
-    module = _module() if _module.cache_info().currsize else None
-    if module is None or isinstance(module, NativeError):
-        return CachingFigures()
-    return CachingFigures(**module.figures())
+    module = _installed()
+    return CachingFigures() if module is None else CachingFigures(**module.figures())
 
 
 def caching_status() -> NativeStatus:
@@ -176,6 +174,12 @@ def caching_status() -> NativeStatus:
         return status_before_use(MODULE, "at the first budget on CPU")
     counting = installed_module()
     return status_in_use(_module(), lambda _: counting is not None and counting.is_installed())
+
+
+def _installed() -> Any:
+    """Return the module if this process has installed it, else None."""
+    module = _module() if _module.cache_info().currsize else None
+    return None if isinstance(module, NativeError) else module
 
 
 @functools.cache

@@ -36,7 +36,7 @@ _ONEDNN_ERROR = "could not create a primitive"
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is an allocator's out-of-memory error. On CPU it is a RuntimeError, known by its text.
 
-    oneDNN says the same of whatever went wrong. Where it is not memory, the second run fails as well.
+    oneDNN raises its error for other reasons, too; the second run then fails as well.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return not isinstance(error, BudgetError)
@@ -87,10 +87,12 @@ def _has_made_room(facts: OpFacts, room: Room) -> bool:
     if freed_bytes + evicted_bytes + released_bytes <= 0:
         return False
     _logger.warning(
-        "%s ran out of memory below the budget: it is retried after evicting %s and collecting %s of garbage%s",
+        "%s ran out of memory below the budget: it is retried after evicting %s, collecting %s of garbage "
+        "and releasing %s of unused pages%s",
         facts.name,
         format_bytes(evicted_bytes),
         format_bytes(freed_bytes),
+        format_bytes(released_bytes),
         "; the device has less free than the budget: a smaller one avoids this" if evicted_bytes else "",
     )
     return True
