@@ -142,7 +142,7 @@ def test_an_op_out_of_memory_runs_again_after_a_collection(caplog: pytest.LogCap
         shortage = session.recorder.execute = Shortage("aten.sin")  # pyright: ignore[reportAttributeAccessIssue]
         assert torch.equal(torch.ones(3).sin(), torch.ones(3).double().sin().float())
         assert shortage.num_failures == 1
-        assert f"evicting 0 B and collecting {format_bytes(GARBAGE_BYTES)} of garbage" in caplog.text
+        assert f"evicting 0 B, collecting {format_bytes(GARBAGE_BYTES)} of garbage" in caplog.text
         session.recorder.execute = Shortage("aten.sin")  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(3).sin()
