@@ -60,7 +60,12 @@ def run(options: argparse.Namespace) -> Outcome:
 
 def _measure(outcome: Outcome, model: str, options: argparse.Namespace) -> list[list[str]]:
     batch_size = BATCH_SIZES[model]
-    common = {"threads": options.threads, "timeout_s": options.timeout, "model": model, "batch_size": batch_size}
+    common: dict[str, Any] = {
+        "threads": options.threads,
+        "timeout_s": options.timeout,
+        "model": model,
+        "batch_size": batch_size,
+    }
     plain_bytes = run_worker("resident:train", budget_bytes=UNLIMITED_BYTES, **common)["peak_bytes"]
     budget_bytes = int(options.budget_share * plain_bytes)
     rounds: list[dict[str, dict[str, Any]]] = []
