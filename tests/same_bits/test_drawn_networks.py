@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NUM_SEEDS = 40
 
 
-@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 3, 5))
+@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 3, 2))
 def test_drawn_loops_leave_the_same_bits_when_a_plan_is_followed(seed: int) -> None:
     """Branches, views, in-place ops, and steps that differ: losses, gradients, statistics and generators are equal."""
     plain = train(seed)

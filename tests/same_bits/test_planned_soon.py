@@ -92,7 +92,7 @@ def judge(seed: int, *, only_plain: bool = False) -> tuple[str, int]:
     return ", ".join(filter(None, wrong)), follow.num_followed_steps if follow is not None else 0
 
 
-@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 2, 3))
+@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 2, 0))
 def test_drawn_loops_that_are_planned_by_themselves(seed: int) -> None:
     """Steps that differ, faults, accumulation: bits and budget are held when plans begin in the middle."""
     wrong, num_followed = judge(seed)
@@ -101,7 +101,7 @@ def test_drawn_loops_that_are_planned_by_themselves(seed: int) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 1, 2))
+@pytest.mark.parametrize("seed", sample(range(NUM_SEEDS), 1, 0))
 def test_alike_steps_of_drawn_networks_are_followed(seed: int) -> None:
     """Where every step is the same one, it is followed: the loops above are not all left to the policy."""
     wrong, num_followed = judge(seed, only_plain=True)

@@ -1,6 +1,7 @@
 """The disk tier against a hostile world: bad directories, full and failing disks, sudden death."""
 
 import errno
+import mmap
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ import torch
 from tests.runtime.parts import descriptor_of
 from tests.runtime.tiers.storages import as_bytes, filled_storage, is_equal
 from torchdelta.errors import TierError, TierFullError, TierIOError
-from torchdelta.runtime.tiers.disk import DiskTier
+from torchdelta.runtime.tiers.copier import Part
+from torchdelta.runtime.tiers.disk import DiskMedium, DiskTier
 
 
 @pytest.fixture(params=["direct", "buffered"])
@@ -58,6 +61,44 @@ def test_any_size_survives_a_round_trip(disk: DiskTier, size_bytes: int) -> None
     """Whole blocks or not."""
     round_trip(disk, size_bytes)
     assert disk.used_bytes == 0
+
+
+def paged_storage(size_bytes: int, seed: int) -> torch.UntypedStorage:
+    """Make a filled storage that begins at a page."""
+    mapping = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    storage = mapping.untyped_storage()
+    as_bytes(storage).copy_(as_bytes(filled_storage(size_bytes, seed)))
+    assert storage.data_ptr() % mmap.PAGESIZE == 0
+    return storage
+
+
+@pytest.mark.parametrize("size_bytes", [65536, 9_000_000, 12 << 20])
+@pytest.mark.parametrize("paged", ["source", "target", "both"])
+def test_whole_pages_move_without_a_copy(
+    disk: DiskTier, size_bytes: int, paged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that begins at a page is not staged, but for a last part that ends within one; the bytes are right."""
+    staged: list[str] = []
+    for name in ("_stage", "_unstage"):
+        real = getattr(DiskMedium, name)
+
+        def note(medium: DiskMedium, part: Part, address: int, *, name: str = name, real: Any = real) -> None:
+            staged.append(name)
+            real(medium, part, address)
+
+        monkeypatch.setattr(DiskMedium, name, note)
+    source = (filled_storage if paged == "target" else paged_storage)(size_bytes, 1)
+    target = (filled_storage if paged == "source" else paged_storage)(size_bytes, 2)
+    slot = disk.reserve(size_bytes)
+    disk.write(slot, source).wait()
+    disk.read(slot, target).wait()
+    assert is_equal(source, target)
+    if disk.direct:
+        num_odd = int(size_bytes % mmap.PAGESIZE != 0)
+        assert paged == "target" or staged.count("_stage") == num_odd
+        assert paged == "source" or staged.count("_unstage") == num_odd
+    else:
+        assert not staged
 
 
 def test_calls_that_move_little_are_repeated(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,89 +440,6 @@ def test_the_file_stays_inside_the_disk_budget(tmp_path: Path, capacity_bytes: i
     assert os.fstat(descriptor_of(tier)).st_size <= capacity_bytes
     assert tier.reserve(0).size_bytes == 0
     tier.close()
-
-
-_IN_A_CHILD = """
-import os, sys, warnings
-import torch
-warnings.simplefilter("ignore")
-from torchdelta.errors import TierError
-from torchdelta.runtime.tiers.disk import DiskTier
-from torchdelta.runtime.tiers.memory import MemoryTier
-
-def bits(storage):
-    return bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
-
-for make in (lambda: DiskTier(swap_dir=sys.argv[1]), MemoryTier):
-    tier = make()
-    source = torch.full((20_000_000,), 3, dtype=torch.uint8).untyped_storage()
-    slot = tier.reserve(source.nbytes())
-    write = tier.write(slot, source)
-    child = os.fork()  # with copies in flight
-    if child == 0:
-        verdict = 0
-        for number, use in enumerate((
-            lambda: tier.reserve(10), lambda: tier.write(slot, source),
-            lambda: tier.read(slot, torch.UntypedStorage(20_000_000)),
-        )):
-            try:
-                use()
-                verdict |= 1 << number
-            except TierError as error:
-                if "forked child" not in str(error):
-                    verdict |= 1 << number
-        verdict |= 8 * (tier.used_bytes != 0)
-        verdict |= 16 * any("(deleted)" in os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
-                            if os.path.lexists(f"/proc/self/fd/{n}"))
-        tier.release(slot)
-        tier.close()
-        del tier
-        os._exit(verdict)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=" ")
-    write.wait()
-    target = torch.UntypedStorage(20_000_000)
-    tier.read(slot, target).wait()
-    print(bits(target) == bits(source), tier.used_bytes >= 20_000_000)
-    tier.close()
-"""
-
-
-def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
-    """It is told so, holds no descriptor, and whatever it does, the parent's bytes stay right."""
-    run = subprocess.run(
-        [sys.executable, "-c", _IN_A_CHILD, tmp_path], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (run.stdout, run.stderr) == ("0 True True\n0 True True\n", "")
-
-
-@pytest.mark.rest
-def test_loader_workers_live_beside_a_tier(tmp_path: Path) -> None:
-    """A DataLoader forks its workers while copies are in flight: batches and bytes are right."""
-    script = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch
-from torch.utils.data import DataLoader
-from torchdelta.runtime.tiers.disk import DiskTier
-tier = DiskTier(swap_dir=sys.argv[1])
-sources = [torch.full((5_000_000,), n, dtype=torch.uint8) for n in range(6)]
-slots = [tier.reserve(5_000_000) for _ in sources]
-for slot, source in zip(slots, sources):
-    tier.write(slot, source.untyped_storage())
-total = 0
-for batch in DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork"):
-    total += int(batch.sum())
-    for slot, source in zip(slots, sources):
-        target = torch.zeros(5_000_000, dtype=torch.uint8)
-        tier.read(slot, target.untyped_storage()).wait()
-        assert torch.equal(target, source)
-print(total)
-tier.close()
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (run.stdout, run.stderr) == ("2016\n", "")
 
 
 def test_a_second_tier_in_the_same_directory_is_another_file(tmp_path: Path) -> None:

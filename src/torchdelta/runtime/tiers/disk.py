@@ -1,8 +1,9 @@
 """The disk tier: evicted bytes go to one unnamed file, with direct I/O where the file system has it.
 
-Direct I/O needs page-aligned memory, and torch aligns to 64 bytes; so each thread copies its part through an aligned
-staging buffer. With two threads, the copy of one part overlaps the disk access of the other. Without direct I/O there
-is no staging: the kernel copies between its page cache and the storage.
+Direct I/O needs page-aligned memory. The caching allocator aligns to pages, and parts of whole pages move between the
+storage and the disk without a copy. The C library's heap aligns to 64 bytes: then each thread copies its part through
+an aligned staging buffer, and with two threads, the copy of one part overlaps the disk access of the other. Without
+direct I/O there is no staging: the kernel copies between its page cache and the storage.
 
 `posix_fallocate` takes disk space ahead, so that a full disk is an error when a slot is reserved, before any buffer is
 written. File systems without it report a full disk as a failed write.
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["DiskMedium", "DiskTier"]
 
 _PART_BYTES: Final = 4 << 20
+_PAGE_BYTES: Final = max(BLOCK_BYTES, mmap.PAGESIZE)
 _NUM_THREADS: Final = 2
 _MAX_FRUITLESS: Final = 8  # a transfer fails after this many calls in a row that move no byte
 _CANNOT_ALLOCATE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -76,7 +78,7 @@ class DiskMedium:
     def write_part(self, worker: int, part: Part) -> None:
         """Copy one part into the file."""
         view = part.view
-        if self._staging:
+        if self._is_staged(part):
             self._stage(part, self._staging[worker].address)
             view = self._staged(worker, part.size_bytes)
         if self._checksum:
@@ -85,7 +87,8 @@ class DiskMedium:
 
     def read_part(self, worker: int, part: Part) -> None:
         """Copy one part out of the file, and compare it with its checksum."""
-        view = self._staged(worker, part.size_bytes) if self._staging else part.view
+        is_staged = self._is_staged(part)
+        view = self._staged(worker, part.size_bytes) if is_staged else part.view
         self._move(view, part.offset_bytes, is_read=True)
         if self._checksum:
             found, wanted = zlib.crc32(view), part.slot.checksums[part.index]
@@ -94,7 +97,7 @@ class DiskMedium:
                     f"the checksum of {part.size_bytes} bytes at offset {part.offset_bytes} of the swap file in "
                     f"{str(self._scratch.directory)!r} is {found:08x} and was {wanted:08x} when they were written"
                 )
-        if self._staging:
+        if is_staged:
             self._unstage(part, self._staging[worker].address)
 
     def close(self) -> None:
@@ -128,12 +131,18 @@ class DiskMedium:
             self._views.append(memoryview(staging.mapping))
 
     def _new_staging(self, size_bytes: int) -> Segment:
-        # Shared, not private: after a fork during a direct read, the parent would have a stale private page.
+        # Shared, not private: see [Note: Forks].
         return Segment(mmap.mmap(-1, size_bytes))
 
     def _drop_staging(self) -> None:
         for staging in self._staging:
             staging.mapping.close()
+
+    def _is_staged(self, part: Part) -> bool:
+        """Return whether a part passes through a staging buffer: direct I/O needs pages that nothing else lies on."""
+        if self._always_stages or not self._staging:
+            return self._always_stages
+        return part.address % _PAGE_BYTES != 0 or part.size_bytes % _PAGE_BYTES != 0
 
     def _stage(self, part: Part, staging_address: int) -> None:
         """Copy a part's bytes from the storage to a staging buffer."""

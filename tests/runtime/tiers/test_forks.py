@@ -1,0 +1,180 @@
+"""Tiers in processes that fork: children touch nothing, and the parent's bytes stay right."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_IN_A_CHILD = """
+import os, sys, warnings
+import torch
+warnings.simplefilter("ignore")
+from torchdelta.errors import TierError
+from torchdelta.runtime.tiers.disk import DiskTier
+from torchdelta.runtime.tiers.memory import MemoryTier
+
+def bits(storage):
+    return bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+
+for make in (lambda: DiskTier(swap_dir=sys.argv[1]), MemoryTier):
+    tier = make()
+    source = torch.full((20_000_000,), 3, dtype=torch.uint8).untyped_storage()
+    slot = tier.reserve(source.nbytes())
+    write = tier.write(slot, source)
+    child = os.fork()  # with copies in flight
+    if child == 0:
+        verdict = 0
+        for number, use in enumerate((
+            lambda: tier.reserve(10), lambda: tier.write(slot, source),
+            lambda: tier.read(slot, torch.UntypedStorage(20_000_000)),
+        )):
+            try:
+                use()
+                verdict |= 1 << number
+            except TierError as error:
+                if "forked child" not in str(error):
+                    verdict |= 1 << number
+        verdict |= 8 * (tier.used_bytes != 0)
+        verdict |= 16 * any("(deleted)" in os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+                            if os.path.lexists(f"/proc/self/fd/{n}"))
+        tier.release(slot)
+        tier.close()
+        del tier
+        os._exit(verdict)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=" ")
+    write.wait()
+    target = torch.UntypedStorage(20_000_000)
+    tier.read(slot, target).wait()
+    print(bits(target) == bits(source), tier.used_bytes >= 20_000_000)
+    tier.close()
+"""
+
+
+def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
+    """It is told so, holds no descriptor, and whatever it does, the parent's bytes stay right."""
+    run = subprocess.run(
+        [sys.executable, "-c", _IN_A_CHILD, tmp_path], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (run.stdout, run.stderr) == ("0 True True\n0 True True\n", "")
+
+
+@pytest.mark.rest
+def test_loader_workers_live_beside_a_tier(tmp_path: Path) -> None:
+    """A DataLoader forks its workers while copies are in flight: batches and bytes are right."""
+    script = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch.utils.data import DataLoader
+from torchdelta.runtime.tiers.disk import DiskTier
+tier = DiskTier(swap_dir=sys.argv[1])
+sources = [torch.full((5_000_000,), n, dtype=torch.uint8) for n in range(6)]
+slots = [tier.reserve(5_000_000) for _ in sources]
+for slot, source in zip(slots, sources):
+    tier.write(slot, source.untyped_storage())
+total = 0
+for batch in DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork"):
+    total += int(batch.sum())
+    for slot, source in zip(slots, sources):
+        target = torch.zeros(5_000_000, dtype=torch.uint8)
+        tier.read(slot, target.untyped_storage()).wait()
+        assert torch.equal(target, source)
+print(total)
+tier.close()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (run.stdout, run.stderr) == ("2016\n", "")
+
+
+_FORKS = """
+import os, sys, mmap, threading, warnings
+warnings.simplefilter("ignore")
+import torch
+from torchdelta.runtime.tiers.disk import DiskTier
+
+SIZE = 16 << 20
+tier = DiskTier(swap_dir=sys.argv[1])
+
+def paged(value):
+    tensor = torch.frombuffer(mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    return tensor.fill_(value)
+
+sources = [paged(n + 1) for n in range(3)]
+slots = [tier.reserve(SIZE) for _ in sources]
+for slot, source in zip(slots, sources):
+    tier.write(slot, source.untyped_storage())
+targets = [paged(0) for _ in sources]
+for turn in range(12):
+    for target in targets:
+        target.fill_(0)
+    reads = [tier.read(slot, target.untyped_storage()) for slot, target in zip(slots, targets)]
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    for read, target, source in zip(reads, targets, sources):
+        read.wait()
+        assert torch.equal(target, source), turn
+    os.waitpid(child, 0)
+import gc
+print(gc.isenabled())
+tier.close()
+"""
+
+
+def test_a_fork_during_direct_reads_leaves_the_bytes_right(tmp_path: Path) -> None:
+    """The pages of the storages are private, and are shared with a child after a fork."""
+    run = subprocess.run(
+        [sys.executable, "-c", _FORKS, tmp_path], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (run.stdout, run.stderr) == ("True\n", "")
+
+
+_FORK_AMID_WRITES = """
+import os, sys, time, warnings
+warnings.simplefilter("ignore")
+
+under_way, seen = [0], []
+
+def look():
+    seen.append(under_way[0])
+    time.sleep(0.12)
+    seen.append(under_way[0])
+
+os.register_at_fork(before=look)  # runs after the hooks that are registered later
+import torch
+from torchdelta.runtime.tiers.disk import DiskTier
+
+real = os.pwrite
+
+def slow_write(*arguments):
+    under_way[0] += 1
+    time.sleep(0.05)
+    num_moved = real(*arguments)
+    under_way[0] -= 1
+    return num_moved
+
+tier = DiskTier(swap_dir=sys.argv[1])
+os.pwrite = slow_write
+content = torch.ones(40 << 20, dtype=torch.uint8)
+write = tier.write(tier.reserve(content.nbytes), content.untyped_storage())
+while not under_way[0]:
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+print(write.is_done(), seen)
+write.wait()
+tier.close()
+"""
+
+
+def test_a_fork_waits_for_parts_under_way(tmp_path: Path) -> None:
+    """No part is under way when the fork happens, and the others go on afterwards."""
+    run = subprocess.run(
+        [sys.executable, "-c", _FORK_AMID_WRITES, tmp_path], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (run.stdout, run.stderr) == ("False [0, 0]\n", "")
