@@ -3,6 +3,9 @@
 A round runs a short block of steps for every contender, in an order drawn anew each round; a contender's ratio is its
 block against another's of the same round. Slow drifts of a shared machine (other jobs, clock frequency) then fall on
 both sides. The first step of a block opens the scope and its tier; it is kept apart.
+
+Where a machine changes its speed within a round, a block has plain steps `beside` it, run right after it: both blocks
+of a ratio are then first divided by these.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 NUM_RESAMPLES = 2000
 PLAIN = "plain"
+BESIDE = "beside"
 
 Block = dict[str, Any]
 
@@ -86,12 +90,23 @@ def ratios(
     num_warm_steps: int = 1,
 ) -> list[float]:
     """Return, for each round that both took part in, the contender's median step over the baseline's."""
-    first = num_warm_steps
-    return [
-        statistics.median(blocks[contender][key][first:]) / statistics.median(blocks[baseline][key][first:])
-        for blocks in rounds
-        if contender in blocks and baseline in blocks
-    ]
+
+    def median_s(block: Block) -> float:
+        return statistics.median(block[key][num_warm_steps:])
+
+    def relative(block: Block) -> float:
+        return median_s(block) / median_s(block[BESIDE])
+
+    found: list[float] = []
+    for blocks in rounds:
+        if contender not in blocks or baseline not in blocks:
+            continue
+        block, other = blocks[contender], blocks[baseline]
+        if BESIDE not in block or contender == PLAIN:
+            found.append(median_s(block) / median_s(other))
+        else:
+            found.append(relative(block) / (1.0 if baseline == PLAIN else relative(other)))
+    return found
 
 
 def run(

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, PEERS, RECORD_ONLY, scope, split
-from benchmarks.turns import PLAIN, take_turns, timed_steps
+from benchmarks.turns import BESIDE, PLAIN, take_turns, timed_steps
 from torchdelta import Config, MemoryBudget
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
@@ -63,7 +63,7 @@ def contest(
     """Run one round: a block of steps of each contender, in an order drawn from the seed."""
     race = Race(model, optimizer, budgets, planner, num_steps)
     timed_steps(race.train, num_steps)
-    (blocks,) = take_turns(contenders, 1, race.run_block, seed)
+    (blocks,) = take_turns(contenders, 1, race.run_block_beside_plain, seed)
     return {"blocks": blocks, "refused": race.refused, "bounds": race.bounds() if with_bound else {}}
 
 
@@ -83,6 +83,13 @@ class Race:
     def train(self) -> None:
         """Run one step."""
         self.workload.train(self.optimizer)
+
+    def run_block_beside_plain(self, contender: str) -> Block | None:
+        """Run the block of one contender, and right after it plain steps."""
+        block = self.run_block(contender)
+        if block is not None and contender != PLAIN:
+            block[BESIDE] = timed_steps(self.train, self.num_steps)
+        return block
 
     def run_block(self, contender: str) -> Block | None:
         """Run the block of one contender; None if it cannot train so."""
