@@ -1,0 +1,38 @@
+"""Ratios of blocks that took turns: by rounds, and by the plain steps beside each block."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.turns import BESIDE, PLAIN, Block, median_interval, ratios
+
+
+def block(step_s: float, beside_s: float | None = None) -> Block:
+    """Return a block of steps of one length, whose first one is slow."""
+    made: Block = {"times_s": [9 * step_s, step_s, step_s]}
+    if beside_s is not None:
+        made[BESIDE] = block(beside_s)
+    return made
+
+
+def test_without_plain_steps_beside_it_a_block_is_divided_by_that_of_the_same_round() -> None:
+    """Rounds in which one of the two is missing do not count."""
+    rounds = [{PLAIN: block(1.0), "a": block(1.5)}, {PLAIN: block(2.0)}, {PLAIN: block(2.0), "a": block(4.0)}]
+    assert ratios(rounds, "a") == [1.5, 2.0]
+
+
+def test_plain_steps_beside_a_block_take_a_change_of_speed_out() -> None:
+    """The machine halved its speed after plain's own block, and doubled it again before the third block."""
+    rounds = [{PLAIN: block(1.0), "a": block(2.4, 2.0), "b": block(1.5, 1.0)}]
+    assert ratios(rounds, "a") == [pytest.approx(1.2)]
+    assert ratios(rounds, "a", "b") == [pytest.approx(1.2 / 1.5)]
+    assert ratios(rounds, PLAIN) == [1.0]
+
+
+def test_the_interval_holds_the_median() -> None:
+    """One sample is its own interval."""
+    assert str(median_interval([1.25])) == "1.250 [1.250, 1.250]"
+    spread = median_interval([1.0, 1.1, 1.5])
+    assert spread.low <= spread.median == 1.1 <= spread.high
+    with pytest.raises(ValueError, match="no samples"):
+        median_interval([])
