@@ -186,8 +186,7 @@ def _value(source: str) -> float:
         model, contenders = keys
         contender, _, baseline = contenders.partition(" over ")
         rounds = document["data"][model]["rounds"]
-        shares = [_step_s(blocks[contender]) / _step_s(blocks[baseline or "plain"]) for blocks in rounds]
-        return statistics.median(shares)
+        return statistics.median(_ratio(blocks, contender, baseline or "plain") for blocks in rounds)
     if kind == "share":
         model, label = keys
         data = document["data"][model]
@@ -202,6 +201,15 @@ def _value(source: str) -> float:
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value[key]
     return float(value)
+
+
+def _ratio(blocks: dict[str, Any], contender: str, baseline: str) -> float:
+    """Return the ratio of two blocks of a round; plain steps beside them count first, as benchmarks/turns.py has it."""
+    block, other = blocks[contender], blocks[baseline]
+    if "beside" not in block:
+        return _step_s(block) / _step_s(other)
+    relative = _step_s(block) / _step_s(block["beside"])
+    return relative if baseline == "plain" else relative * _step_s(other["beside"]) / _step_s(other)
 
 
 def _step_s(block: dict[str, Any]) -> float:
