@@ -90,7 +90,7 @@ tier.close()
 
 
 _FORKS = """
-import os, sys, mmap, threading, warnings
+import os, sys, mmap, warnings
 warnings.simplefilter("ignore")
 import torch
 from torchdelta.runtime.tiers.disk import DiskTier
@@ -113,68 +113,21 @@ for turn in range(12):
     reads = [tier.read(slot, target.untyped_storage()) for slot, target in zip(slots, targets)]
     child = os.fork()
     if child == 0:
+        for target in targets:
+            target.fill_(77)
         os._exit(0)
     for read, target, source in zip(reads, targets, sources):
         read.wait()
         assert torch.equal(target, source), turn
     os.waitpid(child, 0)
-import gc
-print(gc.isenabled())
+print("equal")
 tier.close()
 """
 
 
 def test_a_fork_during_direct_reads_leaves_the_bytes_right(tmp_path: Path) -> None:
-    """The pages of the storages are private, and are shared with a child after a fork."""
+    """After a fork, parent and child share the storages' private pages; the parent writes only once they are read."""
     run = subprocess.run(
         [sys.executable, "-c", _FORKS, tmp_path], capture_output=True, text=True, check=False, timeout=120
     )
-    assert (run.stdout, run.stderr) == ("True\n", "")
-
-
-_FORK_AMID_WRITES = """
-import os, sys, time, warnings
-warnings.simplefilter("ignore")
-
-under_way, seen = [0], []
-
-def look():
-    seen.append(under_way[0])
-    time.sleep(0.12)
-    seen.append(under_way[0])
-
-os.register_at_fork(before=look)  # runs after the hooks that are registered later
-import torch
-from torchdelta.runtime.tiers.disk import DiskTier
-
-real = os.pwrite
-
-def slow_write(*arguments):
-    under_way[0] += 1
-    time.sleep(0.05)
-    num_moved = real(*arguments)
-    under_way[0] -= 1
-    return num_moved
-
-tier = DiskTier(swap_dir=sys.argv[1])
-os.pwrite = slow_write
-content = torch.ones(40 << 20, dtype=torch.uint8)
-write = tier.write(tier.reserve(content.nbytes), content.untyped_storage())
-while not under_way[0]:
-    time.sleep(0.001)
-child = os.fork()
-if child == 0:
-    os._exit(0)
-os.waitpid(child, 0)
-print(write.is_done(), seen)
-write.wait()
-tier.close()
-"""
-
-
-def test_a_fork_waits_for_parts_under_way(tmp_path: Path) -> None:
-    """No part is under way when the fork happens, and the others go on afterwards."""
-    run = subprocess.run(
-        [sys.executable, "-c", _FORK_AMID_WRITES, tmp_path], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (run.stdout, run.stderr) == ("False [0, 0]\n", "")
+    assert (run.stdout, run.stderr) == ("equal\n", "")

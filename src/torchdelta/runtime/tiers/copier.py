@@ -19,11 +19,6 @@ Therefore no code that a finalizer can reach blocks on a lock.
 A worker reads `is_closing` under its `io_lock` before every part. Once `shutdown` has set it and has taken each
 `io_lock` once, no copy runs or will run, so the memory may be freed. This needs no join, which would deadlock where the
 collector runs `shutdown` on a worker.
-
-[Note: Forks]
-A fork during a direct read of private memory may leave the bytes in a page of the child, and stale bytes in the
-parent's (open(2)). Therefore a fork waits until no part is under way, and none begins before it has ended: the thread
-that forks holds every `io_lock`. Forks past Python, from C, are not seen.
 """
 
 from __future__ import annotations
@@ -248,12 +243,6 @@ class Copier:
                     self._finish(job)
         finally:
             self.lock.release()
-
-    def other_io_locks(self) -> list[threading.Lock]:
-        """Return the locks under which threads other than the calling one copy a part."""
-        current = threading.current_thread()
-        pairs = zip(self._threads, self._io_locks, strict=False)
-        return [io_lock for thread, io_lock in pairs if thread is not current]
 
     def shutdown(self) -> None:
         """Stop copying: wait for running parts, fail the others. Repeated calls do nothing."""

@@ -1,9 +1,16 @@
 """The disk tier: evicted bytes go to one unnamed file, with direct I/O where the file system has it.
 
-Direct I/O needs page-aligned memory. The caching allocator aligns to pages, and parts of whole pages move between the
-storage and the disk without a copy. The C library's heap aligns to 64 bytes: then each thread copies its part through
-an aligned staging buffer, and with two threads, the copy of one part overlaps the disk access of the other. Without
-direct I/O there is no staging: the kernel copies between its page cache and the storage.
+Direct I/O needs page-aligned memory. The caching allocator aligns blocks to pages, so a part that consists of whole
+pages is read or written in place. The C library's heap aligns to 64 bytes: then each thread copies its part through an
+aligned staging buffer, and with two threads, the copy of one part overlaps the disk access of the other. Without direct
+I/O there is no staging: the kernel copies between its page cache and the storage.
+
+[Note: Forks during direct reads]
+open(2) warns of direct I/O into private memory while the process forks. After a fork, parent and child share pages, and
+a process that writes to a shared page gets a copy of it. If the parent writes to a page while the disk still fills it,
+the rest arrives in the page that only the child has. Nobody writes to a part while it is read, and a part in place
+consists of whole pages, so no other data lies on them either. Before Linux 5.8 a write could copy a whole huge page, on
+which other data does lie: there every part is staged. The staging buffers are shared memory, which a fork never copies.
 
 `posix_fallocate` takes disk space ahead, so that a full disk is an error when a slot is reserved, before any buffer is
 written. File systems without it report a full disk as a failed write.
@@ -15,6 +22,8 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
+import re
 import zlib
 from typing import TYPE_CHECKING, Final
 
@@ -35,9 +44,20 @@ __all__ = ["DiskMedium", "DiskTier"]
 
 _PART_BYTES: Final = 4 << 20
 _PAGE_BYTES: Final = max(BLOCK_BYTES, mmap.PAGESIZE)
+_FIRST_SAFE_LINUX: Final = (5, 8)  # [Note: Forks during direct reads]
 _NUM_THREADS: Final = 2
 _MAX_FRUITLESS: Final = 8  # a transfer fails after this many calls in a row that move no byte
 _CANNOT_ALLOCATE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+def _moves_in_place() -> bool:
+    """Return whether the kernel is one that `_FIRST_SAFE_LINUX` includes."""
+    version = re.match(r"(\d+)\.(\d+)", platform.release())
+    is_linux = platform.system() == "Linux" and version is not None
+    return is_linux and (int(version[1]), int(version[2])) >= _FIRST_SAFE_LINUX
+
+
+_MOVES_IN_PLACE: Final = _moves_in_place()
 
 
 class DiskMedium:
@@ -131,7 +151,7 @@ class DiskMedium:
             self._views.append(memoryview(staging.mapping))
 
     def _new_staging(self, size_bytes: int) -> Segment:
-        # Shared, not private: see [Note: Forks].
+        # Shared, not private: see [Note: Forks during direct reads].
         return Segment(mmap.mmap(-1, size_bytes))
 
     def _drop_staging(self) -> None:
@@ -139,9 +159,14 @@ class DiskMedium:
             staging.mapping.close()
 
     def _is_staged(self, part: Part) -> bool:
-        """Return whether a part passes through a staging buffer: direct I/O needs pages that nothing else lies on."""
-        if self._always_stages or not self._staging:
-            return self._always_stages
+        """Return whether a part is copied through a staging buffer.
+
+        With direct I/O all parts are, except those that start at a page and consist of whole pages.
+        """
+        if not self._staging:
+            return False
+        if self._always_stages or not _MOVES_IN_PLACE:
+            return True
         return part.address % _PAGE_BYTES != 0 or part.size_bytes % _PAGE_BYTES != 0
 
     def _stage(self, part: Part, staging_address: int) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
-import operator
 import os
 import threading
 import weakref
@@ -35,20 +33,8 @@ _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.restype = ctypes.py_object
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
-# The copiers of open tiers, for the hooks that run at forks.
+# The copiers of open tiers, for the hook that runs in forked children.
 _open_copiers: weakref.WeakSet[Copier] = weakref.WeakSet()
-_fork_lock = threading.Lock()
-
-
-class _Held(threading.local):
-    """What a thread holds while it forks."""
-
-    def __init__(self) -> None:
-        self.locks: list[threading.Lock] = []
-        self.stopped_collector = False
-
-
-_held = _Held()
 
 
 class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
@@ -169,33 +155,10 @@ def _await_jobs(slot: PooledSlot) -> None:
         pass
 
 
-def _pause_copies() -> None:
-    """Wait until no part is being copied, and let none begin; see [Note: Forks] in copier.py."""
-    _acquire([_fork_lock])
-    if gc.isenabled():  # the collector could close a tier on this thread, which would wait for itself
-        gc.disable()
-        _held.stopped_collector = True
-    _acquire([io_lock for copier in list(_open_copiers) for io_lock in copier.other_io_locks()])
-
-
-def _acquire(locks: list[threading.Lock]) -> None:
-    # One call into C: where a signal handler raises, every lock that was taken is listed.
-    _held.locks.extend(filter(operator.methodcaller("acquire"), locks))
-
-
-def _resume_copies() -> None:
-    if _held.stopped_collector:
-        _held.stopped_collector = False
-        gc.enable()
-    while _held.locks:
-        _held.locks.pop().release()
-
-
 def _leave_children() -> None:
-    _resume_copies()
     for copier in list(_open_copiers):
         copier.medium.leave_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_pause_copies, after_in_parent=_resume_copies, after_in_child=_leave_children)
+    os.register_at_fork(after_in_child=_leave_children)
