@@ -53,8 +53,9 @@ _CANNOT_ALLOCATE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSY
 def _moves_in_place() -> bool:
     """Return whether the kernel is one that `_FIRST_SAFE_LINUX` includes."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
-    is_linux = platform.system() == "Linux" and version is not None
-    return is_linux and (int(version[1]), int(version[2])) >= _FIRST_SAFE_LINUX
+    if platform.system() != "Linux" or version is None:
+        return False
+    return (int(version[1]), int(version[2])) >= _FIRST_SAFE_LINUX
 
 
 _MOVES_IN_PLACE: Final = _moves_in_place()
