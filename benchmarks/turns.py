@@ -4,8 +4,8 @@ A round runs a short block of steps for every contender, in an order drawn anew 
 block against another's of the same round. Slow drifts of a shared machine (other jobs, clock frequency) then fall on
 both sides. The first step of a block opens the scope and its tier; it is kept apart.
 
-Where a machine changes its speed within a round, a block has plain steps `beside` it, run right after it: both blocks
-of a ratio are then first divided by these.
+Where a machine changes its speed within a round, plain steps run right after each block, and are kept in the block as
+`BESIDE`. A block counts as its median step over the median of these.
 """
 
 from __future__ import annotations
@@ -89,24 +89,23 @@ def ratios(
     key: str = "times_s",
     num_warm_steps: int = 1,
 ) -> list[float]:
-    """Return, for each round that both took part in, the contender's median step over the baseline's."""
+    """Return, for each round that both took part in, the contender's median step over the baseline's.
+
+    With plain steps beside them, each of the two is divided by its own first.
+    """
 
     def median_s(block: Block) -> float:
         return statistics.median(block[key][num_warm_steps:])
 
-    def relative(block: Block) -> float:
-        return median_s(block) / median_s(block[BESIDE])
+    def ratio(block: Block, other: Block) -> float:
+        if BESIDE not in block:
+            return median_s(block) / median_s(other)
+        over_plain = median_s(block) / median_s(block[BESIDE])
+        return over_plain if baseline == PLAIN else over_plain * median_s(other[BESIDE]) / median_s(other)
 
-    found: list[float] = []
-    for blocks in rounds:
-        if contender not in blocks or baseline not in blocks:
-            continue
-        block, other = blocks[contender], blocks[baseline]
-        if BESIDE not in block or contender == PLAIN:
-            found.append(median_s(block) / median_s(other))
-        else:
-            found.append(relative(block) / (1.0 if baseline == PLAIN else relative(other)))
-    return found
+    return [
+        ratio(blocks[contender], blocks[baseline]) for blocks in rounds if contender in blocks and baseline in blocks
+    ]
 
 
 def run(

@@ -32,6 +32,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.turns import PLAIN, ratios
+
 __all__ = ["Block", "blocks", "check", "undeclared", "update"]
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
@@ -186,7 +188,7 @@ def _value(source: str) -> float:
         model, contenders = keys
         contender, _, baseline = contenders.partition(" over ")
         rounds = document["data"][model]["rounds"]
-        return statistics.median(_ratio(blocks, contender, baseline or "plain") for blocks in rounds)
+        return statistics.median(ratios(rounds, contender, baseline or PLAIN))
     if kind == "share":
         model, label = keys
         data = document["data"][model]
@@ -201,20 +203,6 @@ def _value(source: str) -> float:
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value[key]
     return float(value)
-
-
-def _ratio(blocks: dict[str, Any], contender: str, baseline: str) -> float:
-    """Return the ratio of two blocks of a round; plain steps beside them count first, as benchmarks/turns.py has it."""
-    block, other = blocks[contender], blocks[baseline]
-    if "beside" not in block:
-        return _step_s(block) / _step_s(other)
-    relative = _step_s(block) / _step_s(block["beside"])
-    return relative if baseline == "plain" else relative * _step_s(other["beside"]) / _step_s(other)
-
-
-def _step_s(block: dict[str, Any]) -> float:
-    """Return the median step of a block, the first one left out, as benchmarks/turns.py has it."""
-    return statistics.median(block["times_s"][1:])
 
 
 def _measured_at(path: Path) -> datetime:

@@ -18,7 +18,7 @@ from tests.runtime.parts import descriptor_of
 from tests.runtime.tiers.storages import as_bytes, filled_storage, is_equal
 from torchdelta.errors import TierError, TierFullError, TierIOError
 from torchdelta.runtime.tiers.copier import Part
-from torchdelta.runtime.tiers.disk import DiskMedium, DiskTier
+from torchdelta.runtime.tiers.disk import DiskMedium, DiskTier, _moves_in_place
 
 
 @pytest.fixture(params=["direct", "buffered"])
@@ -101,6 +101,42 @@ def test_whole_pages_move_without_a_copy(
             assert staged.count(name) == (num_odd if is_paged else num_parts)
     else:
         assert not staged
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "expected"),
+    [
+        ("Linux", "5.8.0-generic", True),
+        ("Linux", "6.18.44-fc", True),
+        ("Linux", "5.15.153.1-microsoft-standard-WSL2", True),
+        ("Linux", "5.7.19", False),
+        ("Linux", "4.18.0-553.el8.x86_64", False),
+        ("Linux", "unknown", False),
+        ("Darwin", "23.1.0", False),
+    ],
+)
+def test_kernels_on_which_parts_move_in_place(system: str, release: str, expected: bool) -> None:
+    """From Linux 5.8 on: before, a fork during a direct read could lose bytes."""
+    assert _moves_in_place(system, release) == expected
+
+
+def test_on_other_kernels_every_part_is_staged(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole pages, too; the bytes are right."""
+    monkeypatch.setattr("torchdelta.runtime.tiers.disk._MOVES_IN_PLACE", False)
+    addresses: list[int] = []
+    real = os.preadv
+
+    def note(descriptor: int, views: list[memoryview], offset: int) -> int:
+        addresses.extend(torch.frombuffer(view, dtype=torch.uint8).data_ptr() for view in views)
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", note)
+    source, target = paged_storage(65536, 1), paged_storage(65536, 2)
+    slot = disk.reserve(65536)
+    disk.write(slot, source)
+    disk.read(slot, target).wait()
+    assert is_equal(source, target)
+    assert (target.data_ptr() in addresses) == (not disk.direct)
 
 
 def test_calls_that_move_little_are_repeated(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -421,8 +421,8 @@ def test_threads_share_a_tier(engine: SimulatedEngine, device: SimulatedDevice, 
 
 _FORKING = """
 import os
+from tests.runtime.tiers.children import not_refused
 from tests.runtime.tiers.simulated import SimulatedDevice, SimulatedEngine
-from torchdelta.errors import TierError
 from torchdelta.runtime.tiers.pinned import PinnedTier
 
 engine = SimulatedEngine(3)
@@ -434,16 +434,10 @@ slot = tier.reserve(5000)
 transfer = tier.write(slot, storage)
 child = os.fork()
 if child == 0:
-    verdict = 0
     engine.faults.is_broken = True  # whoever asks the device is told off
-    uses = (lambda: tier.reserve(10), lambda: tier.write(slot, storage), lambda: tier.read(slot, storage))
-    for number, use in enumerate(uses):
-        try:
-            use()
-            verdict |= 1 << number
-        except TierError as error:
-            if "forked child" not in str(error):
-                verdict |= 1 << number
+    verdict = not_refused((
+        lambda: tier.reserve(10), lambda: tier.write(slot, storage), lambda: tier.read(slot, storage),
+    ))
     verdict |= 8 * (tier.used_bytes != 0 or tier.take_stall_s() != 0.0)
     tier.release(slot)
     tier.close()

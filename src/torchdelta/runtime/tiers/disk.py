@@ -5,15 +5,16 @@ pages is read or written in place. The C library's heap aligns to 64 bytes: then
 aligned staging buffer, and with two threads, the copy of one part overlaps the disk access of the other. Without direct
 I/O there is no staging: the kernel copies between its page cache and the storage.
 
+`posix_fallocate` takes disk space ahead, so that a full disk is an error when a slot is reserved, before any buffer is
+written. File systems without it report a full disk as a failed write.
+
 [Note: Forks during direct reads]
 open(2) warns of direct I/O into private memory while the process forks. After a fork, parent and child share pages, and
 a process that writes to a shared page gets a copy of it. If the parent writes to a page while the disk still fills it,
 the rest arrives in the page that only the child has. Nobody writes to a part while it is read, and a part in place
-consists of whole pages, so no other data lies on them either. Before Linux 5.8 a write could copy a whole huge page, on
-which other data does lie: there every part is staged. The staging buffers are shared memory, which a fork never copies.
-
-`posix_fallocate` takes disk space ahead, so that a full disk is an error when a slot is reserved, before any buffer is
-written. File systems without it report a full disk as a failed write.
+consists of whole pages, so no other data lies on them. Before Linux 5.8 (commit 3917c80280c9) a write could copy a
+whole huge page, on which other data does lie: there every part is staged. The staging buffers are shared memory, which
+a fork never copies.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ __all__ = ["DiskMedium", "DiskTier"]
 
 _PART_BYTES: Final = 4 << 20
 _PAGE_BYTES: Final = max(BLOCK_BYTES, mmap.PAGESIZE)
-_FIRST_SAFE_LINUX: Final = (5, 8)  # [Note: Forks during direct reads]
+_FIRST_SAFE_LINUX: Final = (5, 8)
 _NUM_THREADS: Final = 2
 _MAX_FRUITLESS: Final = 8  # a transfer fails after this many calls in a row that move no byte
 _CANNOT_ALLOCATE: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
-def _moves_in_place() -> bool:
-    """Return whether the kernel is one that `_FIRST_SAFE_LINUX` includes."""
-    version = re.match(r"(\d+)\.(\d+)", platform.release())
-    if platform.system() != "Linux" or version is None:
+def _moves_in_place(system: str, release: str) -> bool:
+    """Return whether parts are read and written in place on this kernel; see [Note: Forks during direct reads]."""
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if system != "Linux" or version is None:
         return False
     return (int(version[1]), int(version[2])) >= _FIRST_SAFE_LINUX
 
 
-_MOVES_IN_PLACE: Final = _moves_in_place()
+_MOVES_IN_PLACE: Final = _moves_in_place(platform.system(), platform.release())
 
 
 class DiskMedium:
