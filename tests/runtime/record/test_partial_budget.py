@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -113,6 +114,29 @@ def test_fewer_ops_are_recorded() -> None:
         before = session.counters.num_ops
         step(net, optimizer)
         assert session.counters.num_ops - before < whole / 3
+
+
+def test_steps_that_are_faster_because_less_is_recorded_are_not_traced_again() -> None:
+    """The time of a step falls in stages until nothing is recorded before the optimizer; that is no drift."""
+    with planned_here(least_bytes=4096), MemoryBudget(int(0.7 * plain_peak_bytes()), CONFIG):
+        session = running_session()
+        net, optimizer = make()
+        judge, num_ops = session.programs.on_step_end, [0]
+
+        def judge_by_ops(peak_bytes: int, _time_s: float) -> None:
+            total = session.counters.num_ops
+            judge(peak_bytes, 1.0 + (total - num_ops[0]) // 100)  # a step takes as long as it has recorded ops
+            num_ops[0] = total
+
+        with mock.patch.object(session.programs, "on_step_end", judge_by_ops):
+            until_partial(session, net, optimizer)
+            for _ in range(2 * NUM_STEPS):
+                step(net, optimizer)
+        program = session.programs.latest
+        assert program is not None
+        assert program.first_s > 0
+        assert program.num_retraces == 0
+        assert not program.wants_trace
 
 
 def test_a_step_that_cannot_fit_is_refused_and_the_next_ones_go_on() -> None:

@@ -158,6 +158,11 @@ class Program:
         for backward in [backward for backward in self.proofs if backward[0] == key]:
             del self.proofs[backward]
 
+    def forget_times(self) -> None:
+        """Compare later steps with none of the earlier ones, of which more was recorded."""
+        self.step_times_s.clear()
+        self.first_s = 0.0
+
     def agrees(self, position: Position, *, exactly: bool) -> bool:
         """Return whether the saves so far equal those of the traced step, or differ from them only in their shapes."""
         hashes = self.schedule.exact_hashes if exactly else self.schedule.shape_free_hashes

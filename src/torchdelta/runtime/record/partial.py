@@ -112,11 +112,12 @@ class PartialRecording:
         if program is not None and learning is not None:
             program.outline = learning.outline() if is_own else None
             program.num_others += program.outline is None
-            program.step_times_s.clear()  # those of steps that were recorded as a whole
-            program.first_s = 0.0
+            program.forget_times()  # those of steps that were recorded as a whole
         elif program is not None and is_own:
             self.num_steps += 1
             self._num_alike += 1
+            if self._num_alike == _FEWEST_ALIKE:
+                program.forget_times()  # later steps are recorded less
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
             # The op that saves a tensor is running. On the stack, the recorder would see a part of what its kernel
