@@ -57,6 +57,31 @@ def test_python_hooks_are_called_outside_of_a_pause() -> None:
     assert python.num_unpacked == 3
 
 
+def test_a_step_that_ends_at_the_first_tensor_of_the_next_one_does_not_count_it() -> None:
+    """Where no optimizer steps, that tensor is the first sign of a new step: sizes are compared from it on."""
+    ends: list[bool] = []
+
+    class Ending(Recorded):
+        def pack(self, tensor: torch.Tensor) -> Any:
+            if len(tensor) > 1:  # the first tensor of each step is the larger one
+                ends.append(self.hooks.end_step())
+            return super().pack(tensor)
+
+    python = Ending()
+
+    def step(size: int, python: Recorded) -> None:
+        with saved_tensors_hooks(python.hooks.pack, python.hooks.unpack):
+            torch.randn(size, requires_grad=True).exp()[:1].clone().tanh()
+
+    for size in (8, 8, 8, 9):
+        step(size, python)
+    assert ends == [False, False, True, True]
+    assert not python.hooks.end_step()  # 9 is not 8
+    python.hooks.pause()
+    step(9, python)
+    assert not python.larger
+
+
 def test_no_python_runs_in_a_pause() -> None:
     """And the gradients are the same."""
     python = Recorded()

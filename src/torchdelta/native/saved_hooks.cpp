@@ -54,6 +54,8 @@ struct Hooks {
   PyObject* on_larger;    // called when a step saves more than the last recorded one
   std::vector<int64_t>* sizes;     // in bytes, of the tensors that this step has saved so far, if it is recorded
   std::vector<int64_t>* expected;  // of those of the last recorded step
+  bool has_expected;               // whether there is one, recorded to its end
+  bool is_packing;                 // whether the Python hook runs: the last one of `sizes` is that of its tensor
   size_t num_saved;                // by this step, if it is not recorded
   bool is_paused;
   Handle* newest;
@@ -307,8 +309,11 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
       if (failed) return nullptr;
     }
     if (!hooks->is_paused) {
-      if (hooks->sizes->size() < kMostSizes) hooks->sizes->push_back(size_bytes);
-      return PyObject_CallOneArg(hooks->pack, argument);
+      hooks->is_packing = hooks->sizes->size() < kMostSizes;
+      if (hooks->is_packing) hooks->sizes->push_back(size_bytes);
+      PyObject* packed = PyObject_CallOneArg(hooks->pack, argument);
+      hooks->is_packing = false;
+      return packed;
     }
     compare_size(hooks, size_bytes);
     return pack_handle(hooks, argument);
@@ -370,7 +375,8 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
   const AboveAutograd guard_of_keys;
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);
   hooks->is_paused = hooks->is_compared = false;
-  hooks->sizes->clear();  // those of the rest of the step: it will not equal another
+  hooks->sizes->clear();
+  hooks->has_expected = false;  // the rest of this step equals no other one
   std::vector<Handle*> handles;
   for (Handle* handle = hooks->newest; handle != nullptr; handle = handle->next) {
     if (handle->packed == nullptr) {
@@ -413,10 +419,17 @@ PyObject* hooks_end_step(PyObject* self, PyObject*) {
   hooks->num_saved = 0;
   hooks->is_compared = false;
   if (hooks->is_paused) Py_RETURN_TRUE;
-  const size_t num_saved = hooks->sizes->size();
-  const bool is_same = num_saved > 0 && num_saved < kMostSizes && *hooks->sizes == *hooks->expected;
+  int64_t first_bytes = -1;  // of the new step, whose first tensor is being packed
+  if (hooks->is_packing && !hooks->sizes->empty()) {
+    first_bytes = hooks->sizes->back();
+    hooks->sizes->pop_back();
+  }
+  const bool is_same =
+      hooks->has_expected && hooks->sizes->size() < kMostSizes && *hooks->sizes == *hooks->expected;
+  hooks->has_expected = true;
   hooks->expected->swap(*hooks->sizes);
   hooks->sizes->clear();
+  if (first_bytes >= 0) hooks->sizes->push_back(first_bytes);
   return PyBool_FromLong(is_same);
 }
 

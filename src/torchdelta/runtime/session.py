@@ -293,6 +293,7 @@ class Session:
         self.room.transfers.note_stall()
         self.steps.on_backward_end(keeps_graph=keeps_graph)
         if error is None and not keeps_graph:
+            self.pause.on_backward_end()
             self.partial.begin_if_followed()
         if self.ledger.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all saved tensors were kept, so no last handle will trigger this
@@ -315,7 +316,7 @@ class Session:
                 self.partial.end("an optimizer's first step, or a closure")
             if is_new and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
-                self.pause.end()
+                self.pause.end(is_larger=False)
                 with without_mode(self.recorder):
                     size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
                 if size_bytes:

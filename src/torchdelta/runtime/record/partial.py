@@ -117,11 +117,11 @@ class PartialRecording:
             self.num_steps += 1
             self._num_alike += 1
             if self._num_alike == _FEWEST_ALIKE:
-                program.forget_times()  # later steps are recorded less
+                program.forget_times()  # less of later steps is recorded
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
-            # The op that saves a tensor is running. On the stack, the recorder would see a part of what its kernel
-            # does, and take that for the whole op. So recording resumes when it is over: see `on_limit`.
+            # The op that saves a tensor is running: on the stack now, the recorder would take the rest of its kernel for
+            # the whole op. So recording resumes when it is over: see `on_limit`.
             self._set_limit(0)
         elif not is_own:
             self._num_alike = 0
@@ -189,8 +189,7 @@ class PartialRecording:
         self._gate.forget()
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
-        self._must_end = False
-        self._num_alike = 0
+        self._must_end, self._num_alike = False, 0
         self._follower.on_first_planned = self._on_first_planned
         self._record_whole()
         _logger.debug("steps are recorded in part from now on")

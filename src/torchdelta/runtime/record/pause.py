@@ -7,14 +7,16 @@ next ones are expected to fit as well. The dispatch mode is then taken off the t
 
 * The native hooks compare the size of each saved tensor with that of the recorded steps. A larger one, or one more,
   resumes recording before the next op: a larger batch is noticed at its first saved tensor.
-* The counter at the allocator has a limit, 2 % above the highest forward or, from the backward on, above the highest
-  step. Passing it calls `Pause.on_limit` between two instructions of Python, and recording resumes before the next op.
-  Outside of backwards, an allocation that would exceed the budget itself is refused with torch's own error. In a
-  backward nothing is refused: its forward was the same as in the recorded steps, so only a backward that does something
-  else can need more.
+* The counter at the allocator has a limit, 2 % and 4 KiB above the highest forward or, from the backward on, above the
+  highest step. Passing it calls `Pause.on_limit` between two instructions of Python, and recording resumes before the
+  next op. Outside of backwards, an allocation that would exceed the budget itself is refused with torch's own error. In
+  a backward nothing is refused: its forward was the same as in the recorded steps, so only a backward that does
+  something else can need more.
 * A backward starts unrecorded only if it starts with no more bytes than the recorded ones did.
 * Saved tensors go through native hooks (native/saved_hooks.cpp). When recording resumes, what was saved so far becomes
   known like any other saved tensor, so it can be swapped out. It cannot be recomputed: its ops were not recorded.
+
+A pause begins after an optimizer's step; in loops without `torch.optim`, after a backward that freed its graph.
 
 After each time that recording had to resume, eight times as many steps must be alike before the next pause: where the
 lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators (their allocator cannot
@@ -55,6 +57,7 @@ _NEVER: Final = 1 << 62
 _MORE_ALIKE: Final = 8
 _ALIKE: Final = 1.05  # the peaks of steps that count as alike differ by no more
 _LARGER: Final = 1.02
+_SLACK_BYTES: Final = 4096  # numbers and states of generators: what differs by less is alike, however small it is
 _SHARE_OF_BUDGET: Final = 0.9
 _NO_LIMIT: Final = (1 << 63) - 1
 
@@ -82,6 +85,7 @@ class Pause:
         self.hooks: NativeHooks | None = None  # native ones, if recording may pause
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._must_end = False
+        self._saves_begin_anew = False  # whether the backward of the running step has ended, in a pause
         self._num_needed = _FEWEST_ALIKE
         self._num_evictions = 0
         # Of the steps that are alike so far: how many, and their maxima.
@@ -118,9 +122,10 @@ class Pause:
         """Compare the step with the earlier ones; in a pause, set the limit for the next forward."""
         if self.hooks is None:
             return
-        is_same = self.hooks.end_step()
+        begins_anew, self._saves_begin_anew = self._saves_begin_anew, False
+        is_same = begins_anew or self.hooks.end_step()
         if self.is_on:
-            self._set_limit(self._forward_peak_bytes, refuses=True)
+            self._set_limit(_with_slack(self._forward_peak_bytes), refuses=True)
             return
         forward_peak_bytes, self._step_forward_peak_bytes = self._step_forward_peak_bytes, 0
         forward_bytes, self._step_forward_bytes = self._step_forward_bytes, 0
@@ -142,17 +147,26 @@ class Pause:
 
     def on_optimizer_end(self) -> None:
         """Pause if the next step is expected to fit."""
-        if self.hooks is not None and not self.is_on and self._num_alike >= self._num_needed and self._may_begin():
+        if not self._steps.is_after_backward and self._may_begin():
+            self._begin()
+
+    def on_backward_end(self) -> None:
+        """Do the same at the end of a backward that freed its graph, in a loop without an optimizer."""
+        if not self._ledger.surveys:
+            self._steps.on_graph_freed()
+        if not self._steps.num_optimizer_steps and self._may_begin():
             self._begin()
 
     def _may_begin(self) -> bool:
         recorder, ledger, budget_bytes = self._recorder, self._ledger, self._room.budget_bytes
         return (
-            budget_bytes is not None
+            self.hooks is not None
+            and not self.is_on
+            and self._num_alike >= self._num_needed
+            and budget_bytes is not None
             and self._peak_bytes <= _SHARE_OF_BUDGET * budget_bytes
             and ledger.num_handles == 0
             and not ledger.surveys
-            and not self._steps.is_after_backward
             and not self._room.transfers.leaving
             and not ledger.observing.observer.wants_every_op
             and not recorder.only_counts
@@ -166,10 +180,10 @@ class Pause:
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
         self.hooks.pause()
-        self._steps.is_unrecorded = True
+        self._steps.pause_recording()
         self.is_on = True
         self._must_end = False
-        self._set_limit(self._forward_peak_bytes, refuses=True)
+        self._set_limit(_with_slack(self._forward_peak_bytes), refuses=True)
         _logger.debug("recording pauses: steps peak at %s", format_bytes(self._peak_bytes))
 
     # -- steps that are not recorded
@@ -191,17 +205,20 @@ class Pause:
         if self._steps.is_after_backward:
             self._steps.on_save()  # the last step had no optimizer
         self._usage.ask_counter(fresh=True)
-        if self._must_end or self._usage.total_bytes > self._forward_bytes * _LARGER:
+        if self._must_end or self._usage.total_bytes > _with_slack(self._forward_bytes):
             self.end()
             return record(original, outputs, *args, **kwargs)
         keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
-        self._set_limit(self._peak_bytes)
+        self._set_limit(_with_slack(self._peak_bytes))
         try:
             return original(outputs, *args, **kwargs)
         finally:
             self._steps.on_backward_end(keeps_graph=keeps_graph)
             if self._must_end:
                 self.end()
+            elif not keeps_graph and self.hooks is not None:
+                self.hooks.end_step()  # the next forward may begin before this step is known to have ended
+                self._saves_begin_anew = True
 
     def on_limit(self) -> None:
         """Resume recording: more is allocated than in the recorded steps."""
@@ -215,18 +232,22 @@ class Pause:
             self.end()
 
     @shielded
-    def end(self) -> None:
-        """Resume recording."""
+    def end(self, *, is_larger: bool = True) -> None:
+        """Resume recording.
+
+        Args:
+            is_larger: Whether a step may be larger than expected; then the next pause begins later.
+        """
         hooks = self.hooks
         if hooks is None or not self.is_on:
             return
         if is_transforming():  # what is saved outside of the transform must not become a tensor of its inside
             self._must_end = True
             return
-        self.is_on = False
+        self.is_on = self._saves_begin_anew = False
         self.num_resumed += 1
         self._num_alike = 0
-        if self._num_needed != _NEVER:
+        if is_larger and self._num_needed != _NEVER:
             self._num_needed = min(self._num_needed * _MORE_ALIKE, _MOST_ALIKE)
         self._clear_limit()
         ledger = self._ledger
@@ -256,7 +277,7 @@ class Pause:
         counter, budget_bytes = self._usage.counter, self._room.budget_bytes
         if counter is not None and budget_bytes is not None:
             most_bytes = budget_bytes if refuses else _NO_LIMIT
-            cast("LimitedCounter", counter).set_limit(int(size_bytes * _LARGER), most_bytes, self.on_limit)
+            cast("LimitedCounter", counter).set_limit(size_bytes, most_bytes, self.on_limit)
 
     def _clear_limit(self) -> None:
         if self._usage.counter is not None:
@@ -268,5 +289,9 @@ def may_pause(config: Config) -> bool:
     return config.decisions is None and config.decision_class == "saved" and not config.arena
 
 
+def _with_slack(size_bytes: int) -> int:
+    return int(size_bytes * _LARGER) + _SLACK_BYTES
+
+
 def _are_alike(a_bytes: int, b_bytes: int) -> bool:
-    return max(a_bytes, b_bytes) <= _ALIKE * min(a_bytes, b_bytes)
+    return max(a_bytes, b_bytes) <= _ALIKE * min(a_bytes, b_bytes) + _SLACK_BYTES

@@ -2,9 +2,10 @@
 
 A step is one forward, one backward and, if there is one, an optimizer step. It ends after `optimizer.step()`. In a loop
 without `torch.optim`, or between the micro-batches of gradient accumulation, it ends when the next forward saves its
-first tensor after a backward that freed its graph. After a backward that kept the graph (`retain_graph`), it ends in
-this way only once a parameter was written or no saved tensor is left: until then the graph may have another backward in
-the same step. Evaluation saves nothing and is not a step. A step that the budget refused is not counted either.
+first tensor after a backward that freed its graph; if no tensor is saved, with the backward itself. After a
+backward that kept the graph (`retain_graph`), it ends in this way only once a parameter was written or no saved tensor
+is left: until then the graph may have another backward in the same step. Evaluation saves nothing and is not a step. A
+step that the budget refused is not counted either.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class StepTracker:
         self.startup_s = 0.0  # from the start to the first saved tensor of the first step
         self._has_begun = False  # whether that tensor was saved
         self.is_unrecorded = False  # recording pauses: see record/pause.py
+        self._was_recorded = False  # whether the running step was, although recording pauses now
         self.num_unrecorded = 0
         self._last_saved_bytes = 0
         self._had_backward = False
         self._kept_graph = False  # whether a backward of this step kept its graph
         self._is_refused = False  # its optimizer was refused, and did not step again
+        self._has_saved = False  # whether this step has saved a tensor
         self._saved_index = 0
         self._start_s = time.perf_counter()
         self._before = counters.copy()
@@ -121,6 +124,21 @@ class StepTracker:
             self._start_s = now_s
         if self._had_backward and graph_task_id() == -1:
             self.end()
+        self._has_saved = True
+
+    def on_backward_start(self) -> None:
+        """A backward begins: a new step, if this one has had its backward and has saved nothing."""
+        if self._had_backward and not self._has_saved and graph_task_id() == -1:
+            self.end()
+
+    def on_graph_freed(self) -> None:
+        """The backward has ended and freed its graph: the step ends here if it has saved nothing, like the one before.
+
+        Else the peak of the next forward would count as this step's. If the latest step ended with an optimizer's, so
+        will this one.
+        """
+        if self._had_backward and not self._has_saved and self.num_steps and not self.has_stepped:
+            self.end()
 
     def next_saved_index(self) -> int:
         """Return the position of the next saved buffer in this step."""
@@ -168,7 +186,7 @@ class StepTracker:
             self._begin()
             return
         self.last_time_s = time.perf_counter() - self._start_s
-        if self.is_unrecorded:
+        if self.is_unrecorded and not self._was_recorded:
             self.num_unrecorded += 1
             self._note_unrecorded(self.last_time_s)
             self.counters.saved_bytes += self._last_saved_bytes
@@ -201,11 +219,16 @@ class StepTracker:
         if self.on_step_end is not None:
             self.on_step_end()
 
+    def pause_recording(self) -> None:
+        """What follows is not recorded. The running step counts as recorded if it has had its backward."""
+        self.is_unrecorded = True
+        self._was_recorded = self._had_backward
+
     def resume_recording(self) -> None:
         """The rest of this step is recorded."""
-        if self.is_unrecorded:
-            self.is_unrecorded = False
+        if self.is_unrecorded and not self._was_recorded:
             self._note_unrecorded(time.perf_counter() - self._start_s)
+        self.is_unrecorded = self._was_recorded = False
 
     def _note_unrecorded(self, time_s: float) -> None:
         """Count the time since the step began as that of the program's own ops."""
@@ -219,4 +242,5 @@ class StepTracker:
         self._before = self.counters.copy()
         self._start_s = time.perf_counter()
         self._had_backward = self._kept_graph = self._is_refused = False
+        self._was_recorded = self._has_saved = False
         self._saved_index = 0
