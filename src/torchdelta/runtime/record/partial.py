@@ -120,7 +120,7 @@ class PartialRecording:
                 program.forget_times()  # less of later steps is recorded
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
-            # The op that saves a tensor is running: on the stack now, the recorder would take the rest of its kernel for
+            # The op that saves a tensor is running: on the stack, the recorder would take the rest of its kernel for
             # the whole op. So recording resumes when it is over: see `on_limit`.
             self._set_limit(0)
         elif not is_own:
