@@ -96,7 +96,6 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(outputs, *args, **kwargs)
         if session.recorder.only_counts:
             return session.transforms.run_backward(original, outputs, *args, **kwargs)
-        session.steps.on_backward_start()
         session.pause.on_backward_start()
         return session.backward.run(original, outputs, *args, **kwargs)
 

@@ -113,6 +113,7 @@ class Pause:
 
     def on_backward_start(self) -> None:
         """Measure the forward that has ended."""
+        self._steps.on_backward_start()
         if self.hooks is not None and graph_task_id() == -1:
             self._usage.ask_counter(fresh=True)
             self._step_forward_bytes = max(self._step_forward_bytes, self._usage.total_bytes)
