@@ -1,4 +1,4 @@
-"""What small parts of the runtime cost, and that nothing grows: counting at the allocator, checksums, 200 steps.
+"""What small parts of the runtime cost, and that nothing grows: counting, checksums, copies, 200 steps.
 
 `counting`: steps with the counting allocator and without, in turns. Its work is a table entry for each allocation and
 two questions for each op, far below the noise of a shared machine over a whole step, so these are timed by themselves
@@ -7,6 +7,9 @@ as well and added up for the model's number of ops and allocations.
 `checksums`: steps that swap all saved bytes to the disk, with a checksum and without, in turns. Copies run on threads
 of their own: with one intra-op thread there may be a core to hide a checksum on, with as many as cores there is none.
 Processor time stands beside the wall's: it is what a checksum costs where nothing hides it.
+
+`copies`: what copies to and from the disk take from a step that computes meanwhile (copies.py). Plans for CPUs price
+copies by it.
 
 `growth`: tensor bytes, Python objects by type, open files, threads and resident memory at step 20 and at step 200. A
 plain run is the control: what grows there is no fault of the runtime.
@@ -34,13 +37,14 @@ from torchdelta.native.counting import Counter, new_counter
 if TYPE_CHECKING:
     import argparse
 
-PARTS = ("counting", "checksums", "growth")
+PARTS = ("counting", "checksums", "copies", "growth")
 WITH, WITHOUT = "with", "without"
 TURNS_TIMEOUT_S = 7200
 COUNTING_SHARE = 0.01  # of a step, at most
 CHECKSUM_SHARE = 0.02  # checksums would be on by default if they cost less than this share of a step
 CHECKSUM_MODEL = "gpt2-like"
 CHECKSUM_THREADS = (1, 2)
+COPY_COLUMNS = ("lost_s_per_gb", "cpu_s_per_gb", "lost_s_per_cpu_s", "gb_per_step")
 GROWTH_MODEL = "tiny"
 GROWTH_BUDGET_SHARE = 0.8  # AdamW's states make the least budget of so small a model large
 GROWTH_STEPS = (20, 200)
@@ -60,7 +64,12 @@ def run(options: argparse.Namespace) -> Outcome:
     outcome = Outcome()
     if options.quick:
         options.rounds, options.models = 2, options.models[:1]
-    measure = {"counting": measure_counting, "checksums": measure_checksums, "growth": measure_growth}
+    measure = {
+        "counting": measure_counting,
+        "checksums": measure_checksums,
+        "copies": measure_copies,
+        "growth": measure_growth,
+    }
     for part in options.parts:
         outcome.data[part] = {}
         measure[part](outcome, outcome.data[part], options)
@@ -184,6 +193,23 @@ def measure_checksums(outcome: Outcome, data: dict[str, Any], options: argparse.
             [label, f"{swapped_bytes / 2**20:.0f}", *(format_ratio(found[key]) for key in ("wall", "processor"))]
         )
     print(format_table(["model", "swapped MiB a step", "step with / without a checksum", "by the processor"], rows))
+
+
+def measure_copies(outcome: Outcome, data: dict[str, Any], options: argparse.Namespace) -> None:
+    """State what a gigabyte takes from steps beside it, with as many threads as asked for."""
+    del outcome  # nothing is promised
+    rows: list[list[str]] = []
+    for model in options.models:
+        data[model] = run_worker(
+            "copies:measure",
+            threads=options.threads,
+            timeout_s=TURNS_TIMEOUT_S,
+            model=model,
+            num_rounds=options.rounds,
+        )
+        for kind, found in data[model]["medians"].items():
+            rows.append([model, kind, *(f"{found[key]:.2f}" for key in COPY_COLUMNS)])
+    print(format_table(["model", "copies", *(key.replace("_", " ") for key in COPY_COLUMNS)], rows))
 
 
 def measure_growth(outcome: Outcome, data: dict[str, Any], options: argparse.Namespace) -> None:
