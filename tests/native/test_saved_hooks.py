@@ -82,6 +82,21 @@ def test_a_step_that_ends_at_the_first_tensor_of_the_next_one_does_not_count_it(
     assert not python.larger
 
 
+def test_what_is_left_of_an_adopted_step_equals_no_other_step() -> None:
+    """Two steps whose latter halves are alike need not be."""
+    python = Recorded()
+    for _ in range(2):
+        python.hooks.pause()
+        forward(python.hooks, torch.randn(3, requires_grad=True))
+        python.hooks.adopt()
+        forward(python.hooks, torch.randn(3, requires_grad=True))
+        assert not python.hooks.end_step()
+    forward(python.hooks, torch.randn(3, requires_grad=True))
+    assert not python.hooks.end_step()
+    forward(python.hooks, torch.randn(3, requires_grad=True))
+    assert python.hooks.end_step()
+
+
 def test_no_python_runs_in_a_pause() -> None:
     """And the gradients are the same."""
     python = Recorded()

@@ -54,7 +54,8 @@ struct Hooks {
   PyObject* on_larger;    // called when a step saves more than the last recorded one
   std::vector<int64_t>* sizes;     // in bytes, of the tensors that this step has saved so far, if it is recorded
   std::vector<int64_t>* expected;  // of those of the last recorded step
-  bool has_expected;               // whether there is one, recorded to its end
+  bool has_expected;               // whether there is one, recorded as a whole
+  bool is_partial;                 // whether this step was not recorded from its start on
   bool is_packing;                 // whether the Python hook runs: the last one of `sizes` is that of its tensor
   size_t num_saved;                // by this step, if it is not recorded
   bool is_paused;
@@ -309,8 +310,9 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
       if (failed) return nullptr;
     }
     if (!hooks->is_paused) {
-      hooks->is_packing = hooks->sizes->size() < kMostSizes;
-      if (hooks->is_packing) hooks->sizes->push_back(size_bytes);
+      const bool is_counted = hooks->sizes->size() < kMostSizes;
+      if (is_counted) hooks->sizes->push_back(size_bytes);
+      hooks->is_packing = is_counted;
       PyObject* packed = PyObject_CallOneArg(hooks->pack, argument);
       hooks->is_packing = false;
       return packed;
@@ -376,7 +378,7 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);
   hooks->is_paused = hooks->is_compared = false;
   hooks->sizes->clear();
-  hooks->has_expected = false;  // the rest of this step equals no other one
+  hooks->is_partial = true;  // it equals no other one
   std::vector<Handle*> handles;
   for (Handle* handle = hooks->newest; handle != nullptr; handle = handle->next) {
     if (handle->packed == nullptr) {
@@ -425,13 +427,16 @@ PyObject* hooks_end_step(PyObject* self, PyObject*) {
     hooks->sizes->pop_back();
   }
   const bool is_same =
-      hooks->has_expected && hooks->sizes->size() < kMostSizes && *hooks->sizes == *hooks->expected;
-  hooks->has_expected = true;
+      hooks->has_expected && !hooks->is_partial && hooks->sizes->size() < kMostSizes && *hooks->sizes == *hooks->expected;
+  hooks->has_expected = !hooks->is_partial;
+  hooks->is_partial = false;
   hooks->expected->swap(*hooks->sizes);
   hooks->sizes->clear();
   if (first_bytes >= 0) hooks->sizes->push_back(first_bytes);
   return PyBool_FromLong(is_same);
 }
+
+PyObject* hooks_num_saved(PyObject* self, PyObject*) { return PyLong_FromSize_t(hooks_of(self)->num_saved); }
 
 PyObject* hooks_num_handles(PyObject* self, PyObject*) {
   long num_handles = 0;
@@ -453,6 +458,7 @@ PyMethodDef hooks_methods[] = {
     {"num_sizes", hooks_num_sizes, METH_NOARGS, "Return how many these are, the running one included."},
     {"end_step", hooks_end_step, METH_NOARGS,
      "Begin a new step. Return whether a recorded one saved tensors of the same sizes as the recorded one before it."},
+    {"num_saved", hooks_num_saved, METH_NOARGS, "Return how many tensors this step has saved, if it is not recorded."},
     {"num_handles", hooks_num_handles, METH_NOARGS, "Return the number of living handles."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -117,6 +117,10 @@ class NativeHooks(Protocol):
         """Begin a new step. Return whether a recorded one saved the same sizes as the recorded one before it."""
         ...
 
+    def num_saved(self) -> int:
+        """Return how many tensors were saved since `pause` or `end_step`, in a pause."""
+        ...
+
     def num_handles(self) -> int:
         """Return the number of living handles."""
         ...

@@ -309,14 +309,14 @@ class Session:
         if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
                 raise self.survey.error(is_lower_bound=not self.survey.had_backward)
-            self.steps.on_optimizer_start()
             is_new = optimizer not in self._foreseen and not optimizer.state and self.room.persistents is None
+            self.pause.on_optimizer_start(is_new=is_new)
+            self.steps.on_optimizer_start()
             makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
             if is_new or makes_gradients:
                 self.partial.end("an optimizer's first step, or a closure")
             if is_new and self.room.budget_bytes is not None:
                 self._foreseen.add(optimizer)
-                self.pause.end(is_larger=False)
                 with without_mode(self.recorder):
                     size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
                 if size_bytes:

@@ -14,46 +14,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runtime.parts import running_session, set_pause_limit
-from torchdelta import BudgetError, Config, MemoryBudget
+from tests.runtime.record.pausing import CONFIG, WIDTH, is_recording, make_model, peak_of, train
+from torchdelta import BudgetError, MemoryBudget
 from torchdelta.native.counting import counting_status
 
 pytestmark = pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts")
-
-CONFIG = Config(tier="memory")
-WIDTH = 64
-
-
-def make_model() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """Return a net with dropout, and its optimizer."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
-    model = nn.Sequential(*layers)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[int]) -> list[str]:
-    """Train a step on each batch size. Return the losses, exactly."""
-    losses = []
-    for batch_size in batches:
-        loss = model(torch.randn(batch_size, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
-    return losses
-
-
-def peak_of(batch_size: int) -> int:
-    """Return the peak of plain steps with batches of this size."""
-    gc.collect()
-    with MemoryBudget("1TiB", CONFIG) as budget:
-        train(*make_model(), [batch_size] * 2)
-    return budget.summary().peak_bytes
-
-
-def is_recording() -> bool:
-    """Return whether the running step is recorded."""
-    return not running_session().pause.is_on
 
 
 def test_recording_pauses_after_three_steps_that_fit() -> None:
@@ -394,95 +359,6 @@ def test_a_forked_child_is_left_alone() -> None:
         assert not is_recording()
         train(model, optimizer, [2048])
         assert is_recording()
-
-
-def train_by_hand(model: nn.Module, batches: list[int]) -> list[str]:
-    """Train with updates of our own. Return the losses, exactly."""
-    losses = []
-    for batch_size in batches:
-        loss = model(torch.randn(batch_size, WIDTH)).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=0.1)
-                parameter.grad = None
-        losses.append(loss.item().hex())
-    return losses
-
-
-def test_recording_pauses_in_a_loop_without_an_optimizer() -> None:
-    """It pauses after a backward: no later moment between two steps is known."""
-    expected = train_by_hand(make_model()[0], [16] * 8)
-    model, _ = make_model()
-    losses, seen = [], []
-    with MemoryBudget("1TiB", CONFIG) as budget:
-        for _ in range(8):
-            losses += train_by_hand(model, [16])
-            seen.append(is_recording())
-        summary = budget.summary()
-    assert losses == expected
-    assert seen == [True, True] + [False] * 6
-    assert summary.num_unrecorded_steps == 4  # the running one counts once it has ended
-    assert budget.summary().num_steps == 8
-    assert all(0 < step.op_time_s <= step.time_s * 1.001 for step in summary.steps)
-
-
-def test_recording_pauses_in_a_loop_that_saves_nothing() -> None:
-    """The next backward is the first sign of a new step; a forward that saves something resumes recording."""
-    x = torch.ones(WIDTH, requires_grad=True)
-    with MemoryBudget("1TiB", CONFIG) as budget:
-        for _ in range(5):
-            (x + 1).sum().backward()
-        assert not is_recording()
-        assert budget.summary().num_steps == 4
-        y = x.exp()
-        assert is_recording()
-        y.sum().backward()
-    assert budget.summary().num_steps == 6
-    assert x.grad is not None
-    assert torch.equal(x.grad, 5 + torch.ones(WIDTH).exp())
-
-
-@pytest.mark.parametrize("share", [0.6, 0.8])
-def test_a_larger_step_without_an_optimizer_holds_the_budget(share: float) -> None:
-    """Each forward of a pause is compared with the recorded ones from its first saved tensor on."""
-    batches = [256] * 9 + [4096] * 2 + [256] * 4
-    expected = train_by_hand(make_model()[0], batches)
-    budget_bytes = int(peak_of(4096) * share)
-    gc.collect()
-    with MemoryBudget(budget_bytes, CONFIG) as budget:
-        model, _ = make_model()
-        losses = train_by_hand(model, batches[:9])
-        assert not is_recording()
-        losses += train_by_hand(model, batches[9:10])
-        assert is_recording()
-        losses += train_by_hand(model, batches[10:])
-    assert losses == expected
-    assert budget.summary().peak_bytes <= budget_bytes
-
-
-def test_an_optimizer_that_steps_late_is_foreseen_and_does_not_delay_the_next_pause() -> None:
-    """Several backwards are accumulated before the first step of the optimizer."""
-
-    def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-        losses = []
-        for index in range(24):
-            loss = model(torch.randn(16, WIDTH)).square().mean()
-            loss.backward()
-            if index % 6 == 5:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            losses.append(loss.item().hex())
-        return losses
-
-    expected = accumulate(*make_model())
-    with MemoryBudget("1TiB", CONFIG) as budget:
-        assert accumulate(*make_model()) == expected
-        assert not is_recording()
-    assert sum(step.had_optimizer for step in budget.summary().steps) == 4
-    assert budget.summary().num_steps == 24
-    assert budget.summary().num_unrecorded_steps > 12
 
 
 def test_without_native_parts_every_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

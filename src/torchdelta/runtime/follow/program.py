@@ -120,6 +120,7 @@ class Program:
         wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
+        is_settled: Whether as little is recorded of its steps as can be.
         used_at: When it last carried a step out to its end, or was made: larger is later.
         lends: Whether steps of other shapes may follow it.
         outline: What its steps record, once that is known.
@@ -142,6 +143,7 @@ class Program:
     wants_trace: bool = False
     step_times_s: list[float] = field(default_factory=list)
     first_s: float = 0.0
+    is_settled: bool = False
     used_at: int = 0
     lends: bool = True
     outline: Outline | None = None
@@ -162,6 +164,13 @@ class Program:
         """Compare later steps with none of the earlier ones, of which more was recorded."""
         self.step_times_s.clear()
         self.first_s = 0.0
+        self.is_settled = False
+
+    def settle(self) -> None:
+        """Compare this step and later ones, of which as little is recorded as can be, with none of the earlier ones."""
+        if not self.is_settled:
+            self.forget_times()
+            self.is_settled = True
 
     def agrees(self, position: Position, *, exactly: bool) -> bool:
         """Return whether the saves so far equal those of the traced step, or differ from them only in their shapes."""

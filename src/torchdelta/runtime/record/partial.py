@@ -116,8 +116,6 @@ class PartialRecording:
         elif program is not None and is_own:
             self.num_steps += 1
             self._num_alike += 1
-            if self._num_alike == _FEWEST_ALIKE:
-                program.forget_times()  # less of later steps is recorded
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
             # The op that saves a tensor is running: on the stack, the recorder would take the rest of its kernel for
@@ -333,6 +331,7 @@ class PartialRecording:
             self._room.forget()
             if self._num_alike >= _FEWEST_ALIKE:
                 self._phase = _Phase.PAUSED
+                self._program.settle()
                 self._paused_in = self._steps.num_steps
                 self._set_limit(self._room.budget_bytes or _NO_LIMIT, refuses=True)
                 return

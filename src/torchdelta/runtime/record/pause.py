@@ -7,20 +7,22 @@ next ones are expected to fit as well. The dispatch mode is then taken off the t
 
 * The native hooks compare the size of each saved tensor with that of the recorded steps. A larger one, or one more,
   resumes recording before the next op: a larger batch is noticed at its first saved tensor.
-* The counter at the allocator has a limit, 2 % and 4 KiB above the highest forward or, from the backward on, above the
-  highest step. Passing it calls `Pause.on_limit` between two instructions of Python, and recording resumes before the
-  next op. Outside of backwards, an allocation that would exceed the budget itself is refused with torch's own error. In
-  a backward nothing is refused: its forward was the same as in the recorded steps, so only a backward that does
-  something else can need more.
-* A backward starts unrecorded only if it starts with no more bytes than the recorded ones did.
+* The counter at the allocator has a limit, 2 % and 4 KiB above the highest recorded forward or, from the backward on,
+  above the highest step. Passing it calls `Pause.on_limit` between two instructions of Python, and recording resumes
+  before the next op. Outside of backwards, an allocation that would exceed the budget itself is refused with torch's
+  own error. In a backward nothing is refused: its forward was the same as in the recorded steps, so only a backward
+  that does something else can need more.
+* A backward starts unrecorded only if it starts with no more bytes than the recorded ones did, within the same 2 % and
+  4 KiB.
 * Saved tensors go through native hooks (native/saved_hooks.cpp). When recording resumes, what was saved so far becomes
   known like any other saved tensor, so it can be swapped out. It cannot be recomputed: its ops were not recorded.
 
-A pause begins after an optimizer's step; in loops without `torch.optim`, after a backward that freed its graph.
+A pause begins after an optimizer's step or, in loops without `torch.optim`, after a backward that freed its graph.
+There the limit is that of steps in the forward, too: until then the program updates its parameters itself.
 
-After each time that recording had to resume, eight times as many steps must be alike before the next pause: where the
-lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators (their allocator cannot
-call back), on threads other than the main one (`on_limit` would not run there), with tensor subclasses, compiled
+After each time that a step turned out to be larger, eight times as many steps must be alike before the next pause:
+where the lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators (their allocator
+cannot call back), on threads other than the main one (`on_limit` would not run there), with tensor subclasses, compiled
 regions, transforms or persistent tensors that leave, and while a step is traced or follows a plan.
 """
 
@@ -74,7 +76,7 @@ class Pause:
 
     def __init__(self, recorder: Recorder, saved: SavedTensors, steps: StepTracker, *, is_allowed: bool) -> None:
         self.is_on = False
-        self.num_resumed = 0  # times that a step turned out to be larger than expected
+        self.num_resumed = 0  # times that a pause has ended before the session
         self._recorder = recorder
         self._saved = saved
         self._steps = steps
@@ -85,7 +87,8 @@ class Pause:
         self.hooks: NativeHooks | None = None  # native ones, if recording may pause
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._must_end = False
-        self._saves_begin_anew = False  # whether the backward of the running step has ended, in a pause
+        self._saves_begin_anew = False  # whether what is saved now, in a pause, is of the next step
+        self._saves_nothing = False  # whether the steps do that are alike so far
         self._num_needed = _FEWEST_ALIKE
         self._num_evictions = 0
         # Of the steps that are alike so far: how many, and their maxima.
@@ -113,7 +116,6 @@ class Pause:
 
     def on_backward_start(self) -> None:
         """Measure the forward that has ended."""
-        self._steps.on_backward_start()
         if self.hooks is not None and graph_task_id() == -1:
             self._usage.ask_counter(fresh=True)
             self._step_forward_bytes = max(self._step_forward_bytes, self._usage.total_bytes)
@@ -123,11 +125,14 @@ class Pause:
         """Compare the step with the earlier ones; in a pause, set the limit for the next forward."""
         if self.hooks is None:
             return
-        begins_anew, self._saves_begin_anew = self._saves_begin_anew, False
-        is_same = begins_anew or self.hooks.end_step()
         if self.is_on:
-            self._set_limit(_with_slack(self._forward_peak_bytes), refuses=True)
+            begins_anew, self._saves_begin_anew = self._saves_begin_anew, False
+            if not begins_anew:
+                self.hooks.end_step()
+            self._guard_forward()
             return
+        self._saves_nothing = self.hooks.num_sizes() == 0
+        is_same = self.hooks.end_step()
         forward_peak_bytes, self._step_forward_peak_bytes = self._step_forward_peak_bytes, 0
         forward_bytes, self._step_forward_bytes = self._step_forward_bytes, 0
         peak_bytes = self._steps.last_peak_bytes
@@ -152,10 +157,16 @@ class Pause:
             self._begin()
 
     def on_backward_end(self) -> None:
-        """Do the same at the end of a backward that freed its graph, in a loop without an optimizer."""
-        if not self._ledger.surveys:
-            self._steps.on_graph_freed()
-        if not self._steps.num_optimizer_steps and self._may_begin():
+        """Do the same at the end of a recorded backward that freed its graph, in a loop without an optimizer."""
+        if self._ledger.surveys:
+            return
+        steps = self._steps
+        steps.on_graph_freed()
+        if steps.has_optimizer or not self._may_begin():
+            return
+        if steps.is_after_all_backwards:
+            steps.end_early()
+        if not steps.is_after_backward and self._may_begin():  # this step was like the others
             self._begin()
 
     def _may_begin(self) -> bool:
@@ -181,10 +192,10 @@ class Pause:
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
         self.hooks.pause()
-        self._steps.pause_recording()
-        self.is_on = True
-        self._must_end = False
-        self._set_limit(_with_slack(self._forward_peak_bytes), refuses=True)
+        self._steps.is_unrecorded = self.is_on = True
+        self._must_end = self._saves_begin_anew = False
+        self._step_forward_bytes = self._step_forward_peak_bytes = 0
+        self._guard_forward()
         _logger.debug("recording pauses: steps peak at %s", format_bytes(self._peak_bytes))
 
     # -- steps that are not recorded
@@ -203,8 +214,7 @@ class Pause:
         """
         if graph_task_id() != -1 or is_transforming():
             return original(outputs, *args, **kwargs)
-        if self._steps.is_after_backward:
-            self._steps.on_save()  # the last step had no optimizer
+        self._end_step_without_optimizer()
         self._usage.ask_counter(fresh=True)
         if self._must_end or self._usage.total_bytes > _with_slack(self._forward_bytes):
             self.end()
@@ -214,20 +224,40 @@ class Pause:
         try:
             return original(outputs, *args, **kwargs)
         finally:
-            self._steps.on_backward_end(keeps_graph=keeps_graph)
-            if self._must_end:
-                self.end()
-            elif not keeps_graph and self.hooks is not None:
-                self.hooks.end_step()  # the next forward may begin before this step is known to have ended
-                self._saves_begin_anew = True
+            self._on_backward_end(keeps_graph=keeps_graph)
+
+    def _on_backward_end(self, *, keeps_graph: bool) -> None:
+        self._steps.on_backward_end(keeps_graph=keeps_graph)
+        if self.hooks is None or not self.is_on:
+            return  # the session was stopped in the backward
+        if not keeps_graph:
+            self.hooks.end_step()  # the next forward may begin before this step is known to have ended
+            self._saves_begin_anew = True
+        self._set_limit(_with_slack(self._peak_bytes), refuses=True)
+        if self._must_end:
+            self.end()
+        elif self._saves_nothing and not keeps_graph:
+            self._steps.on_graph_freed()
+
+    def _end_step_without_optimizer(self) -> None:
+        """End the latest step if a forward has begun since its backward."""
+        if self.hooks is not None and self._steps.is_after_backward and self.hooks.num_saved():
+            self._steps.on_save()
+
+    def on_optimizer_start(self, *, is_new: bool) -> None:
+        """Resume recording before a step that no recorded step had.
+
+        Args:
+            is_new: Whether the optimizer will make its states now.
+        """
+        if is_new or not self._steps.has_optimizer:
+            self.end(is_larger=False)
 
     def on_limit(self) -> None:
         """Resume recording: more is allocated than in the recorded steps."""
         if not self.is_on:
             return
-        if graph_task_id() != -1:
-            self._must_end = True  # at the end of the backward: the engine has dispatch modes of its own
-        elif is_in_section() or is_transforming():
+        if graph_task_id() == -1 and (is_in_section() or is_transforming()):
             self._set_limit(0)  # the next allocation calls this again
         else:
             self.end()
@@ -242,9 +272,12 @@ class Pause:
         hooks = self.hooks
         if hooks is None or not self.is_on:
             return
-        if is_transforming():  # what is saved outside of the transform must not become a tensor of its inside
+        # The engine has dispatch modes of its own, and what is saved outside of a transform must not become a tensor of
+        # its inside.
+        if graph_task_id() != -1 or is_transforming():
             self._must_end = True
             return
+        self._end_step_without_optimizer()
         self.is_on = self._saves_begin_anew = False
         self.num_resumed += 1
         self._num_alike = 0
@@ -272,6 +305,11 @@ class Pause:
         if self.is_on:
             self.is_on = False
             self._clear_limit()
+
+    def _guard_forward(self) -> None:
+        """Set the limit for what comes before the next backward."""
+        is_updated_by_hand = not self._steps.has_optimizer  # after backward, and no moment is known at which that ends
+        self._set_limit(_with_slack(self._peak_bytes if is_updated_by_hand else self._forward_peak_bytes), refuses=True)
 
     def _set_limit(self, size_bytes: int, *, refuses: bool = False) -> None:
         """Set the limit, and whether allocations beyond the budget are refused: not in a backward, see the note."""

@@ -2,10 +2,13 @@
 
 A step is one forward, one backward and, if there is one, an optimizer step. It ends after `optimizer.step()`. In a loop
 without `torch.optim`, or between the micro-batches of gradient accumulation, it ends when the next forward saves its
-first tensor after a backward that freed its graph; if no tensor is saved, with the backward itself. After a
-backward that kept the graph (`retain_graph`), it ends in this way only once a parameter was written or no saved tensor
-is left: until then the graph may have another backward in the same step. Evaluation saves nothing and is not a step. A
-step that the budget refused is not counted either.
+first tensor after a backward that freed its graph. After a backward that kept the graph (`retain_graph`), it ends in
+this way only once a parameter was written or no saved tensor is left: until then the graph may have another backward in
+the same step. Evaluation saves nothing and is not a step. A step that the budget refused is not counted either.
+
+Where no optimizer has stepped so far, a step may end early, with its backward: if it has saved nothing, as the next
+forward may not show then (the first such step has two backwards), or if recording pauses (record/pause.py). An
+optimizer that steps after all counts as that of the step that has ended.
 """
 
 from __future__ import annotations
@@ -43,19 +46,22 @@ class StepTracker:
         self.last_peak_bytes = 0  # of the latest step
         self.last_time_s = 0.0
         self.is_in_optimizer = False
+        self.has_optimizer = False  # whether any has begun to step
         self.has_stepped = False  # whether the latest step has ended with an optimizer's
         self.node_name = ""  # of the running autograd node, if its ops are recorded
         self.on_step_end: Callable[[], None] | None = None
         self.startup_s = 0.0  # from the start to the first saved tensor of the first step
         self._has_begun = False  # whether that tensor was saved
         self.is_unrecorded = False  # recording pauses: see record/pause.py
-        self._was_recorded = False  # whether the running step was, although recording pauses now
         self.num_unrecorded = 0
         self._last_saved_bytes = 0
         self._had_backward = False
         self._kept_graph = False  # whether a backward of this step kept its graph
-        self._is_refused = False  # its optimizer was refused, and did not step again
+        self._num_backwards = 0  # of this step, that freed their graphs
+        self._last_num_backwards = 0
         self._has_saved = False  # whether this step has saved a tensor
+        self._has_ended_early = False  # whether the latest step has, and nothing was saved since
+        self._is_refused = False  # its optimizer was refused, and did not step again
         self._saved_index = 0
         self._start_s = time.perf_counter()
         self._before = counters.copy()
@@ -76,6 +82,11 @@ class StepTracker:
     def is_after_backward(self) -> bool:
         """Whether this step has had its backward."""
         return self._had_backward
+
+    @property
+    def is_after_all_backwards(self) -> bool:
+        """Whether this step has had as many backwards as the one before."""
+        return self._had_backward and self._num_backwards >= self._last_num_backwards
 
     @property
     def had_any_backward(self) -> bool:
@@ -125,20 +136,7 @@ class StepTracker:
         if self._had_backward and graph_task_id() == -1:
             self.end()
         self._has_saved = True
-
-    def on_backward_start(self) -> None:
-        """A backward begins: a new step, if this one has had its backward and has saved nothing."""
-        if self._had_backward and not self._has_saved and graph_task_id() == -1:
-            self.end()
-
-    def on_graph_freed(self) -> None:
-        """The backward has ended and freed its graph: the step ends here if it has saved nothing, like the one before.
-
-        Else the peak of the next forward would count as this step's. If the latest step ended with an optimizer's, so
-        will this one.
-        """
-        if self._had_backward and not self._has_saved and self.num_steps and not self.has_stepped:
-            self.end()
+        self._has_ended_early = False
 
     def next_saved_index(self) -> int:
         """Return the position of the next saved buffer in this step."""
@@ -151,6 +149,19 @@ class StepTracker:
             self._kept_graph = True
         else:
             self._had_backward = True
+            self._num_backwards += 1
+        self._has_ended_early = False
+
+    def on_graph_freed(self) -> None:
+        """The backward has ended and freed its graph. The step ends early if it has saved nothing."""
+        is_first = self.num_steps == 0 and self._num_backwards < 2
+        if self._had_backward and not self._has_saved and not self.has_optimizer and not is_first:
+            self.end_early()
+
+    def end_early(self) -> None:
+        """Close the step after its backward."""
+        self.end()
+        self._has_ended_early = True
 
     def on_graph_over(self) -> None:
         """Kept graphs are not needed any more: no saved tensor is left, or a trained leaf was written."""
@@ -159,7 +170,7 @@ class StepTracker:
 
     def on_optimizer_start(self) -> None:
         """An optimizer begins its step."""
-        self.is_in_optimizer = True
+        self.is_in_optimizer = self.has_optimizer = True
 
     def on_optimizer_end(self) -> None:
         """An optimizer has stepped."""
@@ -167,6 +178,10 @@ class StepTracker:
         if self._had_backward or self._kept_graph:
             self._is_refused = False  # the program has made room, and the optimizer has stepped after all
             self.end(had_optimizer=True)
+        elif self._has_ended_early and graph_task_id() == -1:
+            self._has_ended_early = False
+            self._rows[9 - _ROW] = self.has_stepped = True
+            self.num_optimizer_steps += 1
 
     def on_abandoned(self) -> None:
         """What was saved so far had no backward. Before the first step it belongs to the script's start."""
@@ -186,7 +201,7 @@ class StepTracker:
             self._begin()
             return
         self.last_time_s = time.perf_counter() - self._start_s
-        if self.is_unrecorded and not self._was_recorded:
+        if self.is_unrecorded:
             self.num_unrecorded += 1
             self._note_unrecorded(self.last_time_s)
             self.counters.saved_bytes += self._last_saved_bytes
@@ -215,20 +230,16 @@ class StepTracker:
         self.num_optimizer_steps += had_optimizer
         self.has_stepped = had_optimizer
         self.last_peak_bytes = self.ledger.usage.peak_bytes
+        self._last_num_backwards = self._num_backwards
         self._begin()
         if self.on_step_end is not None:
             self.on_step_end()
 
-    def pause_recording(self) -> None:
-        """What follows is not recorded. The running step counts as recorded if it has had its backward."""
-        self.is_unrecorded = True
-        self._was_recorded = self._had_backward
-
     def resume_recording(self) -> None:
         """The rest of this step is recorded."""
-        if self.is_unrecorded and not self._was_recorded:
+        if self.is_unrecorded:
+            self.is_unrecorded = False
             self._note_unrecorded(time.perf_counter() - self._start_s)
-        self.is_unrecorded = self._was_recorded = False
 
     def _note_unrecorded(self, time_s: float) -> None:
         """Count the time since the step began as that of the program's own ops."""
@@ -241,6 +252,6 @@ class StepTracker:
         self.ledger.usage.restart_peak()
         self._before = self.counters.copy()
         self._start_s = time.perf_counter()
-        self._had_backward = self._kept_graph = self._is_refused = False
-        self._was_recorded = self._has_saved = False
+        self._had_backward = self._kept_graph = self._is_refused = self._has_saved = self._has_ended_early = False
+        self._num_backwards = 0
         self._saved_index = 0
