@@ -1,6 +1,7 @@
 """Check the library for races: `python -m tests.racecheck --help`.
 
-The whole check takes some three hours, most of them for all schedules of six swaps; `make test` and `make test-rest` run shares of it.
+The whole check takes some two hours, most of them for every schedule of six swaps; `make test` and `make test-rest`
+run shares of it.
 """
 
 from __future__ import annotations
