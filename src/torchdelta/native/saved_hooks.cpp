@@ -55,8 +55,8 @@ struct Hooks {
   std::vector<int64_t>* sizes;     // in bytes, of the tensors that this step has saved so far, if it is recorded
   std::vector<int64_t>* expected;  // of those of the last recorded step
   bool has_expected;               // whether there is one, recorded as a whole
-  bool is_partial;                 // whether this step was not recorded from its start on
-  bool is_packing;                 // whether the Python hook runs: the last one of `sizes` is that of its tensor
+  bool is_partial;                 // whether recording resumed in the middle of this step
+  bool is_packing;                 // whether the Python hook is packing a tensor, whose size is the last of `sizes`
   size_t num_saved;                // by this step, if it is not recorded
   bool is_paused;
   Handle* newest;

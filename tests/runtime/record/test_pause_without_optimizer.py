@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from tests.runtime.parts import running_session
 from tests.runtime.record.pausing import CONFIG, WIDTH, is_recording, make_model, peak_of, train
 from torchdelta import BudgetError, MemoryBudget
 from torchdelta.native.counting import counting_status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts")
 
@@ -30,6 +34,11 @@ def train_by_hand(model: nn.Module, batches: list[int]) -> list[str]:
                 parameter.grad = None
         losses.append(loss.item().hex())
     return losses
+
+
+def train_with_optimizer(model: nn.Module, batches: list[int]) -> None:
+    """Train with an optimizer of torch."""
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
 
 
 def test_recording_pauses_in_a_loop_without_an_optimizer() -> None:
@@ -152,6 +161,40 @@ def test_two_graphs_of_one_step() -> None:
                 loss.backward()
         assert not is_recording()
     assert budget.summary().num_steps == 8
+
+
+def test_a_resumption_between_two_backwards_of_a_step_does_not_end_it() -> None:
+    """The tensors of the other graph were saved in the same step."""
+    model, _ = make_model()
+    with MemoryBudget("1TiB", CONFIG) as budget:
+        for index in range(8):
+            losses = [model(torch.randn(16, WIDTH)).square().mean() for _ in range(2)]
+            losses[0].backward()
+            if index == 6:
+                assert not is_recording()
+                torch.randn(1 << 20)
+                assert is_recording()
+            losses[1].backward()
+    assert budget.summary().num_steps == 8
+
+
+@pytest.mark.parametrize("steps", [train_by_hand, train_with_optimizer])
+def test_nothing_is_allocated_beyond_the_budget_in_a_transform(steps: Callable[[nn.Module, list[int]], object]) -> None:
+    """Recording resumes only after it; until then, what does not fit is refused."""
+    model, _ = make_model()
+    budget_bytes = peak_of(256) * 4
+    gc.collect()
+
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        parts = [x.expand(budget_bytes // 16, 2).clone() for _ in range(8)]
+        return torch.stack([part.sum() for part in parts])
+
+    with MemoryBudget(budget_bytes, CONFIG) as budget:
+        steps(model, [64] * 8)
+        assert not is_recording()
+        with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+            torch.func.vmap(grow)(torch.ones(1, 1))
+    assert budget.summary().peak_bytes <= budget_bytes
 
 
 def test_the_step_before_a_resumption_counts_as_unrecorded() -> None:

@@ -333,7 +333,7 @@ class PartialRecording:
                 self._phase = _Phase.PAUSED
                 self._program.settle()
                 self._paused_in = self._steps.num_steps
-                self._set_limit(self._room.budget_bytes or _NO_LIMIT, refuses=True)
+                self._set_limit(self._room.budget_bytes or _NO_LIMIT)
                 return
         if self._must_end or ledger.surveys:
             self.end("its backward was unusual")
@@ -389,10 +389,10 @@ class PartialRecording:
         self._recorder.learning = self._follower.learning = None
         self._recorder.restorer.replayer.on_replay = None
 
-    def _set_limit(self, limit_bytes: int, *, refuses: bool = False) -> None:
-        """Set the limit of what is not recorded, and whether allocations beyond it are refused."""
+    def _set_limit(self, limit_bytes: int) -> None:
+        """Set the limit of what is not recorded. Allocations beyond the budget are refused."""
         counter = cast("LimitedCounter", self._room.usage.counter)
-        counter.set_limit(limit_bytes, limit_bytes if refuses else _NO_LIMIT, self.on_limit)
+        counter.set_limit(limit_bytes, self._room.budget_bytes or _NO_LIMIT, self.on_limit)
 
     def _clear_limit(self) -> None:
         if self._room.usage.counter is not None:

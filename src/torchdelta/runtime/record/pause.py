@@ -8,17 +8,18 @@ next ones are expected to fit as well. The dispatch mode is then taken off the t
 * The native hooks compare the size of each saved tensor with that of the recorded steps. A larger one, or one more,
   resumes recording before the next op: a larger batch is noticed at its first saved tensor.
 * The counter at the allocator has a limit, 2 % and 4 KiB above the highest recorded forward or, from the backward on,
-  above the highest step. Passing it calls `Pause.on_limit` between two instructions of Python, and recording resumes
-  before the next op. Outside of backwards, an allocation that would exceed the budget itself is refused with torch's
-  own error. In a backward nothing is refused: its forward was the same as in the recorded steps, so only a backward
-  that does something else can need more.
+  above the highest step. Passing it calls `Pause.on_limit` between two instructions of Python. Recording resumes before
+  the next op; in a backward or a transform, at its end. Outside of backwards, an allocation that would exceed the
+  budget itself is refused with torch's own error. In a backward nothing is refused: its forward saved no more tensors
+  than the recorded ones, and none larger in its place, so only a backward that does something else can need more.
 * A backward starts unrecorded only if it starts with no more bytes than the recorded ones did, within the same 2 % and
   4 KiB.
 * Saved tensors go through native hooks (native/saved_hooks.cpp). When recording resumes, what was saved so far becomes
   known like any other saved tensor, so it can be swapped out. It cannot be recomputed: its ops were not recorded.
 
-A pause begins after an optimizer's step or, in loops without `torch.optim`, after a backward that freed its graph.
-There the limit is that of steps in the forward, too: until then the program updates its parameters itself.
+A pause begins after an optimizer's step. As long as no optimizer has stepped in the session, it begins after a backward
+that freed its graph. In such loops the forward has the limit of the whole step as well: the program updates its
+parameters itself after the backward, and nothing shows when it has finished.
 
 After each time that a step turned out to be larger, eight times as many steps must be alike before the next pause:
 where the lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators (their allocator
@@ -76,7 +77,7 @@ class Pause:
 
     def __init__(self, recorder: Recorder, saved: SavedTensors, steps: StepTracker, *, is_allowed: bool) -> None:
         self.is_on = False
-        self.num_resumed = 0  # times that a pause has ended before the session
+        self.num_resumed = 0  # how many pauses have ended while the session ran
         self._recorder = recorder
         self._saved = saved
         self._steps = steps
@@ -87,8 +88,9 @@ class Pause:
         self.hooks: NativeHooks | None = None  # native ones, if recording may pause
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._must_end = False
-        self._saves_begin_anew = False  # whether what is saved now, in a pause, is of the next step
-        self._saves_nothing = False  # whether the steps do that are alike so far
+        # In a pause: whether a backward has freed its graph, so that what is saved now belongs to the next step.
+        self._saves_begin_anew = False
+        self._saves_nothing = False  # whether the latest recorded step saved nothing
         self._num_needed = _FEWEST_ALIKE
         self._num_evictions = 0
         # Of the steps that are alike so far: how many, and their maxima.
@@ -157,7 +159,10 @@ class Pause:
             self._begin()
 
     def on_backward_end(self) -> None:
-        """Do the same at the end of a recorded backward that freed its graph, in a loop without an optimizer."""
+        """End a step that saved nothing; if no optimizer has stepped, pause if the next step is expected to fit.
+
+        Call this after a recorded backward that freed its graph.
+        """
         if self._ledger.surveys:
             return
         steps = self._steps
@@ -229,7 +234,7 @@ class Pause:
     def _on_backward_end(self, *, keeps_graph: bool) -> None:
         self._steps.on_backward_end(keeps_graph=keeps_graph)
         if self.hooks is None or not self.is_on:
-            return  # the session was stopped in the backward
+            return  # the session was stopped in the backward, or recording has resumed since
         if not keeps_graph:
             self.hooks.end_step()  # the next forward may begin before this step is known to have ended
             self._saves_begin_anew = True
@@ -245,7 +250,7 @@ class Pause:
             self._steps.on_save()
 
     def on_optimizer_start(self, *, is_new: bool) -> None:
-        """Resume recording before a step that no recorded step had.
+        """Resume recording if this step may need more than the recorded ones, as the session's first one may.
 
         Args:
             is_new: Whether the optimizer will make its states now.
@@ -258,7 +263,7 @@ class Pause:
         if not self.is_on:
             return
         if graph_task_id() == -1 and (is_in_section() or is_transforming()):
-            self._set_limit(0)  # the next allocation calls this again
+            self._set_limit(0, refuses=True)  # the next allocation calls this again
         else:
             self.end()
 
@@ -291,7 +296,11 @@ class Pause:
         ledger.sweep()
         insert_mode(self._recorder, self._position)
         self._steps.resume_recording()
-        hooks.adopt()
+        self._steps.is_adopting = True
+        try:
+            hooks.adopt()
+        finally:
+            self._steps.is_adopting = False
         self._usage.ask_counter(fresh=True)
         _logger.debug("recording resumes at %s", format_bytes(self._usage.total_bytes))
 
@@ -308,7 +317,8 @@ class Pause:
 
     def _guard_forward(self) -> None:
         """Set the limit for what comes before the next backward."""
-        is_updated_by_hand = not self._steps.has_optimizer  # after backward, and no moment is known at which that ends
+        # Without an optimizer, the program updates its parameters after the backward. Nothing shows when that is over.
+        is_updated_by_hand = not self._steps.has_optimizer
         self._set_limit(_with_slack(self._peak_bytes if is_updated_by_hand else self._forward_peak_bytes), refuses=True)
 
     def _set_limit(self, size_bytes: int, *, refuses: bool = False) -> None:

@@ -6,9 +6,10 @@ first tensor after a backward that freed its graph. After a backward that kept t
 this way only once a parameter was written or no saved tensor is left: until then the graph may have another backward in
 the same step. Evaluation saves nothing and is not a step. A step that the budget refused is not counted either.
 
-Where no optimizer has stepped so far, a step may end early, with its backward: if it has saved nothing, as the next
-forward may not show then (the first such step has two backwards), or if recording pauses (record/pause.py). An
-optimizer that steps after all counts as that of the step that has ended.
+As long as no optimizer has stepped, a step may end early, right after its backward, for two reasons: it has saved
+nothing, so the next forward may save nothing either and not show where it begins; or recording pauses
+(record/pause.py). If the session's first step saves nothing, it ends after two backwards, since an optimizer may follow
+the first. An optimizer that steps after all counts as that of the step that has ended.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class StepTracker:
         self.on_step_end: Callable[[], None] | None = None
         self.startup_s = 0.0  # from the start to the first saved tensor of the first step
         self._has_begun = False  # whether that tensor was saved
+        self.is_adopting = False  # whether what was saved before is packed now: no new step begins
         self.is_unrecorded = False  # recording pauses: see record/pause.py
         self.num_unrecorded = 0
         self._last_saved_bytes = 0
@@ -60,7 +62,7 @@ class StepTracker:
         self._num_backwards = 0  # of this step, that freed their graphs
         self._last_num_backwards = 0
         self._has_saved = False  # whether this step has saved a tensor
-        self._has_ended_early = False  # whether the latest step has, and nothing was saved since
+        self._has_ended_early = False  # whether the latest step has, and no recorded save and no backward came since
         self._is_refused = False  # its optimizer was refused, and did not step again
         self._saved_index = 0
         self._start_s = time.perf_counter()
@@ -133,7 +135,7 @@ class StepTracker:
             now_s = time.perf_counter()
             self.startup_s += now_s - self._start_s
             self._start_s = now_s
-        if self._had_backward and graph_task_id() == -1:
+        if self._had_backward and not self.is_adopting and graph_task_id() == -1:
             self.end()
         self._has_saved = True
         self._has_ended_early = False
