@@ -80,10 +80,15 @@ def reachable_bytes() -> int:
 
 @contextlib.contextmanager
 def running(budget: int | str = UNLIMITED, **options: Any) -> Iterator[tuple[MemoryBudget, Session]]:
-    """Open a budget and yield it with its session. Swapped bytes stay in memory unless told otherwise."""
+    """Open a budget that records every step, and yield it with its session.
+
+    Swapped bytes stay in memory unless told otherwise.
+    """
     options.setdefault("tier", "memory")
     with MemoryBudget(budget, Config(**options)) as memory_budget:
-        yield memory_budget, running_session()
+        session = running_session()
+        session.pause.forbid()
+        yield memory_budget, session
 
 
 def mlp(width: int = 64, depth: int = 3, *, dropout: float = 0.0) -> nn.Sequential:
