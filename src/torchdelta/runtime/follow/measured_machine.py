@@ -19,7 +19,8 @@ __all__ = ["measured_machine"]
 # of which the copying threads took 0.05 s of processor time; through staging buffers it was 0.83 and 1.14 s, and 0.22
 # s. That is 3.6 to 5.2 times: the other core waits at the end of each kernel, caches are cold, and the kernel's
 # disk work is not counted in any thread's time. With 1 thread, measured on another processor, a core is free, and the
-# lost time was a fifth of the processor time.
+# lost time was a fifth of the processor time. `benchmarks/results/overheads-copies.json` has a later run: 4.3 to 4.9
+# times in place, 1.7 to 2.0 times staged.
 _LOST_ON_ALL_CORES: Final = 4.0
 _LOST_BESIDE_FREE_CORES: Final = 0.3
 # What the runtime itself takes of the training thread, for a swap (one copy each way, between which threads hand over
