@@ -2,8 +2,8 @@
 
 On a CPU, copies take the cores that compute, and more time from a step than the copying threads run. A thread swaps
 buffers of its own through the disk tier at a fixed rate, while a model trains plainly: no budget, nothing of the
-training is moved. *In place* buffers begin at a page, as blocks of the caching allocator do; *staged* ones do not, as
-blocks of glibc's heap.
+training is moved. *In place* buffers begin at a page, as blocks of the caching allocator do (from Linux 5.8 on, where
+the swap directory has direct I/O); *staged* ones do not, as blocks of glibc's heap.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mmap
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,10 +116,10 @@ def _copying(buffers: _Buffers, way: str) -> Generator[list[int]]:
             ahead_s = sum(moved_bytes) / BYTES_PER_S - (time.perf_counter() - began_s)
             is_over.wait(max(0.0, ahead_s))
 
-    thread = threading.Thread(target=copy)
-    thread.start()
-    try:
-        yield moved_bytes
-    finally:
-        is_over.set()
-        thread.join()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        copies = thread.submit(copy)
+        try:
+            yield moved_bytes
+        finally:
+            is_over.set()
+        copies.result()  # raises what a copy has raised: else the rest of the steps would count as beside copies

@@ -378,7 +378,7 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);
   hooks->is_paused = hooks->is_compared = false;
   hooks->sizes->clear();
-  hooks->is_partial = true;  // it equals no other one
+  hooks->is_partial = true;  // this step equals no other one
   std::vector<Handle*> handles;
   for (Handle* handle = hooks->newest; handle != nullptr; handle = handle->next) {
     if (handle->packed == nullptr) {

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["measured_machine"]
 
 # Seconds of compute lost per second of processor time that copies take. Steps of a GPT-2 on 2 cores of an AMD EPYC,
-# beside copies of other memory at 0.4 GB/s, lost 0.26 s for each GB written and 0.18 s for each GB read by direct I/O,
-# of which the copying threads took 0.05 s of processor time; through staging buffers it was 0.83 and 1.14 s, and 0.22
-# s. That is 3.6 to 5.2 times: the other core waits at the end of each kernel, caches are cold, and the kernel's
-# disk work is not counted in any thread's time. With 1 thread, measured on another processor, a core is free, and the
-# lost time was a fifth of the processor time. `benchmarks/results/overheads-copies.json` has a later run: 4.3 to 4.9
-# times in place, 1.7 to 2.0 times staged.
+# beside copies of other memory at 0.4 GB/s, lost 4.3 to 4.9 times the processor time of copies in place, and 1.7 to 2.0
+# times that of staged ones (benchmarks/results/overheads-copies.json; 3.6 to 5.2 times in an earlier run): the other
+# core waits at the end of each kernel, caches are cold, and the kernel's disk work is not counted in any thread's time.
+# With 1 thread, measured on another processor, a core is free, and the lost time was a fifth of the processor time.
 _LOST_ON_ALL_CORES: Final = 4.0
 _LOST_BESIDE_FREE_CORES: Final = 0.3
 # What the runtime itself takes of the training thread, for a swap (one copy each way, between which threads hand over

@@ -120,7 +120,7 @@ class Program:
         wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
-        is_settled: Whether as little is recorded of its steps as can be.
+        is_settled: Whether a step was recorded as little as possible since the outline was learned.
         used_at: When it last carried a step out to its end, or was made: larger is later.
         lends: Whether steps of other shapes may follow it.
         outline: What its steps record, once that is known.

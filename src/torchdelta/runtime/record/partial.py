@@ -271,7 +271,7 @@ class PartialRecording:
         if self._phase is not _Phase.OUTLINED:
             return False
         self._follower.leave_outlined("the budget was short")
-        return hooks.adopt() > 0
+        return self._pause.adopt() > 0
 
     def on_limit(self) -> None:
         """Resume recording: the budget is passed before the optimizer has stepped, or it does not step."""
@@ -351,7 +351,7 @@ class PartialRecording:
             self._must_end = True
             return
         _logger.debug("steps are recorded as a whole again: %s", why)
-        gate, hooks = self._parts()
+        gate, _ = self._parts()
         if self._phase is _Phase.OUTLINED:
             self._follower.leave_outlined(why)
         elif self._phase is _Phase.PAUSED:
@@ -362,7 +362,7 @@ class PartialRecording:
         self._stop()
         insert_mode(self._recorder, self._position)
         gate.end()
-        hooks.adopt()
+        self._pause.adopt()
         self._room.usage.ask_counter(fresh=True)
 
     def close(self) -> None:

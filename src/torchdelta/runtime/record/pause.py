@@ -24,7 +24,8 @@ parameters itself after the backward, and nothing shows when it has finished.
 After each time that a step turned out to be larger, eight times as many steps must be alike before the next pause:
 where the lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators (their allocator
 cannot call back), on threads other than the main one (`on_limit` would not run there), with tensor subclasses, compiled
-regions, transforms or persistent tensors that leave, and while a step is traced or follows a plan.
+regions, transforms that forbid saved-tensor hooks or persistent tensors that leave, and while a step is traced or
+follows a plan.
 """
 
 from __future__ import annotations
@@ -296,13 +297,18 @@ class Pause:
         ledger.sweep()
         insert_mode(self._recorder, self._position)
         self._steps.resume_recording()
-        self._steps.is_adopting = True
-        try:
-            hooks.adopt()
-        finally:
-            self._steps.is_adopting = False
+        self.adopt()
         self._usage.ask_counter(fresh=True)
         _logger.debug("recording resumes at %s", format_bytes(self._usage.total_bytes))
+
+    def adopt(self) -> int:
+        """Pack with the Python hooks, from now on and what native handles hold. Return the number of these handles."""
+        assert self.hooks is not None
+        self._steps.is_adopting = True
+        try:
+            return self.hooks.adopt()
+        finally:
+            self._steps.is_adopting = False
 
     def forbid(self) -> None:
         """Record every step from now on; inside a transform, from the end of the running step's forward on."""

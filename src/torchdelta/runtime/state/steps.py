@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # How many of the latest steps keep their own summary.
 MAX_SUMMARIES: Final = 10_000
 _ROW: Final = 12
+_HAD_OPTIMIZER: Final = 9  # its place in a row
 
 
 class StepTracker:
@@ -120,7 +121,7 @@ class StepTracker:
                 stall_s=row[6],
                 recompute_s=row[7],
                 optimizer_step=int(row[8]),
-                had_optimizer=bool(row[9]),
+                had_optimizer=bool(row[_HAD_OPTIMIZER]),
                 evict_s=row[10],
                 op_time_s=row[11],
             )
@@ -155,7 +156,7 @@ class StepTracker:
         self._has_ended_early = False
 
     def on_graph_freed(self) -> None:
-        """The backward has ended and freed its graph. The step ends early if it has saved nothing."""
+        """The backward has freed its graph: end a step that has saved nothing, as long as no optimizer has stepped."""
         is_first = self.num_steps == 0 and self._num_backwards < 2
         if self._had_backward and not self._has_saved and not self.has_optimizer and not is_first:
             self.end_early()
@@ -182,7 +183,8 @@ class StepTracker:
             self.end(had_optimizer=True)
         elif self._has_ended_early and graph_task_id() == -1:
             self._has_ended_early = False
-            self._rows[9 - _ROW] = self.has_stepped = True
+            self._rows[_HAD_OPTIMIZER - _ROW] = True  # of the latest step
+            self.has_stepped = True
             self.num_optimizer_steps += 1
 
     def on_abandoned(self) -> None:
