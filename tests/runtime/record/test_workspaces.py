@@ -150,6 +150,21 @@ FIRST_RUNS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]]
     "groups": (lambda: nn.Conv2d(32, 32, 3, padding=1, groups=4), pictures),
     "stride": (lambda: nn.Conv2d(32, 64, 1, stride=2), pictures),
     "dilation": (lambda: nn.Conv2d(32, 32, 3, padding=2, dilation=2), pictures),
+    "a wide dilated kernel": (lambda: nn.Conv2d(64, 32, 7, padding=6, dilation=2), lambda: pictures(64, 14)),
+    "groups that fill no block": (lambda: nn.Conv2d(40, 6, 7, padding=3, groups=2), lambda: pictures(40)),
+    "depthwise in channels-last": (
+        lambda: nn.Conv2d(64, 64, 7, padding=3, groups=64).to(memory_format=torch.channels_last),
+        lambda: pictures(64, 8).to(memory_format=torch.channels_last),
+    ),
+    "transposed in channels-last": (
+        lambda: nn.ConvTranspose2d(64, 96, 3, stride=2).to(memory_format=torch.channels_last),
+        lambda: pictures(64).to(memory_format=torch.channels_last),
+    ),
+    "three dimensions, dilated": (
+        lambda: nn.Conv3d(64, 24, 3, padding=2, dilation=2),
+        lambda: torch.randn(1, 64, 8, 8, 8),
+    ),
+    "a stride over few rows": (lambda: nn.Conv2d(128, 256, 1, stride=2), lambda: pictures(128, 7)),
     "to few channels": (lambda: nn.Conv2d(32, 3, 3, padding=1), pictures),
     "from few channels": (lambda: nn.Conv2d(3, 32, 7, stride=2, padding=3), lambda: pictures(3, 64)),
     "patches": (lambda: nn.Conv2d(3, 96, 16, stride=16), lambda: pictures(3, 128)),
