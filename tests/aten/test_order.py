@@ -23,7 +23,7 @@ OF_THE_BACKWARD_ONLY = {
     "ReplicationPad2d", "ReplicationPad3d", "bmm", "__getitem__", "gather", "index_select", "MaxPool3d", "AvgPool3d",
     "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "AdaptiveMaxPool2d", "FractionalMaxPool2d", "FractionalMaxPool3d",
     "interpolate", "ReflectionPad1d", "ReflectionPad2d", "ReflectionPad3d", "CTCLoss", "EmbeddingBag", "grid_sample",
-    "resize_",
+    "resize_", "Embedding",
 }  # fmt: skip
 NAMES_IN_ATEN = {
     "MaxUnpool1d": "max_unpool2d",

@@ -17,10 +17,10 @@ def test_it_trains_inside_a_budget_without_a_compiler(installed, tmp_path):
     assert result["is_equal"]
     assert result["peak_bytes"] <= result["budget_bytes"] < result["plain_peak_bytes"]
     assert "no-such-compiler" in result["native"]
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("torchdelta")
-    assert "no-such-compiler" in lines[0]
+    # A build of torch for CUDA logs where it looks for the toolkit.
+    (line,) = [line for line in done.stderr.splitlines() if "cpp_extension.py" not in line]
+    assert line.startswith("torchdelta")
+    assert "no-such-compiler" in line
 
 
 def test_the_command_needs_its_extra_and_says_so(installed):

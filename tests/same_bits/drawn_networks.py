@@ -294,6 +294,15 @@ def train(
     return [*observed, bits_of(net.state_dict()), bits_of(torch.get_rng_state())]
 
 
+def plain_observations(seed: int, *, num_steps: int = 12, only_plain: bool = False) -> list[Any] | None:
+    """Return what plain training shows; None if it fails, or shows something else when it is repeated."""
+    try:
+        first, second = (train(seed, num_steps=num_steps, only_plain=only_plain) for _ in range(2))
+    except RuntimeError:  # torch 2.14 has no second derivative of attention
+        return None
+    return first if first == second else None
+
+
 def _step(
     kind: str,
     net: DrawnNetwork,

@@ -62,8 +62,11 @@ def test_the_plain_peak_is_budget_enough() -> None:
             continue  # this sample has no `out=` variant
         with MemoryBudget(UNLIMITED) as unlimited:
             assert run(op, sample) == plain, full_name(op)
+        peak_bytes = unlimited.summary().peak_bytes
+        if peak_bytes == 0:
+            continue  # no budget is that small
         try:
-            with MemoryBudget(unlimited.summary().peak_bytes):
+            with MemoryBudget(peak_bytes):
                 assert run(op, sample) == plain, full_name(op)
         except BudgetError as error:
             refused[full_name(op)] = str(error)
