@@ -21,6 +21,7 @@ from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.interrupts import enter, leave
 from torchdelta.runtime.memory.retry import may_retry
 from torchdelta.runtime.record.capture import Capturer, statistics_of
+from torchdelta.runtime.record.late import LateParameters
 from torchdelta.runtime.record.needs import Predictor
 from torchdelta.runtime.record.subclasses import Way
 from torchdelta.runtime.state.buffer import Stays
@@ -84,6 +85,7 @@ class Recorder(TorchDispatchMode):
         self.other_streams = other_streams
         self.needs = Predictor(sees_other_devices=self.device.sees_other_devices)
         self._capturer = Capturer(self.ledger, self.device)
+        self._late = LateParameters(self.room)
         self.execute = execute  # a survey replaces it
         self.only_counts = False  # inside transforms, see transforms.py
         self.persistents = restorer.room.persistents
@@ -170,6 +172,8 @@ class Recorder(TorchDispatchMode):
         else:
             targets = statistics_of(facts, args) if facts.keeps_statistics and not counts_only else []
         entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
+        if ledger.late_bytes != self._late.seen_bytes:
+            self._late.count_all(need.total_bytes + state_bytes, facts.name)
         overwritten = self._end_contents(targets, need, facts) if targets else []
 
         if entry is not None and facts.is_random:
