@@ -44,6 +44,7 @@ def test_autocast_with_a_scaler(dtype: torch.dtype) -> None:
     assert_same(step)
 
 
+@pytest.mark.filterwarnings("ignore:Profiler clears events")  # once a process, in some versions of torch
 def test_the_profiler_inside_a_scope() -> None:
     """A profiled step with shapes and memory, and ranges of the user's."""
 

@@ -15,6 +15,7 @@ from tests.following import drawn_plan, follow_anyway, planned_here
 from tests.runtime.parts import running_session
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate
 from torchdelta.runtime.current import current_session
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torchdelta.trace.model import Trace
 
     Step = Callable[["Stack", int], torch.Tensor]
+
+pytestmark = pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 
 _ROWS, _WIDTH, _NUM_LAYERS = 512, 32, 5
 _LARGE_BYTES = 2 * 4 * _ROWS * _WIDTH  # no program here lets a buffer of this size leave

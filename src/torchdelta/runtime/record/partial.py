@@ -22,7 +22,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
+from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS, insert_mode, position_of_mode, remove_mode
 from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate_soon, new_gate, new_sequence
@@ -83,7 +83,7 @@ class PartialRecording:
         self._follower = saved.follower
         self._phase = _Phase.OFF
         self._gate: Gate | None = None
-        self._can_have_gate = True
+        self._can_have_gate = CAN_ENTER_MODES_IN_OPS
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._program: Program | None = None  # whose outline is learned or used in this step
         self._learning: Learning | None = None
