@@ -1,7 +1,7 @@
 # Every target makes its own .venv first, from python3 alone. `PYTHON=/path/to/python make test` uses that interpreter
 # and the packages it already has instead: no .venv, no network.
 .DEFAULT_GOAL := help
-.PHONY: help ready demo test test-rest test-whole test-all test-sanitized test-cuda check docs figures package native-wheel matrix bench bench-gpu bench-gpu-smoke sweep clean
+.PHONY: help ready demo test test-rest test-whole test-all test-sanitized test-cuda check docs figures package native-wheel matrix frameworks bench bench-gpu bench-gpu-smoke sweep clean
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -87,6 +87,9 @@ native-wheel: $(RELEASE_READY)  ## build into dist/ a wheel with the C++ modules
 
 matrix: package  ## try the wheel on every combination of Python and torch that can be had: docs/reference/compatibility.md
 	$(PY) -m tools.matrix
+
+frameworks: $(READY)  ## train with axolotl and LLaMA-Factory in environments of their own, and compare the weights
+	$(PY) -m tools.frameworks
 
 bench: $(READY)  ## measure: writes into benchmarks/results/
 	$(PY) -m benchmarks all

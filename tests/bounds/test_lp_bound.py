@@ -111,6 +111,7 @@ def test_moments_are_spread_over_the_time_above_the_budget():
     assert list(moments) == sorted(moments)
 
 
+@pytest.mark.rest
 @settings(max_examples=25)
 @given(blocks().filter(lambda steps: len(steps) <= 3), st.integers(0, 100), st.sampled_from([1e9, 1e10, 1e11]))
 def test_no_combination_carried_out_by_hand_beats_the_bound(steps, percent, link_bytes_per_s):

@@ -35,6 +35,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.rest
 def test_a_file_gets_whole_lines(script):
     """The last one names all steps; nothing of it is on stdout, and the summary follows."""
     done = torchdelta("run", "--memory-budget", "1GiB", "--progress", script, 3)
@@ -69,6 +70,7 @@ def test_a_terminal_gets_one_line_that_changes(script):
     assert "peak " in after.partition("\r\n")[0]  # the summary, as a table on a terminal
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("rank", keep(["0", "1"], ["1"]))
 def test_only_the_first_rank_shows_it(script, rank):
     """Another one prints its summary alone."""

@@ -60,6 +60,7 @@ def test_a_changed_source_is_another_module(source: Path) -> None:
     assert built_path(source) != first
 
 
+@pytest.mark.rest
 def test_a_changed_header_is_another_module(source: Path) -> None:
     """So are the headers beside a source that it includes, whatever their names."""
     source.write_text(f'#include "answer.h"\n{SOURCE}', encoding="ascii")
@@ -101,6 +102,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
         load(tiny(source))
 
 
+@pytest.mark.rest
 def test_a_damaged_module_is_an_error(source: Path) -> None:
     """A file that is no extension raises, and does not crash."""
     built_path(source).parent.mkdir(parents=True)
@@ -132,6 +134,7 @@ def test_a_prebuilt_module_is_loaded_without_a_compiler(source: Path) -> None:
     assert not built_path(source).parent.exists()
 
 
+@pytest.mark.rest
 def test_a_prebuilt_module_that_cannot_be_imported_is_built_here(
     source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +162,7 @@ def test_a_module_prebuilt_for_another_torch_is_ignored(
         load(tiny(source))
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("prebuilt", "no_compiler")
 def test_the_status_says_that_a_module_is_prebuilt(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torchdelta env` prints; TORCHDELTA_NATIVE=0 disables a prebuilt module like all others."""

@@ -288,6 +288,7 @@ print(caching_status().is_on, most - before)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.skipif("TSAN_OPTIONS" in os.environ, reason="the sanitizer's own memory is resident, too")
 def test_resident_memory_of_a_training_stays_near_the_budget() -> None:
     """A process of its own: what it holds beyond the memory before the first step."""

@@ -65,7 +65,7 @@ def test_the_accelerators_tests_late() -> None:
     assert failures_of("tests/accelerator") == ""
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 def test_following_late() -> None:
     """Training loops under every decision and under drawn plans give the plain bits where everything is late."""
     assert failures_of("tests/same_bits/test_training.py", "tests/same_bits/test_unseen_writes.py") == ""

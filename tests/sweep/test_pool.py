@@ -28,6 +28,7 @@ def harmed() -> dict[str, Any]:
     return {record["name"]: record for record in records}
 
 
+@pytest.mark.rest
 def test_the_others_of_the_group_keep_their_results(harmed: dict[str, Any]) -> None:
     """Each harm ends its process; those after it get a new one."""
     harmless = [record for name, record in harmed.items() if name not in HARMS]

@@ -6,8 +6,8 @@
     memory_budget_config:   # optional: the options of torchdelta.Config
       tier: disk
 
-It was tried in whole runs of axolotl 0.19 on a CPU. Where axolotl is not installed, the tests use a stand-in for its
-plugin interface.
+`make frameworks` tries it in whole runs of axolotl 0.19 on a CPU. Where axolotl is not installed, the tests use a
+stand-in for its plugin interface.
 """
 
 from __future__ import annotations

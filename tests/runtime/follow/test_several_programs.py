@@ -126,6 +126,7 @@ def _num_traces_later(session: Session, step: Callable[[], object], num_steps: i
     return num_traced
 
 
+@pytest.mark.rest
 def test_the_first_step_of_a_network_with_batch_norm_is_the_same_step_as_the_others():
     """Running statistics come from outside in the first step, from the step before in the others. All have one plan."""
     torch.manual_seed(0)
@@ -148,6 +149,7 @@ def test_the_first_step_of_a_network_with_batch_norm_is_the_same_step_as_the_oth
         assert session.follower.num_followed_steps == 4
 
 
+@pytest.mark.rest
 def test_a_step_that_does_not_come_again_is_not_waited_for_long():
     """Steps that begin like one that was seen once are traced a few times, not for ever."""
     order = [-1, *[2] * 16]
