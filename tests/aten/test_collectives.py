@@ -42,7 +42,10 @@ def test_what_they_write(op: Any, positions: tuple[int, ...]) -> None:
     assert not facts.is_recomputable
 
 
-@pytest.mark.parametrize("op", [c10d.send.default, c10d.barrier.default, c10d.check_for_nan.default])
+SILENT = [getattr(c10d, name).default for name in ("send", "barrier", "check_for_nan") if hasattr(c10d, name)]
+
+
+@pytest.mark.parametrize("op", SILENT)
 def test_what_writes_nothing(op: Any) -> None:
     """Sending and waiting leave tensors alone."""
     assert facts_of(op).kind is Kind.NO_OUTPUT

@@ -64,7 +64,7 @@ def test_the_plain_peak_is_budget_enough() -> None:
             assert run(op, sample) == plain, full_name(op)
         peak_bytes = unlimited.summary().peak_bytes
         if peak_bytes == 0:
-            continue  # no budget is that small
+            continue  # a budget of 0 bytes is not allowed
         try:
             with MemoryBudget(peak_bytes):
                 assert run(op, sample) == plain, full_name(op)

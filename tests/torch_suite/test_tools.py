@@ -44,13 +44,12 @@ def test_autocast_with_a_scaler(dtype: torch.dtype) -> None:
     assert_same(step)
 
 
-@pytest.mark.filterwarnings("ignore:Profiler clears events")  # once a process, in some versions of torch
 def test_the_profiler_inside_a_scope() -> None:
     """A profiled step with shapes and memory, and ranges of the user's."""
 
     def step(scope: Scope) -> dict[str, Any]:
         model, x = network(), torch.randn(64, 64)
-        with scope(), torch.profiler.profile(record_shapes=True, profile_memory=True) as profiler:
+        with scope(), torch.profiler.profile(record_shapes=True, profile_memory=True, acc_events=True) as profiler:
             with torch.profiler.record_function("forward"):
                 loss = model(x).pow(2).mean()
             loss.backward()

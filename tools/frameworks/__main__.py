@@ -1,8 +1,9 @@
-"""Runs them: `python -m tools.frameworks`, `... --only axolotl`; `make frameworks`."""
+"""Runs the trainings: `python -m tools.frameworks`, `... --only axolotl`; `make frameworks`."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,11 +30,16 @@ def main(arguments: list[str]) -> int:
     num_failed = 0
     for name in options.only:
         framework = FRAMEWORKS[name]
-        python = ready(framework, options.environments / name, ROOT)
+        try:
+            python = ready(framework, options.environments / name, ROOT)
+        except subprocess.CalledProcessError as error:
+            num_failed += 1
+            print(f"{name}: FAILED: {error}", flush=True)
+            continue
         for case in CASES:
             with tempfile.TemporaryDirectory(prefix="torchdelta-frameworks-") as directory:
-                make_material(python, Path(directory))
                 try:
+                    make_material(python, Path(directory))
                     outcome = compare(framework, python, case, Path(directory))
                 except FrameworkError as error:
                     num_failed += 1

@@ -29,18 +29,21 @@ def ready(framework: Framework, directory: Path, root: Path) -> Path:
     """
     python = directory / "bin" / "python"
     done = directory / "installed.txt"
-    wanted = "\n".join((framework.distribution, *framework.packages))
+    steps = (
+        # torch comes first and alone, so that no later requirement brings another build. Of the framework's own
+        # dependencies only those in `packages` and `packages_alone` are installed.
+        (TORCH,),
+        ("--no-deps", framework.distribution, *framework.packages_alone),
+        (TORCH, *framework.packages),
+        ("--no-deps", "--editable", str(root)),
+    )
+    wanted = "\n".join((sys.version, *framework.stubs, *(" ".join(step) for step in steps)))
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
         return python
     print(f"installing {framework.distribution} into {directory}", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", directory], check=True)
-    # torch comes first and alone, so that no later requirement brings another build. Of the framework's dependencies
-    # only those in `packages` are installed.
-    for what in ((TORCH,), ("--no-deps", framework.distribution), (TORCH, *framework.packages)):
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *what], check=True)
-    if framework.is_plugin:
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "bitsandbytes==0.50.2"], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", root], check=True)
+    for step in steps:
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *step], check=True)
     (packages,) = directory.glob("lib/python*/site-packages")
     for name in framework.stubs:
         (packages / name).mkdir(exist_ok=True)

@@ -17,7 +17,8 @@ class Framework:
 
     Attributes:
         distribution: Its release: "axolotl==0.19.0".
-        packages: What a training on a CPU needs of its dependencies. The others are several GB of CUDA.
+        packages: Those of its dependencies that training on a CPU needs; the rest is several GB of CUDA packages.
+        packages_alone: Dependencies that are installed without their own.
         stubs: Modules that it imports at its start and does not use; empty ones take their place.
         command: What follows `python -m` before the YAML file.
         options: The YAML of a small training.
@@ -27,6 +28,7 @@ class Framework:
 
     distribution: str
     packages: tuple[str, ...]
+    packages_alone: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()
     command: tuple[str, ...]
     options: dict[str, Any]
@@ -46,6 +48,7 @@ FRAMEWORKS: Final = {
             *("addict", "art", "colorama", "einops", "fastcore", "fire", "hf_transfer", "python-dotenv", "PyYAML"),
             *("requests", "schedulefree", "scipy", "sentencepiece", "tensorboard", "wandb", "zstandard"),
         ),
+        packages_alone=("bitsandbytes==0.50.2",),
         command=("axolotl.cli.train",),
         options={
             "base_model": "model",

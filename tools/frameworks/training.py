@@ -32,7 +32,7 @@ _ENVIRONMENT: Final = {
 
 
 class FrameworkError(Exception):
-    """A training failed, or was not what it has to be."""
+    """A training failed, or its outcome is not as required."""
 
 
 def make_material(python: Path, directory: Path) -> None:
@@ -65,7 +65,7 @@ def compare(framework: Framework, python: Path, case: str, directory: Path) -> s
         options = options | {"plugins": [*options["plugins"], _PLUGIN], "memory_budget": budget_bytes}
         planned = _train([*start, *framework.command], options, directory)
         peak_gib, evicted = planned.logged("peak_gib"), planned.logged("recompute_ms") + planned.logged("swapped_gib")
-        held_bytes = int(max(peak_gib, default=0.0) * (1 << 30) * (1 - 1e-3))  # logged in four digits
+        held_bytes = int(max(peak_gib, default=0.0) * (1 << 30) * (1 - 5e-4))  # logged in four digits
     else:
         planned = _train([*within, str(budget_bytes), "-m", *framework.command], options, directory)
         summary = json.loads(summary_path.read_text(encoding="utf-8"))
@@ -98,16 +98,19 @@ def _train(command: list[str], options: dict[str, Any], directory: Path) -> _Tra
 
 
 def _run(command: list[str | Path], directory: Path) -> str:
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env=os.environ | _ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            env=os.environ | _ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIME_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FrameworkError(f"{' '.join(map(str, command))} took more than {TIME_LIMIT_S:g} s") from error
     if done.returncode != 0:
         last = "\n".join(done.stdout.splitlines()[-_NUM_LAST_LINES:])
         raise FrameworkError(f"{' '.join(map(str, command))} exited with {done.returncode}:\n{last}")

@@ -165,6 +165,7 @@ FIRST_RUNS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]]
         lambda: torch.randn(1, 64, 8, 8, 8),
     ),
     "a stride over few rows": (lambda: nn.Conv2d(128, 256, 1, stride=2), lambda: pictures(128, 7)),
+    "double precision": (lambda: nn.Conv2d(32, 32, 5, padding=2).double(), lambda: pictures().double()),
     "to few channels": (lambda: nn.Conv2d(32, 3, 3, padding=1), pictures),
     "from few channels": (lambda: nn.Conv2d(3, 32, 7, stride=2, padding=3), lambda: pictures(3, 64)),
     "patches": (lambda: nn.Conv2d(3, 96, 16, stride=16), lambda: pictures(3, 128)),
@@ -272,3 +273,24 @@ def test_the_first_steps_stay_inside_the_budget(make: Any, percent: int) -> None
 
     budget_bytes = train("1GiB").peak_bytes * percent // 100
     assert train(budget_bytes).peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options"),
+    [
+        (torch.ones(1, 4, 8, 8), torch.ones(4, 4, 3, 3), ([1, 1], [0, 0], [1, 1], False, [0, 0], 0)),
+        (torch.ones(1, 4, 8, 8), torch.ones(4, 4, 3, 3), ([1, 1], [0, 0], [1, 1], True, [0, 0], 0)),
+        (torch.ones(1, 4, 8, 8), torch.ones(4, 4, 3, 3), ([1, 1], [0, 0], [], False, [0, 0], 1)),
+        (torch.ones(4), torch.ones(4, 4, 3), ([1], [0], [1], False, [0], 1)),
+        (torch.ones(4, 4), torch.ones(4, 4), ([1], [0], [1], False, [0], 1)),
+    ],
+    ids=["no groups", "no groups, transposed", "no dilation", "one dimension", "two dimensions"],
+)
+def test_a_wrong_convolution_raises_what_plain_raises(x: torch.Tensor, weight: torch.Tensor, options: Any) -> None:
+    """The estimate before it says nothing of its arguments."""
+    with pytest.raises(RuntimeError) as plain:
+        torch.convolution(x, weight, None, *options)
+    with MemoryBudget("1TiB"), pytest.raises(RuntimeError) as caught:
+        torch.convolution(x, weight, None, *options)
+    assert type(caught.value) is type(plain.value)
+    assert str(caught.value) == str(plain.value)

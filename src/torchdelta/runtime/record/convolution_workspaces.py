@@ -2,7 +2,8 @@
 
 See workspaces.py for what the two estimates are for. Measured with torch 2.13 on two processors (AVX2, AVX-512), on 1
 and 2 threads, on 8,000 convolutions of drawn shapes: usual and odd numbers of channels, strides, dilations, groups, 1
-to 3 dimensions, transposed ones, channels-last, half precision. Of 3,932 others, 4 took more than both estimates.
+to 3 dimensions, transposed ones, channels-last, half precision. About one in a thousand others took more than the sum
+of both estimates. What oneDNN does not compute (float64) unfolds the whole batch.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["possible_convolution_bytes", "reordered_bytes"]
 
+_LEAST_DIM: Final = 3  # of a batch of sequences
 _PICTURE_DIM: Final = 4
 _SCRATCH_BYTES: Final = 72 * 1024  # oneDNN's scratch memory for a convolution of a few elements was 2 to 68 KiB
-# Copies of the weight for each thread that a backward took over pictures that are small beside the kernel: 4.00 to 4.15
-# where the weight has 64 KiB or more.
+# In a backward over pictures that are small beside the kernel, each thread takes this many copies of the weight.
+# Measured: 4.00 to 4.15, where the weight has 64 KiB or more.
 _COPIES_PER_THREAD: Final = 4
-_SMALL_HEIGHT: Final = 8  # pictures of at most this height are small beside any kernel that has a stride
+_SMALL_HEIGHT: Final = 8  # with a stride, pictures up to this height count as small
 _MARGIN: Final = 8  # an eighth of the estimate, for what is rounded and aligned
 
 
@@ -60,6 +62,10 @@ def possible_convolution_bytes(
     """
     is_backward = facts.base_name == "convolution_backward"
     shape = _shape(facts, args, output_bytes, is_backward=is_backward)
+    if shape is None:
+        return 0
+    if tensors[0].dtype is torch.float64 or not is_mkldnn_enabled():
+        return _SCRATCH_BYTES + shape.batch_size * shape.num_groups * shape.column_bytes
     most_bytes = 2 * shape.weight_bytes
     if is_backward or not (_is_channels_last(args[0]) and shape.keeps_channels_last):
         most_bytes = max(most_bytes, shape.most_bytes(is_backward=is_backward))
@@ -80,8 +86,8 @@ class _Shape:
         num_inputs, num_outputs: Channels.
         num_groups: Groups of channels.
         num_input_positions, num_output_positions: Height times width of a picture, in any number of dimensions.
-        height: Of the smaller one of input and output in a backward, of the input in a forward.
-        kernel_size, stride, dilation: In each dimension; the last two may be one number for all.
+        height: Of the input, or of the output where that is smaller. Only a backward uses it.
+        kernel_size, stride, dilation: One number for each dimension; the last two may have one that holds for all.
         is_transposed: Whether it is a transposed convolution.
         element_bytes: Of a number.
         weight_bytes: Of the weight.
@@ -107,25 +113,30 @@ class _Shape:
         return not (self.is_transposed or self.is_unfolded or self.num_groups > 1)
 
     @property
-    def is_unfolded(self) -> bool:
-        """Whether oneDNN may unfold pictures into columns: its layouts do not fit, or there is little to compute."""
-        block = _channel_block()
+    def fills_blocks(self) -> bool:
+        """Whether the channels of each group fill whole blocks."""
         is_depthwise = self.num_groups == self.num_inputs == self.num_outputs
         channels = (self.num_inputs,) if is_depthwise else self._group_channels
-        return any(n % block for n in channels) or (
-            len(self.kernel_size) == _PICTURE_DIM - 1 or max(self.dilation) > 1 or self.batch_size == 1
-        )
+        return not any(n % _channel_block() for n in channels)
+
+    @property
+    def is_unfolded(self) -> bool:
+        """Whether oneDNN may unfold a picture into columns."""
+        if math.prod(self.kernel_size) * max(self.stride) == 1 and self.fills_blocks:
+            return False
+        is_volume = len(self.kernel_size) == _PICTURE_DIM - 1
+        return not self.fills_blocks or is_volume or max(self.dilation) > 1 or self.batch_size == 1
 
     @property
     def dense_weight_bytes(self) -> int:
-        """The weight where each group's channels are filled up to whole blocks."""
+        """The bytes of the weight when each group's channels are padded to whole blocks."""
         block = _channel_block()
         filled = math.prod(_round_up(n, block) for n in self._group_channels)
         return self.num_groups * filled * math.prod(self.kernel_size) * self.element_bytes
 
     @property
     def column_bytes(self) -> int:
-        """The columns of one picture and one group: each place of the output, with the kernel's inputs."""
+        """The columns of one picture and one group: for each position, all inputs that the kernel reads there."""
         inputs, outputs = self._group_channels
         num_positions, num_channels = self.num_output_positions, inputs
         if self.is_transposed:
@@ -162,12 +173,17 @@ class _Shape:
         return self.batch_size * _round_up(num_channels, _channel_block()) * num_positions * self.element_bytes
 
 
-def _shape(facts: OpFacts, args: tuple[Any, ...], output_bytes: int, *, is_backward: bool) -> _Shape:
+def _shape(facts: OpFacts, args: tuple[Any, ...], output_bytes: int, *, is_backward: bool) -> _Shape | None:
+    """Return the numbers of a convolution, or None if it is none: the op then raises its own error."""
     x, weight = (args[1], args[2]) if is_backward else (args[0], args[1])
     if facts.base_name == "mkldnn_convolution":
         (stride, dilation, num_groups), is_transposed = args[4:7], False
     else:
         stride, _, dilation, is_transposed, _, num_groups = args[4:10] if is_backward else args[3:9]
+    if x.dim() != weight.dim() or x.dim() < _LEAST_DIM or num_groups < 1 or not stride or not dilation:
+        return None
+    if is_backward and args[0].dim() != x.dim():
+        return None
     num_outputs = weight.shape[1] * num_groups if is_transposed else weight.shape[0]
     if is_backward:
         num_positions = math.prod(args[0].shape[2:])

@@ -1,8 +1,8 @@
-"""Parameters that a scope meets in their first op: neither its scan at the start nor the allocator has shown them.
+"""Parameters that a scope did not know before the first op that reads them.
 
 Parameters of a memory-mapped checkpoint lie in memory that torch did not allocate. Where the scope opens before the
-model is loaded, as in `torchdelta run`, each would be counted in the middle of a forward, after room was made for an op
-without it. The first one that is met shows that there may be more, so all of them are counted then.
+model is loaded, as in `torchdelta run`, each would be counted only when its first op runs, after room was made for that
+op's output alone. The first one that is met shows that there may be more, so all of them are counted then.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torchdelta.runtime.record.scan import scan_storages
 if TYPE_CHECKING:
     from torchdelta.runtime.memory.room import Room
 
-__all__ = ["LateParameters"]
+__all__ = ["MOST_SCANS", "LateParameters"]
 
-_MOST_SCANS: Final = 4  # each visits all objects of the process: 50 to 200 ms
+MOST_SCANS: Final = 4  # each visits all objects of the process: 50 to 200 ms
 
 
 class LateParameters:
-    """Finds the parameters that are left when one was met late. Mutable.
+    """Counts all other parameters when one was met late. Mutable.
 
     Args:
         room: Makes room for them.
@@ -30,7 +30,7 @@ class LateParameters:
         self._room = room
         self._ledger = room.ledger
         self._num_scans = 0
-        self.seen_bytes = 0  # `ledger.late_bytes` when this was last done
+        self.seen_bytes = 0  # `ledger.late_bytes` at the last call of `count_all`
 
     def count_all(self, need_bytes: int, why: str) -> None:
         """Count all parameters, and make room for the op that met one.
@@ -43,7 +43,7 @@ class LateParameters:
             BudgetError: There is no room.
         """
         self.seen_bytes = self._ledger.late_bytes
-        if self._num_scans < _MOST_SCANS and not self._ledger.surveys:
+        if self._num_scans < MOST_SCANS and not self._ledger.surveys:
             self._num_scans += 1
             scan_storages(self._ledger)
         self._room.make(need_bytes, why)

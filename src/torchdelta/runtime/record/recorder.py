@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
         else:
             targets = statistics_of(facts, args) if facts.keeps_statistics and not counts_only else []
         entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
-        if ledger.late_bytes != self._late.seen_bytes:
+        if ledger.late_bytes != self._late.seen_bytes and graph_task_id() == -1:
             self._late.count_all(need.total_bytes + state_bytes, facts.name)
         overwritten = self._end_contents(targets, need, facts) if targets else []
 

@@ -65,7 +65,7 @@ class Contents(Storages):
         """Return the buffer that a tensor's storage holds now. A storage of unknown origin gets one without an op."""
         storage = storage_behind(tensor)
         record = self.records.get(address_of(storage))
-        if record is None and is_trained_leaf(tensor):
+        if record is None and (tensor.__class__ is torch.nn.Parameter or is_trained_leaf(tensor)):
             self.late_bytes += storage.nbytes()
         if record is None or record.reference is None:
             record = self.know(storage)

@@ -52,12 +52,11 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any
     if count is not None:
         try:
             return int(count(*args, **kwargs, out_val=output)), _dtype_name(args)
-        except AssertionError:  # torch 2.11 counts no attention that has fewer heads of keys than of queries
+        except AssertionError:  # torch 2.11 cannot count attention with fewer key heads than query heads
             if not name.startswith("_scaled_dot_product"):
                 raise
-            is_backward = name.endswith("_backward")
-            flops = _attention_flops(*args[is_backward : is_backward + 3], num_products=5 if is_backward else 2)
-            return flops, _dtype_name(args)
+            first, num_products = (1, 5) if name.endswith("_backward") else (0, 2)
+            return _attention_flops(*args[first : first + 3], num_products=num_products), _dtype_name(args)
     if name == "_grouped_mm":
         left, right = args[:2]
         # Of a stack of matrices against one that is cut into groups, each meets its own part only.
