@@ -69,7 +69,7 @@ def test_no_plan_beats_it(way, drawn, percent, rates, kind, ceiling, least_bytes
     assert found >= min(sum(op.time_s for op in trace.ops), ceiling_s) * (1 - 1e-9)
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @settings(max_examples=60, deadline=None)
 @given(trace=tangles(), percent=st.integers(0, 40), rates=st.tuples(RATES, RATES), way=st.sampled_from(list(WAYS)))
 def test_no_plan_of_a_tangled_step_beats_it(trace, percent, rates, way):
