@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
         attempts,
         date=dt.datetime.now(tz=dt.UTC).date().isoformat(),
         platform=f"{platform.system()} {platform.machine()}, glibc {platform.libc_ver()[1]}",
-        command="make matrix",
+        command=" ".join(("python -m tools.matrix", *arguments)) if arguments else "make matrix",
     )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(text, encoding="utf-8")
