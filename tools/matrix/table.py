@@ -37,6 +37,8 @@ def page(attempts: Sequence[Attempt], *, date: str, platform: str, command: str)
         "75 % of its peak. A combination has passed if losses, parameters and buffers are equal bit for bit, the peak",
         "stayed inside the budget, memory was evicted, and the wheel brought nothing but `msgspec` along.",
         "",
+        "With torch 2.11 and 2.12, followed steps are recorded as a whole, which takes more host time than later.",
+        "",
         "`torch none`: the wheel without torch, in which `torchdelta plan` and `torchdelta simulate` have to work.",
         "",
         f"Run on {date}, {platform}: {num_tried} of {len(attempts)} combinations could be had, {num_passed} passed.",
