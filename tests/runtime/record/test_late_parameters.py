@@ -36,11 +36,17 @@ def mapped(layer: nn.Linear) -> nn.Linear:
 
 
 def train(num_steps: int = 2, *, is_frozen: bool = False) -> list[torch.Tensor]:
-    """Make a model and train it, or its first layer alone. Return losses and parameters."""
+    """Make a model and train it. Return losses and parameters.
+
+    Args:
+        num_steps: How often.
+        is_frozen: Whether only the first layer is trained, whose parameters torch allocates, as those of an adapter.
+    """
     torch.manual_seed(0)
     layers = [(mapped(nn.Linear(WIDTH, WIDTH)), nn.GELU()) for _ in range(NUM_LAYERS)]
     model = nn.Sequential(*(part for pair in layers for part in pair))
     if is_frozen:
+        model[0] = nn.Linear(WIDTH, WIDTH)
         for parameter in model[1:].parameters():
             parameter.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
