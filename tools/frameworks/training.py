@@ -14,7 +14,7 @@ from torchdelta.units import format_bytes
 if TYPE_CHECKING:
     from tools.frameworks.framework import Framework
 
-__all__ = ["CASES", "FrameworkError", "compare", "make_material"]
+__all__ = ["CASES", "FrameworkError", "Trained", "compare", "make_material"]
 
 CASES: Final = ("all weights", "LoRA")
 BUDGET_SHARE: Final = 0.7  # of the plain peak
@@ -76,7 +76,14 @@ def compare(framework: Framework, python: Path, case: str, directory: Path) -> s
     return f"same weights in {format_bytes(budget_bytes)}, plain takes {format_bytes(peak_bytes)}"
 
 
-class _Trained:
+class Trained:
+    """What a training has left.
+
+    Args:
+        weights: The file of the saved weights.
+        output: What was printed.
+    """
+
     def __init__(self, weights: bytes, output: str) -> None:
         self.weights = weights
         self.output = output
@@ -86,7 +93,7 @@ class _Trained:
         return [float(value) for value in re.findall(rf"'torchdelta/{name}': '?([0-9.e+-]+)", self.output)]
 
 
-def _train(command: list[str], options: dict[str, Any], directory: Path) -> _Trained:
+def _train(command: list[str], options: dict[str, Any], directory: Path) -> Trained:
     # YAML is a superset of JSON.
     (directory / "training.yaml").write_text(json.dumps(options), encoding="utf-8")
     output = _run([*command, "training.yaml"], directory)
@@ -94,7 +101,7 @@ def _train(command: list[str], options: dict[str, Any], directory: Path) -> _Tra
     _require(len(saved) == 1, f"{len(saved)} files of weights were saved")
     weights = saved[0].read_bytes()
     saved[0].unlink()
-    return _Trained(weights, output)
+    return Trained(weights, output)
 
 
 def _run(command: list[str | Path], directory: Path) -> str:

@@ -28,7 +28,7 @@ _SCRATCH_BYTES: Final = 72 * 1024  # oneDNN's scratch memory for a convolution o
 # Measured: 4.00 to 4.15, where the weight has 64 KiB or more.
 _COPIES_PER_THREAD: Final = 4
 _SMALL_HEIGHT: Final = 8  # with a stride, pictures up to this height count as small
-_MARGIN: Final = 8  # an eighth of the estimate, for what is rounded and aligned
+_MARGIN: Final = 1 / 8  # of the estimate, for what is rounded and aligned
 
 
 def reordered_bytes(args: tuple[Any, ...], output_bytes: int) -> int:
@@ -74,7 +74,7 @@ def possible_convolution_bytes(
     if tensors[0].dtype in (torch.bfloat16, torch.float16):
         most_bytes = 2 * most_bytes + _possible_half_bytes(args[1] if is_backward else args[0], shape)
     foreseen_bytes = reordered_bytes(args, 0 if is_backward else output_bytes)
-    return max(0, most_bytes + most_bytes // _MARGIN - foreseen_bytes) + _SCRATCH_BYTES
+    return max(0, most_bytes + int(_MARGIN * most_bytes) - foreseen_bytes) + _SCRATCH_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
