@@ -81,7 +81,7 @@ def log_first_step(room: Room, steps: StepTracker, budget_bytes: int) -> None:
         )
     late_bytes = room.ledger.late_bytes
     _logger.debug(
-        "first step: %d ops, %d saved tensors; %s of parameters were met late, all others were counted then",
+        "first step: %d ops, %d saved tensors; %s of parameters were not known before an op read them",
         counters.num_ops,
         counters.num_saved,
         format_bytes(late_bytes),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_SCANS", "LateParameters"]
 
-MOST_SCANS: Final = 4  # each visits all objects of the process: 50 to 200 ms
+MOST_SCANS: Final = 4  # each visits all objects of the process
 
 
 class LateParameters:
