@@ -21,7 +21,7 @@ from torchdelta._torch.tensors import storage_of, version_of
 from torchdelta.aten.facts import Kind
 from torchdelta.errors import ReplayError, SavedTensorError
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.memory.retry import may_retry_replay
+from torchdelta.runtime.memory.retry import may_retry_replay, run_again
 from torchdelta.runtime.memory.room import digest_of
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
 from torchdelta.runtime.state.tape import Fresh, Scratch, replay_op, sources, written_sources
@@ -168,7 +168,7 @@ class Replayer:
             except RuntimeError as error:
                 if not may_retry_replay(error, entry.facts, self.room):
                     raise
-                outputs = replay_op(entry, args, kwargs)
+                outputs = run_again(error, entry.facts, replay_op, entry, args, kwargs)
             if not self.room.device.times_on_host:
                 self.counters.recompute_s += entry.time_s
             args = kwargs = None

@@ -11,7 +11,7 @@ from torchdelta.runtime.memory.outage import Outage
 from torchdelta.runtime.state.copies import Fetch, SurveyedCopy, TierCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     import torch
 
@@ -39,6 +39,7 @@ class Transfers:
         self._surveyed_bytes = 0  # of the copies that a survey pretends to make
         self._open_tier = open_tier
         self._tier: Tier | None = None
+        self._is_without_tier = False
 
     # -- the tier
 
@@ -61,13 +62,22 @@ class Transfers:
 
     def _working_tier(self) -> Tier | None:
         """Return the tier, or None while it cannot be opened or is not used after a failure."""
-        if self.outage.is_on(self.ledger.clock):
+        if self._is_without_tier or self.outage.is_on(self.ledger.clock):
             return None
         try:
             return self.tier
         except (TierError, MemoryError) as error:  # it may be opened because memory has run out
             self.outage.begin(self.ledger.clock, error)
             return None
+
+    @contextlib.contextmanager
+    def without_tier(self) -> Generator[None]:
+        """Return a context in which nothing is copied out, and the tier is not opened."""
+        self._is_without_tier = True
+        try:
+            yield
+        finally:
+            self._is_without_tier = False
 
     def swap_time_s(self, buffer: Buffer) -> float:
         """Return the seconds that swapping a buffer out and in would take on an idle link.

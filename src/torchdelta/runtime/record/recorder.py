@@ -19,7 +19,7 @@ from torchdelta._torch.tensors import version_of
 from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.interrupts import enter, leave
-from torchdelta.runtime.memory.retry import may_retry
+from torchdelta.runtime.memory.retry import may_retry, run_again
 from torchdelta.runtime.record.capture import Capturer, statistics_of
 from torchdelta.runtime.record.late import LateParameters
 from torchdelta.runtime.record.needs import Predictor
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
                 self._reinstate(overwritten)
                 raise
             self.device.mark(need, ledger.usage)  # evictions since the first mark are not part of the op
-            out = self.execute(func, facts, args, kwargs)
+            out = run_again(error, facts, self.execute, func, facts, args, kwargs)
         time_s = self.timer.stop(mark, entry)
         self.counters.op_time_s += time_s
         if versions and not self.subclasses.is_inside:
