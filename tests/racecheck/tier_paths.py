@@ -60,13 +60,22 @@ def play_calls(bench: Bench, name: str, seed: int) -> Play:
         bench.extension.set_mode(DRAWN, seed)
         gc.disable()
         try:
-            Player(tier, memory, seed).play(NUM_CALLS, LARGEST_BYTES)
-        except Exception as error:  # noqa: BLE001 - whatever a mutant breaks
-            found.append(f"{type(error).__name__}: {str(error)[:200]}")
+            with noted(found):
+                Player(tier, memory, seed).play(NUM_CALLS, LARGEST_BYTES)
         finally:
             gc.enable()
-            tier.close()
+            with noted(found):
+                tier.close()
     return Play(found=tuple(found), num_kernels=counts[0], has_fitted=True)
+
+
+@contextlib.contextmanager
+def noted(found: list[str]) -> Iterator[None]:
+    """Add an exception to what was found: a mutant may break any call, closing the tier included."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever a mutant breaks
+        found.append(f"{type(error).__name__}: {str(error)[:200]}")
 
 
 @contextlib.contextmanager
@@ -99,8 +108,10 @@ def play_short(bench: Bench, name: str, seed: int) -> Play:
     with bench.schedule(seed) as (found, counts):
         tier: Any = open_tier("memory", device=device, host_budget_bytes=host_bytes)
         bench.extension.set_mode(DRAWN, seed)
-        found.extend(program(tier, device))
-        tier.close()
+        with noted(found):
+            found.extend(program(tier, device))
+        with noted(found):
+            tier.close()
     return Play(found=tuple(found), num_kernels=counts[0], has_fitted=True)
 
 
