@@ -12,6 +12,7 @@ exception objects, and clears locals that hold storages in `finally` (tested wit
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torchdelta._torch.tensors import storage_of, version_of
 from torchdelta.aten.facts import Kind
 from torchdelta.errors import ReplayError, SavedTensorError
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.memory.retry import may_retry_replay, run_again
+from torchdelta.runtime.memory.retry import may_retry_replay, prepare_retry, run_again
 from torchdelta.runtime.memory.room import digest_of
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
 from torchdelta.runtime.state.tape import Fresh, Scratch, replay_op, sources, written_sources
@@ -166,15 +167,17 @@ class Replayer:
             try:
                 outputs = replay_op(entry, args, kwargs)
             except RuntimeError as error:
-                if not may_retry_replay(error, entry.facts, self.room):
+                run = partial(replay_op, entry, args, kwargs)
+                may = may_retry_replay(error, entry.facts)
+                if not (may and prepare_retry(error, entry.facts, self.room, run)):
                     raise
-                outputs = run_again(error, entry.facts, replay_op, entry, args, kwargs)
+                outputs = run_again(error, entry.facts, self.room, run)
             if not self.room.device.times_on_host:
                 self.counters.recompute_s += entry.time_s
-            args = kwargs = None
+            args = kwargs = run = None
             self._take(entry, outputs, build.written, buffer, chain)
         finally:
-            args = kwargs = outputs = None
+            args = kwargs = outputs = run = None
             build.clear()
         self.ledger.clock += 1
 

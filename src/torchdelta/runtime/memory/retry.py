@@ -7,29 +7,22 @@ allocated some, or the budget may be set too high. An out-of-memory error from t
 An op is retried only when it writes none of its arguments (a partly written argument cannot be told from a complete
 one), and only when the random numbers that it may have drawn can be restored. That allows ops that only make new
 tensors, except batch norm in training; and random ops whose generator's state was recorded before the op. In every
-other case, and when the second run fails too, the allocator's own error is raised. A `BudgetError` is never retried: it
-is the answer that the budget is impossible, not a failed allocation.
-
-[Note: an error of oneDNN lasts]
-oneDNN compiles kernels when they are first used. Where that runs out of memory, its compiler notes the error in a
-variable of the thread and never clears it: every later kernel that is new fails on that thread with "could not create a
-primitive", however much is free. Compiled kernels are shared between threads. So before such an op is retried, it runs
-once on a new thread, which compiles what it needs; the result of that run is not used.
+other case, and when the retry fails too, the allocator's own error is raised. A `BudgetError` is never retried: it is
+the answer that the budget is impossible, not a failed allocation. An op whose kernel oneDNN cannot compile on this
+thread runs on another thread before it is retried: see onednn.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.modes import Quietly
 from torchdelta.aten.facts import TRAINING_POSITION, Kind
 from torchdelta.native.caching import release_kept
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.memory.onednn import compile_elsewhere, is_from_onednn
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,35 +34,29 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torchdelta")
 
-_ONEDNN_ERROR = "could not create a primitive"
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is an allocator's out-of-memory error. On CPU it is a RuntimeError, known by its text.
 
-    oneDNN raises its error for other reasons, too; the second run then fails as well.
+    oneDNN's error does not tell the reason; if it is another one, the retry fails as well.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return not isinstance(error, BudgetError)
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
-    return ("DefaultCPUAllocator" in text and "memory" in text) or _is_from_onednn(error)
-
-
-def _is_from_onednn(error: BaseException) -> bool:
-    return str(error).startswith(_ONEDNN_ERROR)
+    return ("DefaultCPUAllocator" in text and "memory" in text) or is_from_onednn(error)
 
 
 def may_retry(error: BaseException, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:
-    """Return whether a failed op may be retried; if so, everything that can be evicted has been.
+    """Return whether a failed op may be retried, after its random state was restored.
 
     Args:
         error: What the op raised.
         facts: Facts about the op.
         args: Its arguments.
         entry: Its entry on the tape, with the generator's state before the op; None when the op is not recorded.
-        room: Evicts buffers.
+        room: Knows whether a survey is running.
     """
     if not is_out_of_memory(error) or room.ledger.surveys:
         return False
@@ -82,46 +69,61 @@ def may_retry(error: BaseException, facts: OpFacts, args: tuple[Any, ...], entry
             return False
         generator, state = entry.random_state
         generator.set_state(state)
-    return _has_made_room(facts, room) or _is_from_onednn(error)
+    return True
 
 
-def may_retry_replay(error: RuntimeError, facts: OpFacts, room: Room) -> bool:
-    """Return whether an op that failed in a replay may be retried; if so, everything that can be evicted has been.
+def may_retry_replay(error: RuntimeError, facts: OpFacts) -> bool:
+    """Return whether an op that failed in a replay may be retried.
 
     A replay restores its random state itself, and writes batch norm's statistics into scratch tensors.
     """
-    if not is_out_of_memory(error) or facts.kind is not Kind.COMPUTE:
-        return False
-    return _has_made_room(facts, room) or _is_from_onednn(error)
+    return is_out_of_memory(error) and facts.kind is Kind.COMPUTE
 
 
-def run_again(error: BaseException, facts: OpFacts, run: Callable[..., Any], *args: Any) -> Any:
-    """Run an op that may be retried a second time. See [Note: an error of oneDNN lasts].
+def prepare_retry(error: BaseException, facts: OpFacts, room: Room, run: Callable[[], Any]) -> bool:
+    """Compile what oneDNN could not, or else evict everything that can leave. Return whether a retry may succeed.
+
+    Args:
+        error: What the op raised.
+        facts: Facts about the op, which may be retried.
+        room: Evicts buffers.
+        run: Runs the op.
+    """
+    if not is_from_onednn(error):
+        return _has_made_room(error, facts, room)
+    if compile_elsewhere(facts, run):
+        return True
+    has_made_room = _has_made_room(error, facts, room)
+    return compile_elsewhere(facts, run) or has_made_room
+
+
+def run_again(error: BaseException, facts: OpFacts, room: Room, run: Callable[[], Any]) -> Any:
+    """Retry an op, once `prepare_retry` has returned True.
+
+    The retry may meet the other kind of error: with room for its outputs, an op meets oneDNN's error of an earlier
+    shortage; or the thread on which it was compiled has used the room. Then it is prepared and retried once more.
 
     Args:
         error: What the first run raised.
         facts: Facts about the op.
-        run: Runs it.
-        *args: What `run` is called with.
+        room: Evicts buffers.
+        run: Runs the op.
     """
-    if _is_from_onednn(error) and not facts.is_random:  # random numbers must not be drawn twice
-        with contextlib.suppress(RuntimeError):  # no thread could be started: the retry tells how it went
-            compiling = threading.Thread(target=_compile, args=(run, args), name="torchdelta-onednn")
-            compiling.start()
-            compiling.join()
-    return run(*args)
+    try:
+        return run()
+    except RuntimeError as second:
+        is_other = is_out_of_memory(second) and is_from_onednn(second) != is_from_onednn(error)
+        if facts.is_random or not is_other or not prepare_retry(second, facts, room, run):
+            raise
+    return run()
 
 
-def _compile(run: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(torch.get_num_threads())  # kernels are compiled for a number of threads
-    with contextlib.suppress(Exception), Quietly():
-        run(*args)
-
-
-def _has_made_room(facts: OpFacts, room: Room) -> bool:
+def _has_made_room(error: BaseException, facts: OpFacts, room: Room) -> bool:
     freed_bytes = room.collect_garbage()  # first: a storage that garbage refers to cannot be freed
     evicted_bytes = released_bytes = 0
-    if room.transfers.opened_tier is None:  # its threads need memory, too: what can be recomputed leaves before
+    is_of_device = isinstance(error, torch.OutOfMemoryError)
+    if room.transfers.opened_tier is None and not is_of_device:
+        # The tier's threads need memory of the host, which has run out: first, what can be recomputed is dropped.
         with room.transfers.without_tier():
             evicted_bytes = room.evict_all()
         released_bytes = release_kept()

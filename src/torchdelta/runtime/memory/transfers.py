@@ -61,7 +61,7 @@ class Transfers:
         return self._working_tier() is not None
 
     def _working_tier(self) -> Tier | None:
-        """Return the tier, or None while it cannot be opened or is not used after a failure."""
+        """Return the tier; None inside `without_tier`, if it cannot be opened, and for a while after a failure."""
         if self._is_without_tier or self.outage.is_on(self.ledger.clock):
             return None
         try:

@@ -6,6 +6,7 @@ inside nodes: see backward.py. Read `Recorder._run` from top to bottom for what 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from torchdelta._torch.tensors import version_of
 from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.interrupts import enter, leave
-from torchdelta.runtime.memory.retry import may_retry, run_again
+from torchdelta.runtime.memory.retry import may_retry, prepare_retry, run_again
 from torchdelta.runtime.record.capture import Capturer, statistics_of
 from torchdelta.runtime.record.late import LateParameters
 from torchdelta.runtime.record.needs import Predictor
@@ -188,11 +189,12 @@ class Recorder(TorchDispatchMode):
         try:
             out = self.execute(func, facts, args, kwargs)
         except BaseException as error:
-            if not may_retry(error, facts, args, entry, self.room):
+            run = partial(self._run_anew, need, func, facts, args, kwargs)
+            may = may_retry(error, facts, args, entry, self.room)
+            if not (may and prepare_retry(error, facts, self.room, run)):
                 self._reinstate(overwritten)
                 raise
-            self.device.mark(need, ledger.usage)  # evictions since the first mark are not part of the op
-            out = run_again(error, facts, self.execute, func, facts, args, kwargs)
+            out = run_again(error, facts, self.room, run)
         time_s = self.timer.stop(mark, entry)
         self.counters.op_time_s += time_s
         if versions and not self.subclasses.is_inside:
@@ -235,6 +237,12 @@ class Recorder(TorchDispatchMode):
                 timing=need.timing,
             )
         return out
+
+    def _run_anew(
+        self, need: Need, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        self.device.mark(need, self.ledger.usage)  # evictions since the first mark are not part of the op
+        return self.execute(func, facts, args, kwargs)
 
     def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""
