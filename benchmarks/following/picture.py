@@ -23,6 +23,8 @@ WIDTH, HEIGHT = 820, 480
 LEFT, RIGHT, TOP, BOTTOM = 64, 230, 60, 56
 _FONT = 'font-family="sans-serif" font-size="12"'
 _Y_LABEL = "step time, of plain"
+_LOWEST, _HIGHEST = 0.8, 1.2  # of the least and the largest median: what is shown of intervals
+_ARROW = "; an arrow: the interval goes on"
 _COLOURS = {
     FOLLOWED: "#0072B2",
     REACTIVE: "#D55E00",
@@ -66,7 +68,10 @@ def svg(model: str, data: Data, caption: str) -> str:
     if not everything:
         return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"></svg>\n'
     shares = [share for share, _ in everything]
-    times = [bound for _, interval in everything for bound in (interval.low, interval.high)]
+    medians = [interval.median for _, interval in everything]
+    # One round in which the machine stood still must not flatten all others: what goes on beyond ends in an arrow.
+    lowest, highest = min(medians) * _LOWEST, max(medians) * _HIGHEST
+    times = [min(max(b, lowest), highest) for _, interval in everything for b in (interval.low, interval.high)]
     x_ticks, y_ticks = _ticks(min(shares), max(shares)), _ticks(min(1.0, *times), max(times))
     across = _scale(x_ticks, LEFT, WIDTH - RIGHT)
     up = _scale(y_ticks, HEIGHT - BOTTOM, TOP)
@@ -74,7 +79,7 @@ def svg(model: str, data: Data, caption: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {_FONT}>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="24" font-size="16">{escape(model)}: peak memory and step time, as shares of plain</text>',
-        f'<text x="{LEFT}" y="42" font-size="11" fill="#555">{escape(caption)}</text>',
+        f'<text x="{LEFT}" y="42" font-size="11" fill="#555">{escape(caption + _ARROW)}</text>',
         *_axes(x_ticks, y_ticks, across, up),
     ]
     for row, each in enumerate(series):
@@ -129,10 +134,22 @@ def _draw(series: Series, across: Callable[[float], float], up: Callable[[float]
         return lines
     for (share, interval), (x, y) in zip(series.points, places, strict=True):
         if interval.high > interval.low:
-            lines.append(f'<path d="M{x:.1f} {up(interval.low):.1f} V{up(interval.high):.1f}" stroke="{colour}"/>')
+            lines.append(
+                f'<path d="{_interval(x, up(interval.low), up(interval.high))}" fill="none" stroke="{colour}"/>'
+            )
         title = f"{_NAMES[series.name]}: peak {share:.1%}, time {interval}"
         lines.append(f"<g><title>{escape(title)}</title>{_mark(series.name, x, y)}</g>")
     return lines
+
+
+def _interval(x: float, low_y: float, high_y: float) -> str:
+    """Return the path of an interval, with an arrow at each end that lies outside of the picture."""
+    bottom, top = min(low_y, HEIGHT - BOTTOM), max(high_y, TOP)
+    path = f"M{x:.1f} {bottom:.1f} V{top:.1f}"
+    for end, outside, away in ((bottom, low_y, -6), (top, high_y, 6)):
+        if end != outside:
+            path += f" M{x - 4:.1f} {end + away:.1f} L{x:.1f} {end:.1f} L{x + 4:.1f} {end + away:.1f}"
+    return path
 
 
 def _mark(name: str, x: float, y: float) -> str:

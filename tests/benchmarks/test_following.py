@@ -226,6 +226,19 @@ def test_a_table_and_a_picture_are_made_of_the_raw_data(data):
         assert name in picture
 
 
+def test_one_slow_round_does_not_flatten_the_picture(data):
+    """What it shows of an interval ends in an arrow above the largest median, and the text has the whole interval."""
+    data["rounds"] = [copy.deepcopy(data["rounds"][0]) for _ in range(3)]
+    data["rounds"][0][in_budget(REACTIVE, "50%")] = block(50.0)
+    picture = ET.fromstring(svg("small", data, ""))  # noqa: S314 - written here
+    ticks = [float(text) for each in picture.iter() if (text := each.text or "").replace(".", "").isdigit()]
+    assert max(ticks) < 3
+    paths = [path for each in picture.iter() if (path := each.get("d", "")).count("M") == 2 and "L" in path]
+    heights = [float(end) for path in paths for end in path.partition("V")[2].split()[:1]]
+    assert heights == [60.0]
+    assert ", 50.000]" in "".join(picture.itertext())
+
+
 def test_a_picture_needs_no_more_than_plain(data):
     """A run of one contender alone has one too."""
     data["budgets"], data["rounds"] = {}, [{PLAIN: block(1.0)}]
