@@ -65,7 +65,9 @@ def run(shortage: Shortage | None, **options: Any) -> tuple[list[torch.Tensor], 
     return observed, session, torch.default_generator.get_state()
 
 
-def outcome(program: str, tmp_path: os.PathLike[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def outcome(
+    program: str, tmp_path: os.PathLike[str], *arguments: str, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own.
 
     Each activation is mapped alone: in glibc's heap aligned blocks leave holes that no block of their size fits into,
@@ -78,5 +80,10 @@ def outcome(program: str, tmp_path: os.PathLike[str], *arguments: str) -> subpro
         "MALLOC_MMAP_THRESHOLD_": str(2**20),
     }
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
     )

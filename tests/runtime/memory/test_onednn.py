@@ -94,6 +94,45 @@ def test_an_op_that_first_fails_in_the_allocator_is_compiled_as_well() -> None:
     assert same_bits(expected, observed)
 
 
+THREADS_PROGRAM = """
+import threading, torch
+from torchdelta.aten.facts import facts_of
+from torchdelta.runtime.memory.onednn import compile_elsewhere
+add = facts_of(torch.ops.aten.add.Tensor)
+torch.set_num_threads(2)
+seen = []
+def note():
+    seen.append(torch.get_num_threads())
+assert compile_elsewhere(add, note)
+other = threading.Thread(target=torch.set_num_threads, args=(1,))  # for threads that are new, not for this one
+other.start()
+other.join()
+assert torch.get_num_threads() == 2
+assert compile_elsewhere(add, note)
+new = threading.Thread(target=note)
+new.start()
+new.join()
+print(*seen, torch.get_num_threads())
+"""
+
+
+def test_it_has_the_callers_number_of_threads_and_changes_none(tmp_path: os.PathLike[str]) -> None:
+    """Whatever new threads begin with; they begin with the same afterwards."""
+    done = outcome(THREADS_PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "2", "1", "2"]
+
+
+def test_the_number_of_threads_is_not_set_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting it, even to what it is, changes settings of MKL for the whole process, and with them bits."""
+
+    def refuse(_: int) -> None:
+        raise AssertionError("it was set")
+
+    monkeypatch.setattr(torch, "set_num_threads", refuse)
+    assert compile_elsewhere(ADD, lambda: None)
+
+
 @pytest.mark.parametrize("op", ["aten.rand_like.", "own.op."])
 def test_some_ops_never_run_on_another_thread(op: str) -> None:
     """Random numbers must not be drawn twice, and an op that is not torch's own may depend on its thread."""
@@ -184,6 +223,52 @@ def test_a_real_limit_at_which_onednn_cannot_compile(tmp_path: os.PathLike[str],
     assert ours.returncode == 0, ours.stderr[-2000:]
     assert ours.stdout == free.stdout
     assert "aten.gelu_backward.default ran out of memory below the budget" in ours.stderr
+
+
+SPENT_PROGRAM = """
+import resource, sys, time, torch
+from torchdelta.aten.facts import facts_of
+from torchdelta.runtime.memory.onednn import compile_elsewhere
+add = facts_of(torch.ops.aten.add.Tensor)
+torch.set_num_threads(1)
+assert compile_elsewhere(add, lambda: None)
+time.sleep(0.2)  # glibc keeps the stack of a thread that has ended, and gives it to the next one
+used_bytes = int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + int(sys.argv[1]), resource.RLIM_INFINITY))
+has_compiled = compile_elsewhere(add, lambda: None)
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("returned", has_compiled)
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("left_bytes", ["0", "4096", "12288", "20480"])
+def test_a_thread_without_memory_for_one_line_is_not_waited_for(tmp_path: os.PathLike[str], left_bytes: str) -> None:
+    """Its first frame and every destructor need some."""
+    done = outcome(SPENT_PROGRAM, tmp_path, left_bytes, timeout_s=60)
+    assert done.stdout.startswith("returned"), done.stderr[-2000:]
+
+
+GREEDY_PROGRAM = """
+import resource, sys, torch
+from torchdelta.aten.facts import facts_of
+from torchdelta.runtime.memory.onednn import compile_elsewhere
+torch.set_num_threads(8)
+x = torch.randn(32768, 512)  # 64 MiB
+x.sin()
+used_bytes = int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + int(sys.argv[1]) * 2**20, resource.RLIM_INFINITY))
+print("returned", compile_elsewhere(facts_of(torch.ops.aten.sin.default), x.sin))
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("left_mib", ["60", "100", "120", "140"])
+def test_the_op_does_not_take_the_memory_of_its_team(tmp_path: os.PathLike[str], left_mib: str) -> None:
+    """Each of both would fit alone."""
+    done = outcome(GREEDY_PROGRAM, tmp_path, left_mib)
+    assert done.stdout.startswith("returned"), done.stderr[-2000:]
+    assert "libgomp" not in done.stderr
 
 
 @pytest.mark.rest

@@ -6,14 +6,18 @@ variable of the thread and never clears it: every later kernel that is new fails
 primitive", however much is free. Compiled kernels are shared between threads. So before such an op is retried, it runs
 once on a new thread, which compiles what it needs; the result of that run is not used.
 
-Three kinds of ops still fail on that thread: those that write their arguments, those that draw random numbers, and
-those that are not torch's own, whose code may depend on the thread that it runs on. So does whatever runs after the
-scope.
+Still failing on the first thread: ops that write their arguments, ops that draw random numbers, ops that are not
+torch's own, whose code may depend on the thread that it runs on; and everything new that runs after the scope.
 
 [Note: the threads of a new thread]
 OpenMP gives each thread that computes in parallel a team of its own, and libgomp ends the process if it cannot start
-one of the team's threads. So memory for their stacks is mapped and unmapped before. For the same reason
+one of the team's threads. So it is tried first whether memory for their stacks can be mapped, and the team is started
+right after that, before the op takes memory. Where the size of stacks is set for OpenMP, nothing is compiled elsewhere:
+the size would have to be parsed. A limit on the number of threads is not looked at.
+
 `Thread.start` is not used: it waits for ever if the new thread ends by a MemoryError before it has said that it runs.
+With next to no memory, a thread cannot run one line of Python, neither to release a lock nor in a destructor. So the
+caller watches an object that only the new thread holds.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import logging
 import mmap
 import os
 import resource
+import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -41,8 +47,10 @@ _logger = logging.getLogger("torchdelta")
 
 _ERROR: Final = "could not create a primitive"
 _NAMESPACES: Final = frozenset({"aten", "mkldnn", "onednn", "quantized"})
-_LARGEST_DEFAULT_STACK_BYTES: Final = 8 << 20  # glibc's, where the limit of stacks is none
+_LARGEST_DEFAULT_STACK_BYTES: Final = 8 << 20  # at most glibc's, where stacks have no limit
 _OTHER_BYTES: Final = 1 << 20  # of a thread, beside its stack
+_FEWEST_NUMBERS_A_THREAD: Final = 32768  # torch divides no less between threads
+_POLL_S: Final = 5e-4
 
 
 def is_from_onednn(error: BaseException) -> bool:
@@ -57,64 +65,75 @@ def compile_elsewhere(facts: OpFacts, run: Callable[[], Any]) -> bool:
         facts: Facts about the op.
         run: Runs it; may be called twice.
     """
-    num_threads = torch.get_num_threads()
-    if facts.is_random or facts.name.partition(".")[0] not in _NAMESPACES or not _has_room_for_team(num_threads):
+    if facts.is_random or facts.name.partition(".")[0] not in _NAMESPACES:
         return False
-    has_ended = _thread.allocate_lock()
-    has_ended.acquire()
-    succeeded: list[str] = []
+    errors: list[str] = []
+    succeeded: list[bool] = []
+    held = _Held()
+    watched = weakref.ref(held)
+    arguments = (held, run, torch.get_num_threads(), torch.is_grad_enabled(), succeeded, errors)
+    del held
     try:
-        arguments = (_Releasing(has_ended), facts.name, run, num_threads, torch.is_grad_enabled(), succeeded)
         _thread.start_new_thread(_compile, arguments)
     except (RuntimeError, MemoryError):
         return False
-    del arguments  # now only the new thread holds the object that releases the lock
-    has_ended.acquire()
+    del arguments  # now only the new thread holds them
+    while watched() is not None:
+        time.sleep(_POLL_S)
+    # Logged here: a handler may be locked by this thread, and may keep what it is given.
     if succeeded:
         _logger.info("%s was compiled on another thread: oneDNN has run out of memory on this one", facts.name)
+    elif errors:
+        _logger.debug("%s could not be compiled on another thread, either: %s", facts.name, errors[0])
     return bool(succeeded)
 
 
-class _Releasing:
-    """Releases a lock when it is deleted: also if the thread that holds it never runs any code."""
+class _Held:
+    """Lives until the thread that holds it has ended, or could not begin."""
 
-    __slots__ = ("lock",)
-
-    def __init__(self, lock: _thread.LockType) -> None:
-        self.lock = lock
-
-    def __del__(self) -> None:
-        self.lock.release()
+    __slots__ = ("__weakref__",)
 
 
 def _compile(
-    ended: _Releasing,
-    name: str,
+    held: _Held,
     run: Callable[[], Any],
     num_threads: int,
     is_grad_enabled: bool,
-    succeeded: list[str],
+    succeeded: list[bool],
+    errors: list[str],
 ) -> None:
-    del ended  # the caller's tuple still holds it, until this function has returned
+    del held  # the tuple of the arguments holds it until this function has returned
     try:
         process_threads = torch.get_num_threads()
-        torch.set_num_threads(num_threads)  # kernels are compiled for a number of threads
+        if process_threads != num_threads:  # kernels are compiled for a number of threads
+            torch.set_num_threads(num_threads)
         try:
             with Quietly():
+                if not _has_team(num_threads):
+                    return
                 set_grad_enabled(is_grad_enabled)  # an LSTM's kernel depends on it
                 run()
-            succeeded.append(name)
+            succeeded.append(True)
         finally:
             if process_threads != num_threads:
                 torch.set_num_threads(process_threads)  # what other new threads begin with
     except Exception as error:  # noqa: BLE001 - the retry raises what matters
-        _logger.debug("%s could not be compiled on another thread, either: %s", name, error)
+        errors.append(str(error))
+
+
+def _has_team(num_threads: int) -> bool:
+    """Start the team of this thread if there is memory for it. Return whether it is there."""
+    if not _has_room_for_team(num_threads):
+        return False
+    if num_threads > 1:
+        torch.zeros(1).expand(num_threads * _FEWEST_NUMBERS_A_THREAD).sum()
+    return True
 
 
 def _has_room_for_team(num_threads: int) -> bool:
-    """Return whether a new thread and its team can be started; see [Note: the threads of a new thread]."""
+    """Return whether the stacks of a team fit into memory; see [Note: the threads of a new thread]."""
     if num_threads == 1:
-        return True  # a thread that cannot be started raises
+        return True
     if "OMP_STACKSIZE" in os.environ or "GOMP_STACKSIZE" in os.environ:
         return False
     stack_bytes = resource.getrlimit(resource.RLIMIT_STACK)[0]

@@ -1,4 +1,4 @@
-"""Retries an op that ran out of memory, after garbage is collected and everything that can be evicted has been.
+"""Retries an op that ran out of memory, after making room: garbage is collected, and all that can be is evicted.
 
 The budget is enforced before an op runs, but the device may have less memory than the budget: another process may have
 allocated some, or the budget may be set too high. An out-of-memory error from the allocator need not end the step.
