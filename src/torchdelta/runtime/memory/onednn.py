@@ -11,9 +11,9 @@ torch's own, whose code may depend on the thread that it runs on; and everything
 
 [Note: the threads of a new thread]
 OpenMP gives each thread that computes in parallel a team of its own, and libgomp ends the process if it cannot start
-one of the team's threads. So it is tried first whether memory for their stacks can be mapped, and the team is started
-right after that, before the op takes memory. Where the size of stacks is set for OpenMP, nothing is compiled elsewhere:
-the size would have to be parsed. A limit on the number of threads is not looked at.
+one of the team's threads. So the new thread first maps and unmaps as much memory as their stacks take, and starts the
+team right after that, before the op allocates anything. If an environment variable sets the size of OpenMP's stacks,
+which would have to be parsed, nothing is compiled elsewhere. A limit on the number of threads is not checked.
 
 `Thread.start` is not used: it waits for ever if the new thread ends by a MemoryError before it has said that it runs.
 With next to no memory, a thread cannot run one line of Python, neither to release a lock nor in a destructor. So the
@@ -49,7 +49,7 @@ _ERROR: Final = "could not create a primitive"
 _NAMESPACES: Final = frozenset({"aten", "mkldnn", "onednn", "quantized"})
 _LARGEST_DEFAULT_STACK_BYTES: Final = 8 << 20  # at most glibc's, where stacks have no limit
 _OTHER_BYTES: Final = 1 << 20  # of a thread, beside its stack
-_FEWEST_NUMBERS_A_THREAD: Final = 32768  # torch divides no less between threads
+_FEWEST_NUMBERS_A_THREAD: Final = 32768  # torch gives each thread at least so many
 _POLL_S: Final = 5e-4
 
 
@@ -63,7 +63,7 @@ def compile_elsewhere(facts: OpFacts, run: Callable[[], Any]) -> bool:
 
     Args:
         facts: Facts about the op.
-        run: Runs it; may be called twice.
+        run: Runs it.
     """
     if facts.is_random or facts.name.partition(".")[0] not in _NAMESPACES:
         return False
