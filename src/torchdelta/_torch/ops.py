@@ -20,6 +20,17 @@ OpOverload = torch._ops.OpOverload
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 
 
+def returns_tensors(func: Any) -> bool:
+    """Return whether all that an overload returns are tensors, and not lists of them."""
+    return all(isinstance(returned.type, torch.TensorType) for returned in schema_of(func).returns)
+
+
+def overload_of(name: str, overload: str) -> Any:
+    """Return the overload with a qualified name ("aten::add") and an overload name ("" for the default one)."""
+    namespace, _, base = name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+
+
 class Guarded(Protocol):
     """What `execute` has to know of an op: whether something that a mode turns off must act inside it."""
 

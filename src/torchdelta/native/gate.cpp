@@ -29,12 +29,15 @@
 
 #include "above_autograd.h"
 #include "lists.h"
+#include "op_hash.h"
+#include "tape.h"
 
 namespace {
 
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::impl::TorchDispatchModeTLS;
+using op_hash::hash_of;
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
 constexpr DispatchKey kKey = DispatchKey::Fake;
@@ -49,10 +52,12 @@ enum class State {
 
 enum class Writes : int8_t { kUnknown, kNothing, kArguments };
 
+enum class Recorded : int8_t { kNot, kInPython, kOnTape, kOnTapeWithStatistics };
+
 struct Op {
   uint64_t hash;
   int64_t need_bytes;  // of its outputs, and what it allocated inside itself
-  bool is_recorded;
+  Recorded recorded;   // without a tape all are recorded in Python
   Writes writes = Writes::kUnknown;  // what the schema says, once it was asked
 };
 
@@ -75,51 +80,13 @@ struct Gate {
   std::vector<uint64_t>* learned;
   int64_t most_bytes;  // the budget
   std::unordered_set<const void*>* known;  // the storages of what the recorder has seen
+  PyObject* tape_owner;
+  tape::Tape* tape;  // null: there is none in this step
 };
 
 PyTypeObject* sequence_type = nullptr;
 thread_local Gate* current = nullptr;
 Gate* gate_of(PyObject* self) { return reinterpret_cast<Gate*>(self); }
-
-// -- what an op is known by
-
-uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15ull + (hash >> 29); }
-
-uint64_t with_tensor(uint64_t hash, const at::Tensor& tensor) {
-  if (!tensor.defined()) return mixed(hash, 1);
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  hash = mixed(hash, static_cast<uint64_t>(c10::typeMetaToScalarType(impl->dtype())));
-  hash = mixed(hash, static_cast<uint64_t>(impl->device_type()));
-  if (impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided || tensor.is_nested() ||
-      impl->key_set().has(DispatchKey::Python)) {
-    return mixed(hash, 2);
-  }
-  for (const int64_t size : impl->sizes()) hash = mixed(hash, static_cast<uint64_t>(size) + 3);
-  return mixed(hash, static_cast<uint64_t>(impl->is_contiguous()));
-}
-
-uint64_t with_value(uint64_t hash, const c10::IValue& value) {
-  if (value.isTensor()) return with_tensor(hash, value.toTensor());
-  if (value.isInt()) return mixed(hash, static_cast<uint64_t>(value.toInt()));
-  if (value.isBool()) return mixed(hash, value.toBool() ? 5 : 7);
-  if (value.isNone()) return mixed(hash, 11);
-  if (value.isIntList()) {
-    for (const int64_t item : value.toIntVector()) hash = mixed(hash, static_cast<uint64_t>(item));
-    return mixed(hash, 13);
-  }
-  if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef()) hash = with_value(hash, item);
-    return mixed(hash, 17);
-  }
-  return mixed(hash, 19);  // numbers that may change from step to step, names, generators
-}
-
-uint64_t hash_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  const size_t num_arguments = op.schema().arguments().size();
-  uint64_t hash = std::hash<c10::OperatorHandle>{}(op);
-  for (size_t index = stack.size() - num_arguments; index < stack.size(); ++index) hash = with_value(hash, stack[index]);
-  return hash;
-}
 
 // -- the fallback
 
@@ -176,11 +143,15 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-bool writes_known(const Gate* gate, Op& expected, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+bool writes_arguments(Op& expected, const c10::OperatorHandle& op) {
   if (expected.writes == Writes::kUnknown) {
     expected.writes = op.schema().is_mutable() ? Writes::kArguments : Writes::kNothing;
   }
-  if (expected.writes == Writes::kNothing || gate->known->empty()) return false;
+  return expected.writes == Writes::kArguments;
+}
+
+bool writes_known(const Gate* gate, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (gate->known->empty()) return false;
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack.size() - arguments.size();
   bool found = false;
@@ -220,6 +191,29 @@ void compare_alias(Gate* gate, const c10::OperatorHandle& op, const torch::jit::
   }
 }
 
+// Run an op that is the next one of the sequence, and record it if need be. Return false if it has not run.
+bool follow(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
+  // What is asked of Python may end the tape, or change the sequence.
+  Op& expected = (*gate->sequence->ops)[gate->position++];
+  const Recorded recorded = expected.recorded;
+  const int64_t need_bytes = expected.need_bytes;
+  if (writes_arguments(expected, op)) {
+    if (gate->tape != nullptr) gate->tape->before_write(op, *stack);
+    if (gate->state != State::kFollowing) return false;
+    if (writes_known(gate, op, *stack)) return record(gate, op, stack), true;
+  }
+  if (recorded == Recorded::kInPython || (recorded != Recorded::kNot && gate->tape == nullptr)) {
+    return record(gate, op, stack), true;
+  }
+  if (need_bytes > 0 && gate->live->load(std::memory_order_relaxed) + need_bytes > gate->most_bytes) {
+    ask(gate->make_room, need_bytes);
+  }
+  if (recorded == Recorded::kNot || gate->tape == nullptr || gate->state != State::kFollowing) return false;
+  const bool keeps_statistics = recorded == Recorded::kOnTapeWithStatistics;
+  if (!gate->tape->record(op, below, stack, need_bytes, keeps_statistics)) record(gate, op, stack);
+  return true;
+}
+
 void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);  // what the op and the recorder call is no op of the step
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
@@ -239,19 +233,13 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       ++gate->position;
       return record(gate, op, stack);
     case State::kFollowing: {
-      std::vector<Op>& ops = *gate->sequence->ops;
+      const std::vector<Op>& ops = *gate->sequence->ops;
       const size_t position = gate->position;
       if (position >= ops.size() || ops[position].hash != hash_of(op, *stack)) {
         ask(gate->on_other, static_cast<int64_t>(position));
         break;
       }
-      ++gate->position;
-      Op& expected = ops[position];
-      if (expected.is_recorded || writes_known(gate, expected, op, *stack)) return record(gate, op, stack);
-      if (expected.need_bytes > 0 &&
-          gate->live->load(std::memory_order_relaxed) + expected.need_bytes > gate->most_bytes) {
-        ask(gate->make_room, expected.need_bytes);
-      }
+      if (follow(gate, op, below, stack)) return;
       break;
     }
     case State::kEnded:
@@ -298,7 +286,7 @@ PyObject* sequence_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   auto* ops = reinterpret_cast<Sequence*>(self)->ops = new std::vector<Op>;
   ops->reserve(all_hashes.size());
   for (size_t index = 0; index < all_hashes.size(); ++index) {
-    ops->push_back(Op{all_hashes[index], all_needs[index], all_recorded[index] != 0});
+    ops->push_back(Op{all_hashes[index], all_needs[index], static_cast<Recorded>(all_recorded[index])});
   }
   if (PyErr_Occurred()) Py_CLEAR(self);
   return self;
@@ -345,6 +333,7 @@ int gate_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(gate->counter);
   Py_VISIT(gate->on_other);
   Py_VISIT(gate->make_room);
+  Py_VISIT(gate->tape_owner);
   return 0;
 }
 
@@ -374,6 +363,8 @@ int gate_clear(PyObject* self) {
   Py_CLEAR(gate->on_other);
   Py_CLEAR(gate->make_room);
   Py_CLEAR(gate->sequence);
+  gate->tape = nullptr;
+  Py_CLEAR(gate->tape_owner);
   return 0;
 }
 
@@ -431,6 +422,20 @@ PyObject* gate_know(PyObject* self, PyObject* argument) {
   Py_RETURN_NONE;
 }
 
+// Record on a tape, given with what owns it, from here on; (None, None): on none.
+PyObject* gate_use_tape(PyObject* self, PyObject* arguments) {
+  PyObject *owner, *capsule;
+  if (!PyArg_ParseTuple(arguments, "OO", &owner, &capsule)) return nullptr;
+  Gate* gate = gate_of(self);
+  gate->tape = nullptr;
+  if (capsule != Py_None) {
+    gate->tape = static_cast<tape::Tape*>(PyCapsule_GetPointer(capsule, tape::kCapsule));
+    if (gate->tape == nullptr) return nullptr;
+    Py_XSETREF(gate->tape_owner, Py_NewRef(owner));
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* gate_forget(PyObject* self, PyObject*) {
   gate_of(self)->known->clear();
   Py_RETURN_NONE;
@@ -458,6 +463,7 @@ PyMethodDef gate_methods[] = {
     {"close", gate_close, METH_NOARGS, "See no op from now on."},
     {"know", gate_know, METH_O, "Record every later op that writes the storage of a tensor."},
     {"forget", gate_forget, METH_NOARGS, "Forget which storages the recorder has seen."},
+    {"use_tape", gate_use_tape, METH_VARARGS, "Record on a tape what the sequence says: (owner, capsule), or None, None."},
     {"is_complete", gate_is_complete, METH_NOARGS, "Return whether the sequence was followed to its end."},
     {"learned", gate_learned, METH_NOARGS, "Return the hashes of the ops since `learn`."},
     {nullptr, nullptr, 0, nullptr}};

@@ -5,19 +5,23 @@ TORCHDELTA_NATIVE=0 disables it: then followed steps are recorded as a whole.
 
 from __future__ import annotations
 
+import enum
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchdelta.errors import NativeError
 from torchdelta.native.build import NativeModule, find, is_switched_off, loaded
+from torchdelta.native.tape import MODULE as TAPE_MODULE
+from torchdelta.native.tape import load_tape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.native.counting import LimitedCounter
+    from torchdelta.native.tape import Tape
 
-__all__ = ["MODULE", "Gate", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
+__all__ = ["MODULE", "Gate", "Recorded", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
 
 _builder: threading.Thread | None = None
 
@@ -142,6 +146,9 @@ class Gate(Protocol):
     def close(self) -> None:
         """See no op from now on."""
 
+    def use_tape(self, tape: Tape | None, capsule: object, /) -> None:
+        """Record on a tape what the sequence says, from here on; (None, None): on none."""
+
     def know(self, tensor: object, /) -> None:
         """Record every later op that writes the storage of a tensor, as if a recorded op had read it."""
 
@@ -162,13 +169,18 @@ def load_gate() -> Any:
 def load_gate_soon() -> Any:
     """Return what `load_gate` returns, or None while another thread builds the module: that takes half a minute."""
     global _builder  # noqa: PLW0603 - one for the process
-    if not is_switched_off() and find(MODULE.source) is None:
+    if not is_switched_off() and None in (find(MODULE.source), find(TAPE_MODULE.source)):
         if _builder is None:
-            _builder = threading.Thread(target=load_gate, name="torchdelta-build", daemon=True)
+            _builder = threading.Thread(target=_load_both, name="torchdelta-build", daemon=True)
             _builder.start()
         if _builder.is_alive():
             return None
     return load_gate()
+
+
+def _load_both() -> None:
+    load_tape()
+    load_gate()
 
 
 def new_gate(
@@ -185,6 +197,15 @@ def new_gate(
     return load_gate().Gate(mode, counter, counter.live_capsule(), on_other, make_room)
 
 
-def new_sequence(hashes: list[int], needs_bytes: list[int], is_recorded: list[bool]) -> object:
-    """Return a sequence of ops: what each is known by, what it needs, and whether it is recorded."""
-    return load_gate().Sequence(hashes, needs_bytes, is_recorded)
+class Recorded(enum.IntEnum):
+    """How an op of a sequence is recorded. Without a tape, all but the first are recorded in Python."""
+
+    NOT = 0
+    IN_PYTHON = 1
+    ON_TAPE = 2
+    ON_TAPE_WITH_STATISTICS = 3  # a batch norm
+
+
+def new_sequence(hashes: list[int], needs_bytes: list[int], recorded: list[Recorded]) -> object:
+    """Return a sequence of ops: what each is known by, what it needs, and how it is recorded."""
+    return load_gate().Sequence(hashes, needs_bytes, recorded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from torchdelta.native import arena, caching, counting, gate, saved_hooks
+from torchdelta.native import arena, caching, counting, gate, saved_hooks, tape
 
 if TYPE_CHECKING:
     from torchdelta.native.build import NativeModule
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["NATIVE_MODULES"]
 
 NATIVE_MODULES: Final[tuple[NativeModule, ...]] = (
+    tape.MODULE,
     gate.MODULE,
     saved_hooks.MODULE,
     arena.MODULE,

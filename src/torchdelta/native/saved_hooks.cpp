@@ -15,14 +15,17 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <vector>
 
 #include "above_autograd.h"
 #include "lists.h"
+#include "tape.h"
 
 namespace {
 
@@ -32,17 +35,23 @@ struct Handle {
   PyObject_HEAD
   at::Tensor tensor;  // undefined once it was adopted
   uint32_t version;   // of the tensor when it was saved
+  tape::SavePtr save;   // on the tape; null for most
+  bool is_due;          // whether Python has something to do when it is unpacked
   PyObject* packed;   // what the Python hook made of it, or null
   Hooks* hooks;
   Handle* previous;  // the living handles of `hooks`, newest first
   Handle* next;
 };
 
+// What is to be done on the tape with a saved tensor that has a number: a sum of these. 0: Python packs it.
+enum Lane : int64_t { kDropped = 1, kKept = 2, kSavedInPython = 4, kUnpackedInPython = 8 };
+
 // The tensors that a step saves from some moment on, in order.
 struct Saves {
   PyObject_HEAD
   std::vector<int64_t>* sizes;    // in bytes
   std::vector<int64_t>* numbers;  // negative: Python need not pack it
+  std::vector<int64_t>* lanes;
 };
 
 struct Hooks {
@@ -64,6 +73,11 @@ struct Hooks {
   Saves* saves;
   PyObject* on_other;       // (index): the step saves another tensor
   PyObject* pack_numbered;  // (tensor, number)
+  PyObject* tape_owner;
+  tape::Tape* tape;         // null before there was one
+  bool is_on_tape;          // whether this step uses it
+  PyObject* adopt_dropped;  // (saves): returns what the Python hook would have made of them
+  PyObject* act;            // (number, whether it is an unpack): does what Python does there
 };
 
 PyTypeObject* handle_type = nullptr;
@@ -82,16 +96,6 @@ void unlink(Handle* handle) {
   handle->previous = handle->next = nullptr;
 }
 
-bool is_plain(const at::Tensor& tensor) {
-  using c10::DispatchKey;
-  static const c10::DispatchKeySet odd(
-      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::FuncTorchGradWrapper,
-       DispatchKey::FuncTorchBatched, DispatchKey::Functionalize, DispatchKey::ZeroTensor, DispatchKey::Conjugate,
-       DispatchKey::Negative, DispatchKey::NestedTensor, DispatchKey::Quantized});
-  return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_inference() &&
-         !tensor.key_set().has_any(odd);
-}
-
 bool is_of_leaf(const at::Tensor& tensor) {
   if (tensor.is_leaf()) return true;
   if (!tensor.is_view()) return false;
@@ -99,15 +103,18 @@ bool is_of_leaf(const at::Tensor& tensor) {
   return base.is_leaf() && base.requires_grad();
 }
 
-PyObject* new_handle(Hooks* hooks, const at::Tensor& tensor) {
+PyObject* new_handle(Hooks* hooks, const at::Tensor& tensor, tape::SavePtr save = tape::SavePtr()) {
   Handle* handle = PyObject_GC_New(Handle, handle_type);
   if (handle == nullptr) return nullptr;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   // A node that saves its own output must not hold the output's graph: that would be a cycle. A leaf has no graph, and
   // is held itself, so that exchanging it raises as in eager mode. So is a view of a trained leaf: Python has to know
   // that its storage is the leaf's.
+  const bool is_dropped = save && save->has_content();
+  new (&handle->save) tape::SavePtr(std::move(save));
+  handle->is_due = false;
   new (&handle->tensor) at::Tensor(
-      is_of_leaf(tensor) ? tensor : at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
+      is_dropped ? at::Tensor() : is_of_leaf(tensor) ? tensor : at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
   handle->version = impl->version_counter().current_version();
   handle->packed = nullptr;
   handle->hooks = hooks;
@@ -138,6 +145,7 @@ void handle_dealloc(PyObject* self) {
   unlink(handle);
   Py_CLEAR(handle->packed);
   handle->tensor.~Tensor();
+  std::destroy_at(&handle->save);
   PyTypeObject* type = Py_TYPE(self);
   Hooks* hooks = handle->hooks;
   PyObject_GC_Del(self);
@@ -157,10 +165,12 @@ PyType_Spec handle_spec = {"torchdelta_saved_hooks.Handle", sizeof(Handle), 0,
 // -- lists of saved tensors
 
 PyObject* saves_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *sizes, *numbers;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &sizes, &PyList_Type, &numbers)) return nullptr;
-  if (PyList_GET_SIZE(sizes) != PyList_GET_SIZE(numbers)) {
-    PyErr_SetString(PyExc_ValueError, "Saves takes two lists of the same length");
+  PyObject *sizes, *numbers, *lanes;
+  if (!PyArg_ParseTuple(arguments, "O!O!O!", &PyList_Type, &sizes, &PyList_Type, &numbers, &PyList_Type, &lanes)) {
+    return nullptr;
+  }
+  if (PyList_GET_SIZE(sizes) != PyList_GET_SIZE(numbers) || PyList_GET_SIZE(sizes) != PyList_GET_SIZE(lanes)) {
+    PyErr_SetString(PyExc_ValueError, "Saves takes three lists of the same length");
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
@@ -168,6 +178,7 @@ PyObject* saves_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   auto* saves = reinterpret_cast<Saves*>(self);
   saves->sizes = new std::vector<int64_t>(lists::from_python<int64_t>(sizes));
   saves->numbers = new std::vector<int64_t>(lists::from_python<int64_t>(numbers));
+  saves->lanes = new std::vector<int64_t>(lists::from_python<int64_t>(lanes));
   if (PyErr_Occurred()) Py_CLEAR(self);
   return self;
 }
@@ -176,6 +187,7 @@ void saves_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   delete reinterpret_cast<Saves*>(self)->sizes;
   delete reinterpret_cast<Saves*>(self)->numbers;
+  delete reinterpret_cast<Saves*>(self)->lanes;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -213,6 +225,9 @@ int hooks_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(hooks->on_larger);
   Py_VISIT(hooks->on_other);
   Py_VISIT(hooks->pack_numbered);
+  Py_VISIT(hooks->tape_owner);
+  Py_VISIT(hooks->adopt_dropped);
+  Py_VISIT(hooks->act);
   return 0;
 }
 
@@ -228,12 +243,16 @@ int hooks_clear(PyObject* self) {
   Py_CLEAR(hooks->saves);
   Py_CLEAR(hooks->on_other);
   Py_CLEAR(hooks->pack_numbered);
+  hooks->is_on_tape = false;
+  Py_CLEAR(hooks->adopt_dropped);
+  Py_CLEAR(hooks->act);
   return 0;
 }
 
 void hooks_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   hooks_clear(self);
+  Py_CLEAR(hooks_of(self)->tape_owner);  // handles use the tape, and keep the hooks alive
   delete hooks_of(self)->sizes;
   delete hooks_of(self)->expected;
   PyTypeObject* type = Py_TYPE(self);
@@ -275,7 +294,7 @@ void compare_size(Hooks* hooks, int64_t size_bytes) {
 PyObject* pack_handle(Hooks* hooks, PyObject* argument) {
   if (!THPVariable_Check(argument)) return PyObject_CallOneArg(hooks->pack_odd, argument);
   const at::Tensor& tensor = THPVariable_Unpack(argument);
-  return is_plain(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
+  return tape::is_plain(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
 }
 
 // Return whether the step saves what it is expected to, and count that. Otherwise ask Python, which may fail.
@@ -293,6 +312,30 @@ bool is_expected(Hooks* hooks, int64_t size_bytes, bool* failed) {
   return false;
 }
 
+// Do what Python does at a saved tensor on the tape. Return false if that failed.
+bool act(Hooks* hooks, int64_t number, bool is_unpack) {
+  const AboveAutograd guard_of_keys;
+  PyObject* answer = PyObject_CallFunction(hooks->act, "LO", static_cast<long long>(number), is_unpack ? Py_True : Py_False);
+  Py_XDECREF(answer);
+  return answer != nullptr;
+}
+
+PyObject* pack_on_tape(Hooks* hooks, const at::Tensor& tensor, int64_t number, int64_t lane) {
+  tape::SavePtr save = hooks->tape->save(tensor, number, (lane & kKept) != 0);
+  PyObject* handle = new_handle(hooks, tensor, std::move(save));
+  if (handle == nullptr) return nullptr;
+  handle_of(handle)->is_due = (lane & kUnpackedInPython) != 0;
+  if ((lane & kSavedInPython) != 0 && !act(hooks, number, false)) Py_CLEAR(handle);
+  return handle;
+}
+
+PyObject* pack_numbered(Hooks* hooks, PyObject* argument, int64_t number, int64_t lane) {
+  if (hooks->is_on_tape && lane != 0 && tape::is_plain(THPVariable_Unpack(argument))) {
+    return pack_on_tape(hooks, THPVariable_Unpack(argument), number, lane);
+  }
+  return PyObject_CallFunction(hooks->pack_numbered, "OL", argument, static_cast<long long>(number));
+}
+
 PyObject* hooks_pack(PyObject* self, PyObject* argument) {
   Hooks* hooks = hooks_of(self);
   if (hooks->pack == nullptr) return closed();
@@ -305,7 +348,7 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
       if (is_expected(hooks, size_bytes, &failed)) {
         const int64_t number = (*hooks->saves->numbers)[hooks->num_saved - 1];
         if (number < 0) return pack_handle(hooks, argument);
-        return PyObject_CallFunction(hooks->pack_numbered, "OL", argument, static_cast<long long>(number));
+        return pack_numbered(hooks, argument, number, (*hooks->saves->lanes)[hooks->num_saved - 1]);
       }
       if (failed) return nullptr;
     }
@@ -319,10 +362,32 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
     }
     compare_size(hooks, size_bytes);
     return pack_handle(hooks, argument);
+  } catch (python_error& error) {
+    error.restore();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
   }
+  return nullptr;
+}
+
+PyObject* raise_modified(Hooks* hooks, const at::Tensor& tensor, uint32_t version) {
+  PyObject* wrapped = THPVariable_Wrap(tensor);
+  if (wrapped == nullptr) return nullptr;
+  PyObject* answer = PyObject_CallFunction(hooks->on_modified, "OI", wrapped, version);
+  Py_DECREF(wrapped);
+  return answer;
+}
+
+// Return a saved tensor that is on the tape. What the tape asks of Python may hand its content over to the Python hook.
+PyObject* unpack_from_tape(Hooks* hooks, Handle* handle) {
+  const tape::SavePtr save = handle->save;
+  if (save->has_content() && !save->is_unmodified()) return raise_modified(hooks, save->resident(true), save->version());
+  if (handle->is_due && !act(hooks, save->number(), true)) return nullptr;
+  if (handle->packed == nullptr) hooks->tape->before_unpack(save);
+  at::Tensor tensor;
+  if (handle->packed == nullptr) tensor = save->has_content() ? hooks->tape->unpack(save) : handle->tensor;
+  if (handle->packed != nullptr) return PyObject_CallOneArg(hooks->unpack, handle->packed);
+  return THPVariable_Wrap(std::move(tensor));
 }
 
 PyObject* hooks_unpack(PyObject* self, PyObject* packed) {
@@ -332,15 +397,19 @@ PyObject* hooks_unpack(PyObject* self, PyObject* packed) {
   if (Py_TYPE(packed) != handle_type) return PyObject_CallOneArg(hooks->unpack, packed);
   Handle* handle = handle_of(packed);
   if (handle->packed != nullptr) return PyObject_CallOneArg(hooks->unpack, handle->packed);
-  at::Tensor tensor = handle->tensor;
-  PyObject* wrapped = THPVariable_Wrap(tensor);
-  if (wrapped == nullptr) return nullptr;
-  if (tensor.unsafeGetTensorImpl()->version_counter().current_version() != handle->version) {
-    PyObject* answer = PyObject_CallFunction(hooks->on_modified, "OI", wrapped, handle->version);
-    Py_DECREF(wrapped);
-    return answer;
+  try {
+    const bool is_kept = handle->tensor.defined();
+    if (is_kept && handle->tensor.unsafeGetTensorImpl()->version_counter().current_version() != handle->version) {
+      return raise_modified(hooks, handle->tensor, handle->version);
+    }
+    if (handle->save) return unpack_from_tape(hooks, handle);
+    return THPVariable_Wrap(handle->tensor);
+  } catch (python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
   }
-  return wrapped;
+  return nullptr;
 }
 
 PyObject* hooks_pause(PyObject* self, PyObject*) {
@@ -364,7 +433,7 @@ PyObject* hooks_compare(PyObject* self, PyObject* arguments) {
 PyObject* hooks_end_comparison(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
   const bool is_complete = hooks->is_compared && hooks->num_saved == hooks->saves->sizes->size();
-  hooks->is_compared = false;
+  hooks->is_compared = hooks->is_on_tape = false;
   return PyBool_FromLong(is_complete);
 }
 
@@ -372,11 +441,46 @@ PyObject* hooks_sizes(PyObject* self, PyObject*) { return lists::to_python(*hook
 
 PyObject* hooks_num_sizes(PyObject* self, PyObject*) { return PyLong_FromSize_t(hooks_of(self)->sizes->size()); }
 
+// Return the tensor that a handle holds, or whose content is resident on the tape; undefined if it was dropped.
+at::Tensor resident_tensor(const Handle* handle) {
+  return handle->tensor.defined() ? handle->tensor : handle->save->resident(false);
+}
+
+bool is_modified(const Handle* handle) {
+  if (!handle->tensor.defined()) return !handle->save->is_unmodified();
+  return handle->tensor.unsafeGetTensorImpl()->version_counter().current_version() != handle->version;
+}
+
+void set_packed(Handle* handle, PyObject* packed) {
+  handle->packed = packed;
+  handle->tensor.reset();
+  handle->save.reset();
+}
+
+// Let Python pack what was dropped on the tape. Return false if that failed.
+bool adopt_dropped(Hooks* hooks, const std::vector<Handle*>& handles) {
+  if (handles.empty()) return true;
+  PyObject* saves = PyList_New(0);
+  for (const Handle* handle : handles) {
+    PyObject* capsule = PyCapsule_New(handle->save.get(), tape::kSaveCapsule, nullptr);
+    if (capsule != nullptr) PyList_Append(saves, capsule);
+    Py_XDECREF(capsule);
+  }
+  PyObject* packed = PyErr_Occurred() == nullptr ? PyObject_CallOneArg(hooks->adopt_dropped, saves) : nullptr;
+  Py_DECREF(saves);
+  if (packed == nullptr) return false;
+  for (size_t index = 0; index < handles.size(); ++index) {
+    set_packed(handles[index], Py_NewRef(PyList_GET_ITEM(packed, static_cast<Py_ssize_t>(index))));
+  }
+  Py_DECREF(packed);
+  return true;
+}
+
 PyObject* hooks_adopt(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
   const AboveAutograd guard_of_keys;
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);
-  hooks->is_paused = hooks->is_compared = false;
+  hooks->is_paused = hooks->is_compared = hooks->is_on_tape = false;
   hooks->sizes->clear();
   hooks->is_partial = true;  // this step equals no other one
   std::vector<Handle*> handles;
@@ -386,34 +490,45 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
       handles.push_back(handle);
     }
   }
+  std::vector<Handle*> dropped;
   long num_adopted = 0;
   bool failed = false;
-  for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {  // in the order of saving
+  for (auto handle = handles.rbegin(); handle != handles.rend() && !failed; ++handle) {  // in the order of saving
     // The last reference but ours may have died in a callback. A tensor that was modified since it was saved stays as
     // it is: its unpack raises.
-    const bool is_modified =
-        (*handle)->tensor.unsafeGetTensorImpl()->version_counter().current_version() != (*handle)->version;
-    if (!failed && Py_REFCNT(*handle) > 1 && !is_modified) {
-      PyObject* wrapped = THPVariable_Wrap((*handle)->tensor);
-      PyObject* packed = wrapped != nullptr ? PyObject_CallOneArg(hooks->pack, wrapped) : nullptr;
-      Py_XDECREF(wrapped);
-      failed = packed == nullptr;
-      if (!failed) {
-        (*handle)->packed = packed;
-        (*handle)->tensor.reset();
-        ++num_adopted;
-      }
+    if (Py_REFCNT(*handle) == 1 || is_modified(*handle)) continue;
+    ++num_adopted;
+    const at::Tensor tensor = resident_tensor(*handle);
+    if (!tensor.defined()) {
+      dropped.push_back(*handle);
+      continue;
     }
-    if (failed) {
-      PyObject *type, *value, *traceback;
-      PyErr_Fetch(&type, &value, &traceback);
-      Py_DECREF(*handle);
-      PyErr_Restore(type, value, traceback);
-    } else {
-      Py_DECREF(*handle);
-    }
+    PyObject* wrapped = THPVariable_Wrap(tensor);
+    PyObject* packed = wrapped != nullptr ? PyObject_CallOneArg(hooks->pack, wrapped) : nullptr;
+    Py_XDECREF(wrapped);
+    failed = packed == nullptr;
+    if (!failed) set_packed(*handle, packed);
   }
+  failed = failed || !adopt_dropped(hooks, dropped);
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  for (Handle* handle : handles) Py_DECREF(handle);
+  PyErr_Restore(type, value, traceback);
   return failed ? nullptr : PyLong_FromLong(num_adopted);
+}
+
+PyObject* hooks_use_tape(PyObject* self, PyObject* arguments) {
+  Hooks* hooks = hooks_of(self);
+  PyObject *owner, *capsule, *adopt_dropped, *act;
+  if (!PyArg_ParseTuple(arguments, "OOOO", &owner, &capsule, &adopt_dropped, &act)) return nullptr;
+  auto* tape = static_cast<tape::Tape*>(PyCapsule_GetPointer(capsule, tape::kCapsule));
+  if (tape == nullptr) return nullptr;
+  hooks->tape = tape;
+  hooks->is_on_tape = true;
+  Py_XSETREF(hooks->tape_owner, Py_NewRef(owner));
+  Py_XSETREF(hooks->adopt_dropped, Py_NewRef(adopt_dropped));
+  Py_XSETREF(hooks->act, Py_NewRef(act));
+  Py_RETURN_NONE;
 }
 
 PyObject* hooks_end_step(PyObject* self, PyObject*) {
@@ -452,6 +567,8 @@ PyMethodDef hooks_methods[] = {
      "Call the Python hooks from now on, and pack with them what the living handles hold. Return their number."},
     {"compare", hooks_compare, METH_VARARGS,
      "Compare what this step saves from here on with a list: (saves, on_other, pack_numbered)."},
+    {"use_tape", hooks_use_tape, METH_VARARGS,
+     "Save on a tape what the list says, until the end of the comparison: (owner, capsule, adopt_dropped, act)."},
     {"end_comparison", hooks_end_comparison, METH_NOARGS,
      "Call the Python hooks from now on. Return whether the step has saved all that the list has."},
     {"sizes", hooks_sizes, METH_NOARGS, "Return the sizes of what Python has packed in this step."},

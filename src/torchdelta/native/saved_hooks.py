@@ -5,6 +5,7 @@ TORCHDELTA_NATIVE=0 disables them: then every step is recorded.
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["MODULE", "NativeHooks", "new_hooks", "new_saves"]
+    from torchdelta.native.tape import Tape
+
+__all__ = ["MODULE", "NativeHooks", "OnTape", "new_hooks", "new_saves"]
 
 
 # A step whose handles are used, one whose handles are adopted, a write in place, and a node that saves its own output.
@@ -77,7 +80,7 @@ def numbered(tensor, number):
     return pack(tensor)
 seen.clear()
 for size in (8, 9):
-    hooks.compare(module.Saves([32, 32], [-1, 7]), lambda index: events.append(("other", index)), numbered)
+    hooks.compare(module.Saves([32, 32], [-1, 7], [0, 0]), lambda index: events.append(("other", index)), numbered)
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
         y = torch.randn(8, requires_grad=True).exp()
         y = torch.cat([y, y[:size - 8]]).tanh()
@@ -141,6 +144,24 @@ class NativeHooks(Protocol):
             pack_numbered: The hook for saved tensors that have a number.
         """
 
+    def use_tape(
+        self,
+        tape: Tape,
+        capsule: object,
+        adopt_dropped: Callable[[list[object]], list[Any]],
+        act: Callable[[int, bool], object],
+        /,
+    ) -> None:
+        """Save on a tape what the list says, until the end of the comparison or `adopt`.
+
+        Args:
+            tape: Owns what is in the capsule.
+            capsule: Its `capsule()`.
+            adopt_dropped: Called in `adopt`; returns what the Python hook would have made of saved tensors whose
+                contents were dropped.
+            act: Called with the number of a saved tensor, and whether it is unpacked, where Python has something to do.
+        """
+
     def end_comparison(self) -> bool:
         """Call the Python hooks from now on. Return whether the step has saved all that the list has."""
         ...
@@ -179,11 +200,21 @@ def new_hooks(
     return module if isinstance(module, NativeError) else module.Hooks(pack, unpack, pack_odd, on_modified, on_larger)
 
 
-def new_saves(sizes_bytes: list[int], numbers: list[int]) -> object:
+class OnTape(enum.IntFlag):
+    """What happens on the tape to a saved tensor that has a number. Nothing: Python packs it."""
+
+    DROPPED = 1  # its content may be dropped
+    KEPT = 2
+    SAVED_IN_PYTHON = 4  # Python has something to do when it is saved
+    UNPACKED_IN_PYTHON = 8  # and when it is unpacked
+
+
+def new_saves(sizes_bytes: list[int], numbers: list[int], on_tape: list[OnTape]) -> object:
     """Return a list of saved tensors for `NativeHooks.compare`. Call this only where there are such hooks.
 
     Args:
         sizes_bytes: By saved tensor.
         numbers: For those that the Python hook packs, by a number; -1 for all others.
+        on_tape: For those with a number: what happens instead where there is a tape.
     """
-    return loaded(MODULE).Saves(sizes_bytes, numbers)
+    return loaded(MODULE).Saves(sizes_bytes, numbers, on_tape)

@@ -207,7 +207,7 @@ class Session:
         self.ledger.is_closing = True
         self.placing.stop()
         self.pause.close()
-        self.partial.close()
+        self.partial.stop()
         self.programs.close()
         usage = self.ledger.usage
         if usage.counter is not None:

@@ -32,6 +32,7 @@ from torchdelta.runtime.state.buffer import Residence
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchdelta.native.tape import Tape
     from torchdelta.runtime.follow.learning import Learning
     from torchdelta.runtime.follow.program import Key, Program, Proof
     from torchdelta.runtime.follow.schedule import Due, Schedule
@@ -93,9 +94,11 @@ class Follower:
         self._had_abandoned = False
         self._why_left = ""
         self._due: dict[int, Due] = {}
+        self._tape: Tape | None = None  # in a step of which a part is carried out there
+        self._rest: Schedule | None = None  # what is not
         self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
         self.learning: Learning | None = None  # while the outline of a step is learned
-        self.on_first_planned: Callable[[Program], None] | None = None  # at the first save where the program acts
+        self.on_first_planned: Callable[[Program, Buffer], None] | None = None  # at the first save where it acts
         self._is_in_part = False  # whether the step was recorded in part, and saved all that its outline has
         self._is_blind = False  # whether the rest of the step's saves is not numbered
         self._saved: dict[int, weakref.ref[Buffer]] = {}  # by save
@@ -154,8 +157,9 @@ class Follower:
             self._saved[self.number] = weakref.ref(buffer)
             if self.transfers.leaving:
                 self.transfers.reap()  # no op does that meanwhile
-            if self._running is not None:
-                self._evict(self._running.schedule, self.number)
+            self.evict_at(self.number)
+            if self._tape is not None:
+                self._tape.act(self.number, False)
             return self.number
         position = self.position
         save = position.num_saves
@@ -166,7 +170,7 @@ class Follower:
         position.add(signature_of(buffer, view), buffer.size_bytes)
         self._saved[save] = weakref.ref(buffer)
         if self.learning is not None:
-            self.learning.on_save(save)
+            self.learning.on_save(save, buffer)
         running = self._running
         if save == 0 or (running is not None and not running.agrees(position, exactly=self._is_exact)):
             if save == 0 and self.on_first_save is not None:
@@ -174,9 +178,9 @@ class Follower:
             self._choose(save)
             running = self._running
         if running is not None:
-            self._evict(running.schedule, save)
+            self.evict_at(save)
             if self.on_first_planned is not None and self._is_exact and save == running.schedule.first_planned:
-                self.on_first_planned(running)
+                self.on_first_planned(running, buffer)
         return save
 
     def before_unpack(self, save: int, buffer: Buffer) -> None:
@@ -184,9 +188,18 @@ class Follower:
         transfers = self.transfers
         if transfers.leaving:
             transfers.reap()
-        if save not in self._due or self._buffer_at(save) is not buffer:
-            return  # nothing is due, or it is the save of an earlier graph
-        due = self._due.pop(save)
+        if self._buffer_at(save) is not buffer:
+            return  # it is the save of an earlier graph
+        self.do_due(save)
+        if self._tape is not None:
+            self._tape.act(save, True)
+
+    def do_due(self, save: int) -> None:
+        """Do what is due before a saved tensor is returned for the first time."""
+        due = self._due.pop(save, None)
+        if due is None:
+            return
+        transfers = self.transfers
         for reference in self._swapped[self._num_released : due.num_released]:
             leaving = reference() if reference is not None else None
             while leaving is not None and leaving in transfers.leaving:
@@ -255,6 +268,25 @@ class Follower:
 
     # -- a step that is recorded in part
 
+    def use_tape(self, tape: Tape, rest: Schedule) -> None:
+        """Carry out only the rest of the program: the tape does the other part."""
+        self._tape, self._rest = tape, rest
+        self._due = dict(rest.due)
+
+    def act(self, save: int, is_unpack: bool) -> None:
+        """Do what is due at a saved tensor that is on the tape."""
+        if self.transfers.leaving:
+            self.transfers.reap()
+        if is_unpack:
+            self.do_due(save)
+        else:
+            self.evict_at(save)
+
+    def evict_at(self, save: int) -> None:
+        """Let leave what leaves at a save."""
+        if self._running is not None:
+            self._evict(self._rest if self._rest is not None else self._running.schedule, save)
+
     def complete_outlined(self) -> None:
         """Note that the step has saved all that its outline has."""
         if self._running is not None:
@@ -284,7 +316,7 @@ class Follower:
             self._evict(program.schedule, earlier)
 
     def _stop(self) -> None:
-        self._running = None
+        self._running = self._tape = self._rest = None
         self._due = {}
         self.room.is_followed = False
 

@@ -11,6 +11,8 @@ Python sees only
 * the saved tensors that leave, and the ones at whose unpack something is due,
 * each op that fits the budget only after copies out have ended.
 
+Once the backward of such a step is known as well, most of that is done without Python, too: see lane.py.
+
 A tensor whose op is not recorded is treated like any tensor from before the scope: it can be swapped but not
 recomputed. So correctness does not depend on the outline. If a step differs from it, recording resumes before the op
 that differs, and the policy carries out the rest of that step.
@@ -19,6 +21,10 @@ that differs, and the policy carries out the rest of that step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.lane import Lane
 
 __all__ = ["Outline"]
 
@@ -30,11 +36,13 @@ class Outline:
     Attributes:
         ops: For the gate.
         saves: For the hooks.
+        lane: What the native tape does of it; None if nothing.
         num_ops: How many ops there are.
         num_recorded: How many of them are recorded.
     """
 
     ops: object
     saves: object
+    lane: Lane | None
     num_ops: int
     num_recorded: int

@@ -125,6 +125,7 @@ class Program:
         lends: Whether steps of other shapes may follow it.
         outline: What its steps record, once that is known.
         num_others: Steps that were expected to be like the outline, and were not; or that gave none.
+        num_handovers: Steps in which Python took over from the native tape.
     """
 
     schedule: Schedule
@@ -148,6 +149,7 @@ class Program:
     lends: bool = True
     outline: Outline | None = None
     num_others: int = 0
+    num_handovers: int = 0
 
     def prove(self, key: Key, graph: int, proof: Proof) -> None:
         """Record what a watched backward, named by its step and graph, has taken."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -13,6 +13,8 @@ from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of
 if TYPE_CHECKING:
     from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.record.headroom import Graph
+
+_MOST_KNOWN: Final = 4
 
 __all__ = ["KnownBackward", "KnownBackwards", "roots_of"]
 
@@ -49,11 +51,11 @@ class KnownBackward:
 
 
 class KnownBackwards:
-    """The latest known backward of each program. Mutable."""
+    """The latest known backwards of each program: more than one where gradients are accumulated. Mutable."""
 
     def __init__(self) -> None:
-        # By program: the roots of its latest backward, and what tells that another one is the same.
-        self._known: weakref.WeakKeyDictionary[Program, tuple[Any, KnownBackward]] = weakref.WeakKeyDictionary()
+        # By program: for each backward its roots, and what tells that another one is the same.
+        self._known: weakref.WeakKeyDictionary[Program, list[tuple[Any, KnownBackward]]] = weakref.WeakKeyDictionary()
         self._first_node = 0  # the number of the first autograd node from which on steps are known to run the same ops
         self._roots: Any = None  # of the running backward
 
@@ -61,18 +63,27 @@ class KnownBackwards:
         """Note that from here on the step is compared with an outline."""
         self._first_node = next_node_number()
 
-    def find(self, program: Program, outputs: Any) -> KnownBackward | None:
+    def has_any(self, program: Program) -> bool:
+        """Return whether a backward of a program is known."""
+        return bool(self._known.get(program))
+
+    def find(self, program: Program, outputs: Any, num_needs: int) -> KnownBackward | None:
         """Return the known backward of a step that was like the outline of its program, if it starts there, too."""
         self._roots = tuple(
             (node.name(), node_number(node) - self._first_node) for node in roots_of(outputs) if node is not None
         )
-        roots, known = self._known.get(program, (None, None))
-        return known if roots == self._roots else None  # else these are the same ops, but another of their results
+        for roots, known in self._known.get(program, ()):
+            if roots == self._roots and known.is_same(num_needs):  # else another result of the same ops, for example
+                return known
+        return None
 
     def note(self, program: Program, known: KnownBackward | None) -> None:
         """Know the backward that has ended."""
-        if known is not None:
-            self._known[program] = (self._roots, known)
+        if known is None:
+            return
+        others = self._known.get(program, [])
+        others = [other for other in others if other[1] is not known and other[1].name != known.name]
+        self._known[program] = [(self._roots, known), *others[: _MOST_KNOWN - 1]]
 
     def forget(self) -> None:
         """Forget all, and the weak references to leaves with them."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import threading
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.engine import graph_task_id
@@ -29,6 +28,8 @@ from torchdelta.native.gate import load_gate_soon, new_gate, new_sequence
 from torchdelta.runtime.follow.learning import Learning
 from torchdelta.runtime.interrupts import is_in_section, shielded
 from torchdelta.runtime.record.known_backward import KnownBackwards
+from torchdelta.runtime.record.native_lane import NativeLane
+from torchdelta.runtime.record.partial_conditions import MOST_OTHERS, is_quiet, may_begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,12 +43,12 @@ if TYPE_CHECKING:
     from torchdelta.runtime.record.pause import Pause
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.record.saved import SavedTensors
+    from torchdelta.runtime.state.buffer import Buffer
 
 __all__ = ["PartialRecording"]
 
 _logger = logging.getLogger("torchdelta")
 
-_MOST_OTHERS: Final = 3  # steps that were not like the outline of their program, before it is given up
 _FEWEST_ALIKE: Final = 4  # steps with one backward and one optimizer each, before nothing is recorded between these
 _NO_LIMIT: Final = (1 << 63) - 1
 
@@ -83,6 +84,7 @@ class PartialRecording:
         self._follower = saved.follower
         self._phase = _Phase.OFF
         self._gate: Gate | None = None
+        self._lane: NativeLane | None = None  # once there is a gate
         self._can_have_gate = CAN_ENTER_MODES_IN_OPS
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._program: Program | None = None  # whose outline is learned or used in this step
@@ -130,44 +132,18 @@ class PartialRecording:
             return
         if self._gate is not None:
             self._gate.close()  # no op is running that was dispatched before recording resumed
-        if self._may_begin() and self._has_gate():
+        if self._pause.hooks is not None and may_begin(self._recorder, self._follower.ended) and self._has_gate():
             self._begin()
 
     def on_optimizer_end(self) -> None:
         """Go on with recording after an optimizer's step."""
         if self._phase is _Phase.OFF:
             self.begin_if_followed()
-        elif self._must_end or not self._is_quiet():
+        elif self._must_end or not is_quiet(self._recorder):
             self.end("a step is recorded as a whole")
         elif self._phase is _Phase.PAUSED:
-            self._clear_limit()
+            self._room.usage.clear_limit()
             self._record_whole()
-
-    def _is_quiet(self) -> bool:
-        """Return whether the recorder may be taken off the stack, or stay off it."""
-        recorder, ledger = self._recorder, self._ledger
-        return (
-            not ledger.surveys
-            and not ledger.observing.observer.wants_every_op
-            and not recorder.only_counts
-            and not recorder.subclasses.were_met
-            and graph_task_id() == -1
-        )
-
-    def _may_begin(self) -> bool:
-        ended = self._follower.ended
-        return (
-            self._pause.hooks is not None
-            and ended is not None
-            and ended.program is not None
-            and ended.program.num_others < _MOST_OTHERS
-            and ended.is_exact
-            and self._is_quiet()
-            and self._ledger.num_handles == 0
-            and self._recorder.persistents is None
-            and threading.current_thread() is threading.main_thread()
-            and position_of_mode(self._recorder) != -1
-        )
 
     def _has_gate(self) -> bool:
         """Return whether there is a gate. Its module may still be built on another thread."""
@@ -179,6 +155,7 @@ class PartialRecording:
             elif module is not None:
                 counter = cast("LimitedCounter", self._room.usage.counter)
                 self._gate = new_gate(self._recorder, counter, self._on_other_op, self._make_room)
+                self._lane = NativeLane(*self._parts(), self._follower, self._on_failed_replay)
         return self._gate is not None
 
     @shielded
@@ -197,24 +174,33 @@ class PartialRecording:
         assert self._pause.hooks is not None
         return self._gate, self._pause.hooks
 
+    def _adopt(self) -> int:
+        """Make all that native code holds known to Python. Return the number of saved tensors."""
+        num_adopted = self._pause.adopt()
+        if self._lane is not None:
+            self._lane.on_adopted()
+        return num_adopted
+
     def _record_whole(self) -> None:
         self._phase = _Phase.WHOLE
         self._parts()[0].record()
 
     # -- a step
 
-    def _on_first_planned(self, program: Program) -> None:
+    def _on_first_planned(self, program: Program, buffer: Buffer) -> None:
         """Learn or use the outline of a program: the first saved tensor at which it acts is being saved."""
         gate, hooks = self._parts()
-        is_off = self._phase is not _Phase.WHOLE or program.num_others >= _MOST_OTHERS
-        if is_off or not program.has_held or not self._is_quiet():  # to make room beyond it, all buffers must be known
+        is_off = self._phase is not _Phase.WHOLE or program.num_others >= MOST_OTHERS
+        if (
+            is_off or not program.has_held or not is_quiet(self._recorder)
+        ):  # to make room beyond it, all buffers must be known
             return
         self._program = program
         self._known.begin()
         outline = program.outline
         if outline is None:
             self._phase = _Phase.LEARNING
-            self._learning = Learning(program, gate, hooks)
+            self._learning = Learning(program, gate, hooks, buffer)
             self._recorder.learning = self._follower.learning = self._learning
             self._recorder.restorer.replayer.on_replay = self._learning.on_replay
             gate.learn()
@@ -222,6 +208,8 @@ class PartialRecording:
             self._phase = _Phase.OUTLINED
             gate.follow(outline.ops, self._room.budget_bytes or _NO_LIMIT)
             hooks.compare(outline.saves, self._on_other_save, self._pack_numbered)
+            if self._lane is not None and self._known.has_any(program):
+                self._lane.begin(program)
 
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
@@ -271,7 +259,7 @@ class PartialRecording:
         if self._phase is not _Phase.OUTLINED:
             return False
         self._follower.leave_outlined("the budget was short")
-        return self._pause.adopt() > 0
+        return self._adopt() > 0
 
     def on_limit(self) -> None:
         """Resume recording: the budget is passed before the optimizer has stepped, or it does not step."""
@@ -300,7 +288,7 @@ class PartialRecording:
                 return self._backward.run(original, outputs, *args, **kwargs)
             self._room.transfers.reap()
             self._follower.complete_outlined()
-            known = self._known.find(self._program, outputs)
+            known = self._known.find(self._program, outputs, self._recorder.needs.num_made)
         elif self._learning is not None:
             self._learning.on_forward_end()
             self._recorder.learning = self._follower.learning = None
@@ -309,7 +297,11 @@ class PartialRecording:
         try:
             # The graph is freed, and every leaf gets its gradient.
             is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)
-            if known is not None and is_usual and backward.runs_known(known):
+            is_known = known is not None and is_usual and backward.runs_known(known)
+            if self._lane is not None and self._lane.is_on and not (self._lane.end_forward() and is_known):
+                self._hand_over("its backward is not known")
+                is_known = False
+            if known is not None and is_known:
                 return backward.run_known(original, known, outputs, *args, **kwargs)
             return backward.run(original, outputs, *args, **kwargs)
         except BaseException:
@@ -319,9 +311,22 @@ class PartialRecording:
             self._on_backward_end(hooks)
 
     @shielded
+    def _hand_over(self, why: str) -> None:
+        self._follower.leave_outlined(why)
+        self._adopt()
+
+    def _on_failed_replay(self) -> None:
+        self._must_end = True
+        self._hand_over("a replay failed")
+
+    @shielded
     def _on_backward_end(self, hooks: NativeHooks) -> None:
         """Go on with recording, or pause it until the optimizer has stepped."""
         ledger = self._ledger
+        if self._lane is not None and self._lane.is_on:
+            if hooks.num_handles():
+                self._hand_over("saved tensors outlive its backward")
+            self._lane.end()
         if not ledger.num_handles and self._gate is not None:
             self._gate.forget()  # nothing recorded is replayed any more
         lives_on = self._must_end or ledger.num_handles or hooks.num_handles() or ledger.surveys
@@ -355,22 +360,28 @@ class PartialRecording:
         if self._phase is _Phase.OUTLINED:
             self._follower.leave_outlined(why)
         elif self._phase is _Phase.PAUSED:
-            self._clear_limit()
+            self._room.usage.clear_limit()
             self._ledger.recheck_unwatched()
             self._ledger.sweep()
         self.num_resumed += 1
         self._stop()
         insert_mode(self._recorder, self._position)
         gate.end()
-        self._pause.adopt()
+        self._adopt()
         self._room.usage.ask_counter(fresh=True)
 
+    def stop(self) -> None:
+        """Leave everything to Python: the session stops."""
+        if self._lane is not None and self._lane.is_on:
+            self._hand_over("the session stops")
+        self.close()
+
     def close(self) -> None:
-        """Leave everything as it is: the session stops, or is that of a forked child."""
+        """Leave everything as it is, in a forked child."""
         if self._gate is not None:
             self._gate.close()
         if self._phase is _Phase.PAUSED:
-            self._clear_limit()
+            self._room.usage.clear_limit()
         self._stop()
 
     def forget_leaves(self) -> None:
@@ -391,9 +402,4 @@ class PartialRecording:
 
     def _set_limit(self, limit_bytes: int) -> None:
         """Set the limit of what is not recorded. Allocations beyond the budget are refused."""
-        counter = cast("LimitedCounter", self._room.usage.counter)
-        counter.set_limit(limit_bytes, self._room.budget_bytes or _NO_LIMIT, self.on_limit)
-
-    def _clear_limit(self) -> None:
-        if self._room.usage.counter is not None:
-            cast("LimitedCounter", self._room.usage.counter).clear_limit()
+        self._room.usage.set_limit(limit_bytes, self._room.budget_bytes, self.on_limit)

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchdelta.config import Config
-    from torchdelta.native.counting import LimitedCounter
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.record.saved import SavedTensors
     from torchdelta.runtime.state.steps import StepTracker
@@ -63,7 +62,6 @@ _ALIKE: Final = 1.05  # the peaks of steps that count as alike differ by no more
 _LARGER: Final = 1.02
 _SLACK_BYTES: Final = 4096  # numbers and states of generators: what differs by less is alike, however small it is
 _SHARE_OF_BUDGET: Final = 0.9
-_NO_LIMIT: Final = (1 << 63) - 1
 
 
 class Pause:
@@ -289,7 +287,7 @@ class Pause:
         self._num_alike = 0
         if is_larger and self._num_needed != _NEVER:
             self._num_needed = min(self._num_needed * _MORE_ALIKE, _MOST_ALIKE)
-        self._clear_limit()
+        self._usage.clear_limit()
         ledger = self._ledger
         for record in list(ledger.records.values()):
             ledger.invalidate(record)  # it may have been written meanwhile
@@ -319,7 +317,7 @@ class Pause:
         """Leave everything as it is: the session stops, or is that of a forked child."""
         if self.is_on:
             self.is_on = False
-            self._clear_limit()
+            self._usage.clear_limit()
 
     def _guard_forward(self) -> None:
         """Set the limit for what comes before the next backward."""
@@ -329,14 +327,9 @@ class Pause:
 
     def _set_limit(self, size_bytes: int, *, refuses: bool = False) -> None:
         """Set the limit, and whether allocations beyond the budget are refused: not in a backward, see the note."""
-        counter, budget_bytes = self._usage.counter, self._room.budget_bytes
-        if counter is not None and budget_bytes is not None:
-            most_bytes = budget_bytes if refuses else _NO_LIMIT
-            cast("LimitedCounter", counter).set_limit(size_bytes, most_bytes, self.on_limit)
-
-    def _clear_limit(self) -> None:
-        if self._usage.counter is not None:
-            cast("LimitedCounter", self._usage.counter).clear_limit()
+        budget_bytes = self._room.budget_bytes
+        if budget_bytes is not None:
+            self._usage.set_limit(size_bytes, budget_bytes if refuses else None, self.on_limit)
 
 
 def may_pause(config: Config) -> bool:

@@ -63,6 +63,14 @@ class Handle:
             probe.data = empty
         self.probe = probe
 
+    @classmethod
+    def of(cls, ledger: Ledger, view: View, probe: torch.Tensor, version: int) -> Handle:
+        """Return the handle of a tensor that does not exist any more; `probe` shares its version counter."""
+        handle = cls.__new__(cls)
+        handle.ledger, handle.view, handle.save, handle.version = ledger, view, -1, version
+        handle.probe = probe
+        return handle
+
     @destructor
     def __del__(self) -> None:
         if hasattr(self, "probe"):  # else it was never counted

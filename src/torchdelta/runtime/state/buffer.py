@@ -363,6 +363,16 @@ class View:
         is_neg = tensor.is_neg()
         self.flags = (tensor.is_conj(), is_neg) if dtype.is_complex or is_neg else None
 
+    @classmethod
+    def of(cls, buffer: Buffer, shape: torch.Size, stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> View:
+        """Return the view of a plain tensor that does not exist any more."""
+        view = cls.__new__(cls)
+        view.buffer = buffer
+        buffer.num_views += 1
+        view.shape, view.stride, view.offset, view.dtype = shape, stride, offset, dtype
+        view.tensor = view.flags = None
+        return view
+
     @destructor
     def __del__(self) -> None:
         buffer = self.buffer

@@ -247,6 +247,13 @@ class Contents(Storages):
             alias = byte_alias(storage)
             self._hold_by(buffer, alias, alias)
 
+    def dropped(self, size_bytes: int, entry: OpEntry, origin: str, index: int) -> Buffer:
+        """Return the buffer of a content that an op, recorded elsewhere, has made, and that is in no storage."""
+        buffer = Buffer(size_bytes, None, entry, origin, index, self.clock)
+        self._note(buffer)
+        buffer.move(_DROPPED)
+        return buffer
+
     # -- copies on a tier
 
     def copied(self, buffer: Buffer, copy: TierCopy) -> None:

@@ -13,6 +13,7 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 | `recheck_unwatched`, `sweep` | storages may have died without a callback |
 | `made` | an op put new content into a new storage |
 | `buffer_of`, `view_of` | an op or a saved tensor refers to a storage's content, perhaps for the first time |
+| `dropped` | an op that was recorded elsewhere has made content that is in no storage |
 | `invalidate` / `written` | the content of a storage ends here / an op has put other content into it |
 | `reinstate` | the content did not end after all: the op failed |
 | `succeed` | the handles of a buffer follow its storage to the next content |

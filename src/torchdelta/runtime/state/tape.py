@@ -47,6 +47,13 @@ class Scratch:
         self.dtype = tensor.dtype
         self.device = tensor.device
 
+    @classmethod
+    def of(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Scratch:
+        """Return the same for a tensor that does not exist any more."""
+        scratch = cls.__new__(cls)
+        scratch.shape, scratch.dtype, scratch.device = shape, dtype, device
+        return scratch
+
 
 class Fresh:
     """Replaces an argument that the op overwrites completely by a new storage of this size, seen through this view."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
-    from torchdelta.native.counting import Counter
+    from collections.abc import Callable
+
+    from torchdelta.native.counting import Counter, LimitedCounter
 
 __all__ = ["Usage"]
+
+_NO_LIMIT: Final = (1 << 63) - 1
 
 
 class Usage:
@@ -36,6 +40,23 @@ class Usage:
         self.live_bytes = self.unseen_bytes = 0
         self.is_counting = False
         self.counter = None
+
+    def set_limit(self, limit_bytes: int, most_bytes: int | None, on_limit: Callable[[], object]) -> None:
+        """Call back, between two instructions of Python, once more than `limit_bytes` are in use.
+
+        Args:
+            limit_bytes: The limit.
+            most_bytes: Allocations beyond these are refused with torch's own error; None: none are.
+            on_limit: The callback.
+        """
+        if self.counter is not None:
+            refused_bytes = _NO_LIMIT if most_bytes is None else most_bytes
+            cast("LimitedCounter", self.counter).set_limit(limit_bytes, refused_bytes, on_limit)
+
+    def clear_limit(self) -> None:
+        """Have no limit from now on."""
+        if self.counter is not None:
+            cast("LimitedCounter", self.counter).clear_limit()
 
     @property
     def has_exact_peak(self) -> bool:

@@ -1,0 +1,72 @@
+// The tape as gate.cpp and saved_hooks.cpp use it; tape.cpp implements it. They are three modules, and only virtual
+// functions are called from one in another.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+
+namespace tape {
+
+constexpr const char* kCapsule = "torchdelta.tape";
+constexpr const char* kSaveCapsule = "torchdelta.save";
+
+// Return whether a tensor is a plain one on the CPU: all that matters of it are its storage, sizes, strides and dtype.
+inline bool is_plain(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  static const c10::DispatchKeySet odd(
+      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::FuncTorchGradWrapper,
+       DispatchKey::FuncTorchBatched, DispatchKey::Functionalize, DispatchKey::ZeroTensor, DispatchKey::Conjugate,
+       DispatchKey::Negative, DispatchKey::NestedTensor, DispatchKey::Quantized});
+  return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_inference() &&
+         !tensor.key_set().has_any(odd);
+}
+
+// What a handle holds of a saved tensor whose content may be dropped.
+class Save : public c10::intrusive_ptr_target {
+ public:
+  // Return the number of the saved tensor in its step.
+  virtual int64_t number() const = 0;
+
+  // Return whether its content may be dropped; else the handle holds the tensor.
+  virtual bool has_content() const = 0;
+
+  // Return whether the tensor has not been written since it was saved.
+  virtual bool is_unmodified() const = 0;
+
+  // Return the version of the tensor when it was saved.
+  virtual uint32_t version() const = 0;
+
+  // Return a tensor of the same sizes, dtype and version counter: with its content where that is resident; else without
+  // memory, if `or_empty`, or an undefined one.
+  virtual at::Tensor resident(bool or_empty) const = 0;
+};
+
+using SavePtr = c10::intrusive_ptr<Save>;
+
+class Tape {
+ public:
+  virtual ~Tape() = default;
+
+  // Run an op whose arguments are on the stack, and record it. Return false, and do nothing, if it cannot be recorded.
+  // `keeps_statistics`: it is a batch norm.
+  virtual bool record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
+                      int64_t need_bytes, bool keeps_statistics) = 0;
+
+  // Keep what replays read, and what saved tensors show, of the storages that an op is about to write.
+  virtual void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) = 0;
+
+  // Save a tensor, and drop what leaves at this number. `is_kept`: its content stays.
+  virtual SavePtr save(const at::Tensor& tensor, int64_t number, bool is_kept) = 0;
+
+  // Replay what is due before a saved tensor is returned.
+  virtual void before_unpack(const SavePtr& save) = 0;
+
+  // Return a saved tensor. Undefined: all that was recorded has been handed over to Python meanwhile.
+  virtual at::Tensor unpack(const SavePtr& save) = 0;
+};
+
+}  // namespace tape

@@ -1,0 +1,174 @@
+// Replays a chain of recorded ops to make contents again. It does what runtime/memory/replay.py does, in the same order:
+// each missing op once, in the order of their first run, and what was made on the way is freed after its last use.
+#pragma once
+#include <ATen/core/List.h>
+#include <ATen/ops/ones.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "tape_content.h"
+
+namespace tape {
+
+// What a chain asks of its tape.
+class ChainOwner {
+ public:
+  virtual ~ChainOwner() = default;
+  virtual void make_room(int64_t size_bytes, bool is_optional) = 0;  // throws where there is none
+  virtual void raise_changed(const Content& content) = 0;            // throws
+  virtual void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) = 0;
+
+  int64_t num_replayed = 0;
+  int64_t replayed_bytes = 0;
+};
+
+class Chain {
+ public:
+  // `keeps_others`: other contents that saved tensors see stay where the chain makes them on its way.
+  Chain(ChainOwner* owner, std::vector<ContentPtr> targets, bool keeps_others)
+      : owner_(owner), targets_(std::move(targets)), keeps_others_(keeps_others) {
+    for (const ContentPtr& target : targets_) states_[target.get()].is_target = true;
+  }
+
+  void run() {
+    for (Content* content : plan()) {
+      State& state = states_[content];
+      if (!state.held) {
+        c10::Storage storage = content->resident();
+        if (storage) {
+          keep(content, storage);
+        } else {
+          replay(content);
+        }
+      }
+      content->op->for_each_source([this](Content* source) {
+        State& used = states_[source];
+        if (--used.num_uses > 0 || used.is_target) return;
+        used.held = c10::Storage();
+        if (used.is_passing) source->release();
+        used.is_passing = false;
+      });
+    }
+  }
+
+  // The storage of a target after `run`.
+  c10::Storage storage_of(Content* target) { return states_[target].held; }
+
+ private:
+  struct State {
+    int64_t num_uses = 0;  // how often it will still be read
+    c10::Storage held;     // a target's, or one that will still be read
+    bool is_target = false;
+    bool is_passing = false;  // brought back on the way: released after its last use
+    bool is_seen = false;
+  };
+
+  // Return the missing contents in the order of their first run, and count how often each will be read.
+  std::vector<Content*> plan() {
+    std::vector<Content*> order;
+    std::vector<Content*> waiting;
+    for (const ContentPtr& target : targets_) waiting.push_back(target.get());
+    while (!waiting.empty()) {
+      Content* content = waiting.back();
+      waiting.pop_back();
+      State& state = states_[content];
+      if (state.is_seen) continue;
+      state.is_seen = true;
+      if (!state.is_target) {
+        state.held = content->resident();  // it must not be evicted meanwhile
+        if (state.held) continue;
+      }
+      TORCH_CHECK(content->op, "torchdelta: a content of ", content->size_bytes, " bytes cannot be made again");
+      order.push_back(content);
+      content->op->for_each_source([this, &waiting](Content* source) {
+        ++states_[source].num_uses;
+        waiting.push_back(source);
+      });
+    }
+    std::sort(order.begin(), order.end(), [](const Content* a, const Content* b) { return a->id < b->id; });
+    return order;
+  }
+
+  bool misses(const State& state, const Content& content) const {
+    if (content.resident()) return false;
+    return state.is_target || state.num_uses > 0 || (keeps_others_ && content.num_saved > 0);
+  }
+
+  void keep(Content* content, const c10::Storage& storage) {
+    State& state = states_[content];
+    if (state.is_target || state.num_uses > 0) state.held = storage;
+  }
+
+  at::Tensor argument(const View& view) {
+    Content* content = view.content.get();
+    if (content->is_changed()) owner_->raise_changed(*content);
+    c10::Storage storage = states_[content].held;
+    if (!storage) storage = content->resident();
+    TORCH_CHECK(storage, "torchdelta: an argument of a replay is missing");
+    return view.on(std::move(storage));
+  }
+
+  c10::IValue rebuilt(const Argument& argument_) {
+    switch (argument_.kind) {
+      case Argument::Kind::kValue:
+        return argument_.value;
+      case Argument::Kind::kTensor:
+        return argument(*argument_.views.front());
+      case Argument::Kind::kScratch: {
+        const View& view = *argument_.views.front();
+        return at::ones(view.sizes, at::TensorOptions().dtype(view.dtype));
+      }
+      case Argument::Kind::kList:
+        break;
+    }
+    c10::impl::GenericList list(argument_.value.toList().elementType());
+    list.reserve(argument_.views.size());
+    for (const std::optional<View>& view : argument_.views) {
+      list.push_back(view.has_value() ? c10::IValue(argument(*view)) : c10::IValue());
+    }
+    return list;
+  }
+
+  void replay(Content* wanted) {
+    const EntryPtr entry = wanted->op;
+    owner_->make_room(entry->need_bytes, !keeps_others_);
+    torch::jit::Stack stack;
+    {
+      const c10::impl::ForceDispatchKeyGuard guard_of_keys(entry->local);
+      const c10::AutoGradMode guard_of_grad_mode(entry->grad_enabled);
+      for (const Argument& item : entry->arguments) stack.push_back(rebuilt(item));
+      owner_->run(entry->op, entry->below, &stack);
+    }
+    ++owner_->num_replayed;
+    for (const WeakContent& output : entry->outputs) {
+      const ContentPtr content = output.lock();
+      if (!content) continue;
+      const c10::Storage storage = stack.at(content->output_index).toTensor().storage();
+      TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) == content->size_bytes, "torchdelta: recomputing ",
+                  entry->op.schema().name(), " gave ", storage.nbytes(), " bytes, but its first run gave ",
+                  content->size_bytes, " bytes: keep it (decisions='keep')");
+      if (content.get() != wanted && !misses(states_[content.get()], *content)) continue;
+      if (content->num_saved > 0) {
+        content->hold(storage);
+      } else {
+        content->pass(storage);
+      }
+      owner_->replayed_bytes += content->size_bytes;
+      keep(content.get(), storage);
+      State& state = states_[content.get()];
+      if (!keeps_others_ && !state.is_target) state.is_passing = true;
+    }
+  }
+
+  ChainOwner* owner_;
+  std::vector<ContentPtr> targets_;
+  bool keeps_others_;
+  std::unordered_map<Content*, State> states_;  // the targets own all of these contents
+};
+
+}  // namespace tape

@@ -1,0 +1,230 @@
+// What the tape knows: contents of storages, the ops that made them, and how tensors see them.
+//
+// A content is one version of what a storage holds. Whoever may need it owns it: an op that read it owns it through its
+// arguments, a saved tensor through its handle, and the tape while the storage lives that an op put it into. It owns the
+// op that made it. So there are no cycles, and what nothing needs any more is freed at once.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/DimVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tape.h"
+
+namespace tape {
+
+struct Content;
+struct Entry;
+using ContentPtr = c10::intrusive_ptr<Content>;
+using WeakContent = c10::weak_intrusive_ptr<Content>;
+using EntryPtr = c10::intrusive_ptr<Entry>;
+
+// Held where a storage enters or leaves a content: a garbage collection on another thread may free saved tensors.
+inline std::mutex& storage_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+// How a tensor sees a content: what is needed to make the tensor again on a storage with that content.
+struct View {
+  ContentPtr content;
+  c10::DimVector sizes;
+  c10::DimVector strides;
+  int64_t offset;
+  caffe2::TypeMeta dtype;
+  c10::DispatchKeySet keys;
+
+  View(ContentPtr seen, const at::Tensor& tensor)
+      : content(std::move(seen)),
+        sizes(tensor.sizes().begin(), tensor.sizes().end()),
+        strides(tensor.strides().begin(), tensor.strides().end()),
+        offset(tensor.storage_offset()),
+        dtype(tensor.dtype()),
+        keys(tensor.key_set()) {}
+
+  at::Tensor on(c10::Storage storage) const {
+    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, dtype);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    return tensor;
+  }
+};
+
+struct Argument {
+  enum class Kind : int8_t { kValue, kTensor, kList, kScratch };
+  Kind kind = Kind::kValue;
+  c10::IValue value;                       // of a list: an empty one of its type
+  std::vector<std::optional<View>> views;  // of a tensor: one. Empty where a list has no tensor.
+};
+
+// One recorded op.
+struct Entry : c10::intrusive_ptr_target {
+  Entry(const c10::OperatorHandle& handle, c10::DispatchKeySet keys)
+      : op(handle), below(keys), local(c10::impl::tls_local_dispatch_key_set()) {
+    local.included_ = local.included_.remove(c10::DispatchKey::PythonTLSSnapshot);
+  }
+
+  c10::OperatorHandle op;
+  c10::DispatchKeySet below;             // which kernel ran
+  c10::impl::LocalDispatchKeySet local;  // what was switched on and off then: autocast, for ops that call others
+  bool grad_enabled = false;
+  int64_t need_bytes = 0;
+  std::vector<Argument> arguments;
+  std::vector<WeakContent> outputs;
+
+  template <typename Function>
+  void for_each_source(const Function& function) const {
+    for (const Argument& argument : arguments) {
+      if (argument.kind == Argument::Kind::kScratch) continue;
+      for (const std::optional<View>& view : argument.views) {
+        if (view.has_value()) function(view->content.get());
+      }
+    }
+  }
+};
+
+// Free an op. Its arguments may own the last references to contents, these to their ops, and so on: thousands of them
+// must not be freed by recursion.
+inline void bury(EntryPtr entry) {
+  thread_local std::vector<EntryPtr>* waiting = nullptr;
+  if (waiting != nullptr) {
+    waiting->push_back(std::move(entry));
+    return;
+  }
+  std::vector<EntryPtr> all;
+  all.push_back(std::move(entry));
+  waiting = &all;
+  while (!all.empty()) {
+    EntryPtr next = std::move(all.back());
+    all.pop_back();
+    next.reset();
+  }
+  waiting = nullptr;
+}
+
+struct Content : c10::intrusive_ptr_target {
+  Content(int64_t order, const c10::Storage& storage)
+      : id(order), size_bytes(static_cast<int64_t>(storage.nbytes())), weak(storage.getWeakStorageImpl()) {}
+
+  const int64_t id;          // rises in the order of creation
+  const int64_t size_bytes;
+  EntryPtr op;               // makes it again; null: it is held as long as anything needs it
+  size_t output_index = 0;
+  int64_t num_saved = 0;     // saved tensors that see it
+  std::optional<c10::VariableVersion> counter;  // shows writes that the tape does not see
+  uint32_t version = 0;
+
+  // A storage that has it, or an empty one.
+  c10::Storage resident() const {
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    if (strong_) return strong_;
+    auto storage = weak.lock();
+    return storage ? c10::Storage(std::move(storage)) : c10::Storage();
+  }
+
+  bool is_held() const {
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    return static_cast<bool>(strong_);
+  }
+
+  void hold(const c10::Storage& storage) {
+    c10::Storage held = storage;  // what it held is freed after the lock
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    std::swap(held, strong_);
+    weak = storage.getWeakStorageImpl();
+  }
+
+  // It is in a storage that others hold.
+  void pass(const c10::Storage& storage) {
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    weak = storage.getWeakStorageImpl();
+  }
+
+  void release() {
+    c10::Storage last;  // freed after the lock: that may run Python
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    std::swap(last, strong_);
+  }
+
+  // The storage gets another content. Saved tensors see that one: `successor`.
+  void end() {
+    c10::Storage storage = resident();
+    if (num_saved > 0) successor = storage;
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    strong_ = c10::Storage();  // not the last reference: `storage` is another
+    weak.reset();
+  }
+
+  // Return whether a write was missed that changed it.
+  bool is_changed() const { return counter.has_value() && counter->enabled() && counter->current_version() != version; }
+
+  void release_resources() override {
+    strong_ = successor = c10::Storage();
+    if (op) bury(std::move(op));
+  }
+
+  c10::Storage successor;  // what saved tensors see after a write that they follow
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> weak;
+  c10::Storage strong_;
+};
+
+class NativeSave final : public Save {
+ public:
+  NativeSave(const at::Tensor& tensor, ContentPtr content, int64_t number, int64_t step)
+      : view(std::move(content), tensor),
+        counter_(tensor.unsafeGetTensorImpl()->version_counter()),
+        version_(counter_.current_version()),
+        number_(number),
+        step_(step) {
+    if (view.content) ++view.content->num_saved;
+  }
+
+  ~NativeSave() override { unsave(); }
+
+  int64_t number() const override { return number_; }
+  bool is_unmodified() const override { return counter_.current_version() == version_; }
+  uint32_t version() const override { return version_; }
+  bool has_content() const override { return view.content.defined(); }
+
+  at::Tensor resident(bool or_empty) const override {
+    c10::Storage storage = view.content->successor ? view.content->successor : view.content->resident();
+    if (!storage && !or_empty) return at::Tensor();
+    if (!storage) storage = c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::GetAllocator(c10::kCPU), true);
+    at::Tensor tensor = view.on(std::move(storage));
+    tensor.unsafeGetTensorImpl()->set_version_counter(counter_);
+    return tensor;
+  }
+
+  void release_resources() override { unsave(); }
+
+  // Return which step of the tape it belongs to.
+  int64_t step() const { return step_; }
+
+  View view;
+
+ private:
+  void unsave() {
+    if (!view.content) return;
+    if (--view.content->num_saved == 0 && view.content->op) view.content->release();
+    view.content.reset();
+  }
+
+  c10::VariableVersion counter_;
+  uint32_t version_;
+  int64_t number_;
+  int64_t step_;
+};
+
+}  // namespace tape

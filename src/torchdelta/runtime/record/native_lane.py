@@ -1,0 +1,150 @@
+"""Carries a program's lane out on the native tape. See [Note: which part goes to the tape] in follow/lane.py.
+
+A step uses the tape from the first saved tensor on at which its program acts, if its backward is known: such a backward
+runs unwatched, so nothing but unpacks happens in it. If anything else happens, before or in the backward, all that the
+tape has recorded becomes known to Python (`hooks.adopt` calls `_adopt_dropped`), and the tape is empty.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from torchdelta._torch.device import numeric_environment
+from torchdelta.errors import NativeError, ReplayError
+from torchdelta.native.tape import new_tape
+from torchdelta.runtime.interrupts import shielded
+from torchdelta.runtime.memory.room import NoRoomError
+from torchdelta.runtime.record.handover import take_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.native.counting import LimitedCounter
+    from torchdelta.native.gate import Gate
+    from torchdelta.native.saved_hooks import NativeHooks
+    from torchdelta.native.tape import Tape
+    from torchdelta.runtime.follow.follower import Follower
+    from torchdelta.runtime.follow.program import Program
+
+__all__ = ["NativeLane"]
+
+_logger = logging.getLogger("torchdelta")
+
+_MOST_HANDOVERS: Final = 5  # of the steps of one program, before it uses the tape no more
+# Steps in Python after the first handover, and twice as many after each further one: so another backward of the same
+# forward becomes known as well (of accumulated gradients, the first one makes them and the others do not).
+_FEWEST_STEPS: Final = 4
+
+
+class NativeLane:
+    """The tape of a session. Mutable.
+
+    Args:
+        gate: Gives it ops.
+        hooks: Give it saved tensors.
+        follower: Carries out the rest of the program; knows the room.
+        on_failure: Called if a replay failed: hands over, so that Python can try again.
+    """
+
+    def __init__(self, gate: Gate, hooks: NativeHooks, follower: Follower, on_failure: Callable[[], object]) -> None:
+        self.is_on = False  # whether this step uses it
+        self.num_steps = 0  # that used it to their ends
+        self._num_waiting = 0  # steps that do not use it, although they could
+        self._gate = gate
+        self._hooks = hooks
+        self._follower = follower
+        self._room = follower.room
+        self._environment: tuple[Any, ...] = ()
+        self._program: Program | None = None
+        self._tape: Tape | None = None
+        self._capsule: object = None
+        counter = cast("LimitedCounter", self._room.usage.counter)
+        tape = new_tape(counter, self._make_room, _raise_changed, on_failure)
+        if isinstance(tape, NativeError):
+            _logger.debug("what followed steps record is recorded in Python: %s", tape)
+        else:
+            self._tape, self._capsule = tape, tape.capsule()
+
+    def begin(self, program: Program) -> None:
+        """Use the tape from here on to the end of the step, if the program has a lane."""
+        lane = program.outline.lane if program.outline is not None else None
+        tape = self._tape
+        if lane is None or tape is None or program.num_handovers >= _MOST_HANDOVERS:
+            return
+        if self._num_waiting:
+            self._num_waiting -= 1
+            return
+        self._environment = numeric_environment()
+        self._program = program
+        tape.begin(lane.drops, lane.replays, self._room.budget_bytes or 0)
+        self._gate.use_tape(tape, self._capsule)
+        self._hooks.use_tape(tape, self._capsule, self._adopt_dropped, self._act)
+        self._follower.use_tape(tape, lane.rest)
+        self.is_on = True
+
+    def end_forward(self) -> bool:
+        """Record no op from now on. Return whether replays give the same bits as under the settings of the forward."""
+        if self._tape is not None:
+            self._tape.end_forward()
+        return numeric_environment() == self._environment
+
+    def on_adopted(self) -> None:
+        """Note that all has been handed over."""
+        self.num_steps -= self.is_on
+        if self.is_on and self._program is not None:
+            self._num_waiting = _FEWEST_STEPS << self._program.num_handovers
+            self._program.num_handovers += 1
+            _logger.debug("what the native tape has recorded was handed over to Python")
+        self.end()
+
+    def end(self) -> None:
+        """Forget the step, and count what was done."""
+        tape, program = self._tape, self._program
+        if not self.is_on or tape is None or program is None:
+            return
+        self.is_on = False
+        self.num_steps += 1
+        self._program = None
+        tape.clear()
+        self._gate.use_tape(None, None)
+        num_ops, replayed_bytes, num_saved, saved_bytes, num_dropped, dropped_bytes, time_s = tape.take_counts()
+        counters = self._room.counters
+        counters.num_recomputed_ops += num_ops
+        counters.recomputed_bytes += replayed_bytes
+        counters.num_saved += num_saved
+        counters.saved_bytes += saved_bytes
+        counters.num_evictions += num_dropped
+        counters.dropped_bytes += dropped_bytes
+        counters.recompute_s += time_s
+
+    # -- what C++ calls
+
+    @shielded
+    def _act(self, number: int, is_unpack: bool) -> None:
+        self._follower.act(number, is_unpack)
+
+    @shielded
+    def _adopt_dropped(self, saves: list[object]) -> list[object]:
+        assert self._tape is not None
+        return take_over(self._tape, saves, self._room, self._environment)
+
+    @shielded
+    def _make_room(self, size_bytes: int, is_optional: bool) -> bool:
+        room = self._room
+        room.is_optional = is_optional
+        try:
+            room.make(size_bytes, "a replay")
+        except NoRoomError:
+            return False
+        finally:
+            room.is_optional = False
+        return True
+
+
+def _raise_changed(size_bytes: int, version: int, expected: int) -> None:
+    msg = (
+        f"a tensor of {size_bytes} bytes is needed to recompute a saved tensor, but was changed in place by code that "
+        f"is not recorded (version {version}, recorded {expected}): keep the MemoryBudget open around the whole loop"
+    )
+    raise ReplayError(msg)

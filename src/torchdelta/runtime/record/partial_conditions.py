@@ -1,0 +1,44 @@
+"""When a session may begin to record its steps in part. See partial.py."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from torchdelta._torch.engine import graph_task_id
+from torchdelta._torch.modes import position_of_mode
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.follower import EndedStep
+    from torchdelta.runtime.record.recorder import Recorder
+
+__all__ = ["MOST_OTHERS", "is_quiet", "may_begin"]
+
+MOST_OTHERS = 3  # steps that were not like the outline of their program, before it is given up
+
+
+def is_quiet(recorder: Recorder) -> bool:
+    """Return whether the recorder may be taken off the stack, or stay off it."""
+    ledger = recorder.ledger
+    return (
+        not ledger.surveys
+        and not ledger.observing.observer.wants_every_op
+        and not recorder.only_counts
+        and not recorder.subclasses.were_met
+        and graph_task_id() == -1
+    )
+
+
+def may_begin(recorder: Recorder, ended: EndedStep | None) -> bool:
+    """Return whether the next step may be recorded in part, given the latest one."""
+    return (
+        ended is not None
+        and ended.program is not None
+        and ended.program.num_others < MOST_OTHERS
+        and ended.is_exact
+        and is_quiet(recorder)
+        and recorder.ledger.num_handles == 0
+        and recorder.persistents is None
+        and threading.current_thread() is threading.main_thread()
+        and position_of_mode(recorder) != -1
+    )
