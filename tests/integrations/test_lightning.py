@@ -79,6 +79,15 @@ class Classifier(LightningModule):
         return samples(16)
 
 
+class Recorder(Classifier):
+    """Reads its losses as arrays of numpy, which cannot be had of a step that does not fit."""
+
+    def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.losses.append(loss.detach().numpy().item().hex())
+        return loss
+
+
 class Gan(LightningModule):
     """Two networks that train against each other by manual optimization."""
 
@@ -244,6 +253,16 @@ def test_an_impossible_budget_is_its_own_error() -> None:
         assert MemoryBudget.current() is None
     assert_equal(model, fit(Classifier))
     assert_pressed(callback)
+
+
+def test_what_a_step_that_does_not_fit_makes_a_program_raise_is_told_as_its_budget_error() -> None:
+    """Torch's words about a tensor without content come with it, but they would not say what is wrong."""
+    options = {"num_sanity_val_steps": 0}
+    callback = tight(Recorder, 0.3, **options)
+    with pytest.raises(BudgetError, match="needs at least") as caught:
+        fit(Recorder, callback, **options)
+    assert "numpy()" in str(caught.value.__cause__)
+    assert MemoryBudget.current() is None
 
 
 def test_a_limit_that_is_no_size_is_refused_at_once() -> None:

@@ -154,6 +154,16 @@ def test_a_forward_that_does_not_fit_says_so_at_the_end_of_its_cell(shell, run, 
     assert shell.user_ns["losses"] == losses
 
 
+def test_what_a_step_that_does_not_fit_makes_a_cell_raise_is_told_with_its_budget_error(run, plain, capsys) -> None:
+    """Torch's words about a tensor without content would not say what is wrong."""
+    _, budget_bytes = plain
+    assert run(f"%memory_budget {budget_bytes} config").success
+    capsys.readouterr()
+    error = run("outputs = [make()[0](torch.randn(9999, 64)) for _ in range(9)]; outputs[8].detach().numpy()")
+    assert "numpy()" in str(error.error_in_exec)
+    assert "BudgetError: the memory budget of " in capsys.readouterr().err
+
+
 def test_a_graph_may_reach_into_the_next_cell(shell, run, plain) -> None:
     """A forward in one cell and its backward in the next have the bits of one cell."""
     _, budget_bytes = plain

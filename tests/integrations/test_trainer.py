@@ -332,6 +332,26 @@ def test_an_impossible_budget(tmp_path):
     assert_same(plain, training.run(least_bytes))
 
 
+class Recorder(Trainer):
+    """Reads its losses as arrays of numpy, which cannot be had of a step that does not fit."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        loss.detach().numpy()
+        return loss
+
+
+def test_what_a_step_that_does_not_fit_makes_a_program_raise_is_told_as_its_budget_error(tmp_path):
+    """Torch's words about a tensor without content come with it, but they would not say what is wrong."""
+    limit = held_bytes() + 2**20
+    callback = MemoryBudgetCallback(limit)
+    trainer = Recorder(tiny_llama(), arguments(tmp_path), train_dataset=token_data(), callbacks=[callback])
+    with pytest.raises(BudgetError, match="needs at least") as caught:
+        trainer.train()
+    assert "numpy()" in str(caught.value.__cause__)
+    assert MemoryBudget.current() is None
+
+
 @pytest.mark.parametrize("limit", [8.0, "8 potatoes", -1, "0%"])
 def test_a_limit_that_cannot_be_parsed(limit):
     """It is refused when the callback is made."""

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from torchdelta.budget import MemoryBudget
 from torchdelta.integrations.figures import Figures
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.session import Session
 from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Generator
 
     from torchdelta.config import Config
     from torchdelta.plan.model import Plan
     from torchdelta.summary import Totals
 
-__all__ = ["BudgetCallback", "stop_orphan"]
+__all__ = ["BudgetCallback", "naming_impossible_steps", "stop_orphan"]
 
 _logger = logging.getLogger("torchdelta")
 
@@ -113,3 +116,22 @@ def stop_orphan() -> None:
     if running is not None and running in _started:
         with contextlib.suppress(BudgetError):  # that training has raised its own error
             running.stop()
+
+
+@contextlib.contextmanager
+def naming_impossible_steps() -> Generator[None]:
+    """Raise the BudgetError of a step that does not fit in place of what the step has made a program raise.
+
+    The rest of such a step runs on tensors without content (runtime/survey/survey.py). Some code cannot: `.numpy()` of
+    a loss raises an error of torch's that says nothing of the budget.
+
+    Raises:
+        BudgetError: With the need that was found so far, from the program's own error.
+    """
+    try:
+        yield
+    except Exception as error:
+        session = current_session()
+        if isinstance(session, Session) and session.survey is not None:
+            raise session.take_error() from error
+        raise

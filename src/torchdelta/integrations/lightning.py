@@ -8,8 +8,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.fit_loop import _FitLoop
 
-from torchdelta.integrations.callback import BudgetCallback
+from torchdelta.integrations.callback import BudgetCallback, naming_impossible_steps
 from torchdelta.integrations.figures import Figures, planned_time_s
 from torchdelta.runtime.errors import BudgetError
 
@@ -117,6 +118,10 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
         if values:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=max(0, self._index - 1))
+
+
+# Not in `on_exception`: a batch-size finder catches the error before that, and so does what Lightning does at the end.
+_FitLoop.run = naming_impossible_steps()(_FitLoop.run)
 
 
 def _for_process(config: Config | None, trainer: Trainer) -> Config | None:

@@ -104,8 +104,9 @@ class MemoryBudgetMagics(Magics):
             _free_variables(error.__traceback__)
         session = current_session()
         if self._is_running and isinstance(session, Session) and session.survey is not None:
-            # A forward that does not fit, without its backward: the next cell must not go on with it.
-            self._restart(shows_error=result.success)
+            # A forward that does not fit, without its backward: the next cell must not go on with it. An error of the
+            # cell's own may come from what such a forward returns.
+            self._restart(shows_error=result.success or isinstance(error, Exception))
 
     # -- inside
 

@@ -10,7 +10,7 @@ from transformers.trainer import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from torchdelta.budget import MemoryBudget
-from torchdelta.integrations.callback import BudgetCallback, stop_orphan
+from torchdelta.integrations.callback import BudgetCallback, naming_impossible_steps, stop_orphan
 from torchdelta.integrations.figures import Figures, planned_time_s
 from torchdelta.notices import warn_once
 
@@ -151,7 +151,8 @@ def _ending_budgets(train: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = MemoryBudget.current()
         try:
-            return train(*args, **kwargs)
+            with naming_impossible_steps():
+                return train(*args, **kwargs)
         except BaseException:
             if MemoryBudget.current() is not before:
                 stop_orphan()

@@ -9,7 +9,9 @@ user's own code runs the rest of the forward and the backward in a fraction of a
 optimizer states are not changed, and what the program reassigns is restored (program_state.py). When the backward
 ends, `BudgetError` names the largest need. If the code reads the value of a fake tensor (`loss.item()` before the
 backward), the backward of that value is surveyed immediately. If that is not possible, the error says "at least". Small
-whole numbers that depend on no fake tensor have values ([Note: small values in a survey] in small_values.py).
+whole numbers that depend on no fake tensor have values ([Note: small values in a survey] in small_values.py). If the
+code raises an error of its own, such as torch's for `.numpy()` of a fake tensor, the survey ends where that error
+leaves the scope (or a framework's loop, see integrations/callback.py), and BudgetError takes its place.
 
 Evictions in a survey change byte counts only: the ledger's journal keeps the real storages alive and restores them at
 the end, so that graphs of earlier losses work as before.
