@@ -5,6 +5,7 @@ A torch release that changes one fails here, by name.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchdelta._torch.doors import patch_storage_resize, patch_swap_tensors
+from torchdelta._torch.doors import patch_deep_copies, patch_storage_resize, patch_swap_tensors
+from torchdelta._torch.fake import FakeTensorMode
 from torchdelta._torch.storages import storage_address, storage_at, storage_num_holders, storage_over
 from torchdelta._torch.tensors import conj, identity_of, neg_view, tensor_num_holders
 
@@ -164,6 +166,32 @@ def test_patch_swap_tensors() -> None:
     [(first, second, *after)] = seen
     assert first != second
     assert after == [second, first]
+
+
+def test_patch_deep_copies() -> None:
+    """Copies of tensors come through the door; a parameter clones itself, so that it works in a fake mode, too."""
+    seen: list[torch.Tensor] = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+            seen.append(tensor)
+            return original(tensor, memo)
+
+        return deepcopy
+
+    original = torch.Tensor.__deepcopy__
+    undo = patch_deep_copies(make)
+    tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    try:
+        copied = copy.deepcopy([tensor, parameter])
+    finally:
+        undo()
+    assert torch.Tensor.__deepcopy__ is original
+    assert torch.equal(copied[0], tensor)
+    assert len(seen) == 1
+    assert seen[0] is tensor
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert copy.deepcopy(parameter).shape == (2,)
 
 
 def test_swap_tensors_refuses_weak_references() -> None:

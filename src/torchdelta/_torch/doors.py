@@ -96,6 +96,11 @@ def patch_swap_tensors(make: Callable[[Callable[..., Any]], Callable[..., Any]])
     return replace(torch.utils, "swap_tensors", make)
 
 
+def patch_deep_copies(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace `Tensor.__deepcopy__(memo)`, which parameters do not use, by `make(original)`; returns what undoes it."""
+    return replace(torch.Tensor, "__deepcopy__", make)
+
+
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Calls back right after a module was imported by somebody else."""
 

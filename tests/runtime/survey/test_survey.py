@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -116,3 +117,31 @@ def test_the_named_budget_holds_with_a_small_tier(
     assert len(followed.named_bytes) == 1
     assert followed.named_bytes[0] - beside_bytes >= (num_layers - num_on_tier) * size_bytes
     assert followed.peak_bytes >= 0.75 * followed.named_bytes[0]
+
+
+def test_deep_copies_do_not_end_a_survey() -> None:
+    """Programs copy counters, buffers and weights in a step; torch refuses a copy that becomes a fake tensor."""
+
+    def copying() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        model, x = mlp(64, 4), torch.randn(256, 64)
+        model.register_buffer("scale", torch.full((64,), 2.0))
+        leaf = torch.ones(64, requires_grad=True)
+
+        def loss_of() -> torch.Tensor:
+            hidden = model(x)
+            number, scale, weight, ours, again = copy.deepcopy(
+                [torch.tensor(3), model.scale, model[0].weight, leaf, leaf]
+            )
+            assert number.item() == 3
+            assert ours is again
+            assert ours.requires_grad
+            return (hidden * scale * ours).square().mean() + weight.sum()
+
+        return model, loss_of
+
+    run = Run(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    gc.collect()
+    with running() as (_, session):
+        beside_bytes = session.ledger.usage.total_bytes
+    followed = follow(copying, run, beside_bytes + (200 << 10))
+    assert len(followed.named_bytes) == 1

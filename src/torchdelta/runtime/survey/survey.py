@@ -36,6 +36,7 @@ from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.record.needs import omitted_bytes
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.storages import memory_address
+from torchdelta.runtime.survey.deep_copies import allow_deep_copies
 from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, PASSED, Inventory, add_up
 from torchdelta.runtime.survey.program_state import ProgramState, drop_fake_gradients
 from torchdelta.runtime.survey.small_values import SmallValues
@@ -92,6 +93,7 @@ class Survey:
         self._real_memory = _RealMemory(self._ledger)
         self._values = SmallValues()
         self._program = ProgramState(self._ledger, self.mode, self._values)
+        self._forbid_deep_copies: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
@@ -104,6 +106,7 @@ class Survey:
         self._saved.plain_types = self._plain_types | {FakeTensor}
         self._saved.fake_view = self._fake_view
         self._recorder.execute = self.run  # pyright: ignore[reportAttributeAccessIssue]
+        self._forbid_deep_copies = allow_deep_copies()
         if graph_task_id() == -1:
             self._ledger.observing.observer = _BackwardStart(self._program)
 
@@ -118,6 +121,7 @@ class Survey:
         )
         self._ledger.observing.observer = Observer()
         self._recorder.execute = execute
+        self._forbid_deep_copies()
         self._saved.plain_types = self._plain_types
         self._saved.fake_view = None
         self._room.budget_bytes = self._budget_bytes
