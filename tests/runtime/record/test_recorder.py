@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from tests.runtime.parts import scoped_library
 from tests.runtime.programs import mlp, running
+from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
@@ -219,3 +220,23 @@ def test_opaque_layouts_pass_through(decisions: str) -> None:
     assert gradient is not None
     assert gradient.is_sparse
     assert gradient.to_dense()[1].tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_states_of_generators_are_counted_while_they_are_kept(*, counts: bool) -> None:
+    """The runtime's own: 5 KB for each dropout that may be replayed, also where nothing counts at the allocator."""
+    x = torch.randn(8, 8, requires_grad=True)
+    with running(count_allocations=counts) as (_, session):
+        usage = session.ledger.usage
+        x.exp().sum().backward()
+        x.grad = None
+        usage.ask_counter()
+        before_bytes = usage.total_bytes
+        outputs = [torch.nn.functional.dropout(x, 0.5) for _ in range(10)]
+        usage.ask_counter()
+        used_bytes = usage.total_bytes - before_bytes
+        assert 10 * RANDOM_STATE_BYTES < used_bytes < 10 * (RANDOM_STATE_BYTES + 1024)
+        del outputs
+        torch.zeros(())
+        usage.ask_counter()
+        assert usage.total_bytes <= before_bytes + 128

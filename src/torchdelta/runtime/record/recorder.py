@@ -180,6 +180,8 @@ class Recorder(TorchDispatchMode):
         if entry is not None and facts.is_random:
             generator = generator_of(facts, args, kwargs)
             entry.random_state = (generator, generator.get_state()) if generator is not None else None
+            if entry.random_state is not None and ledger.usage.counter is None and ledger.device.type == "cpu":
+                ledger.know(entry.random_state[1].untyped_storage())  # nobody else counts it
 
         # 3. Run it, with time and memory measured.
         before_bytes = ledger.usage.live_bytes
