@@ -354,6 +354,7 @@ def test_it_lives_with_the_counting_allocator(order: str, arena: Arena) -> None:
 
 def test_without_the_planning_extra_it_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The solvers need numba; without it there is no arena, and the message says what to install."""
+    monkeypatch.delenv("TORCHDELTA_NATIVE", raising=False)
     monkeypatch.setattr("torchdelta.native.arena.importlib.util.find_spec", lambda _name: None)
     assert "torchdelta[plan]" in str(new_arena())
     assert arena_status().is_on is False

@@ -166,6 +166,7 @@ def test_a_module_prebuilt_for_another_torch_is_ignored(
 @pytest.mark.usefixtures("prebuilt", "no_compiler")
 def test_the_status_says_that_a_module_is_prebuilt(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torchdelta env` prints; TORCHDELTA_NATIVE=0 disables a prebuilt module like all others."""
+    monkeypatch.delenv("TORCHDELTA_NATIVE", raising=False)
     status = status_before_use(tiny(source), "at the first budget")
     assert (status.is_on, status.reason) == (True, "prebuilt; installed at the first budget")
     monkeypatch.setenv("TORCHDELTA_NATIVE", "0")

@@ -12,7 +12,8 @@ from tests.package.running import SMOKE, run
 
 def test_it_trains_inside_a_budget_without_a_compiler(installed, tmp_path):
     """Native parts are absent, and one log line says so; losses and parameters are equal bit for bit."""
-    done = run(installed, SMOKE, CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    lacking = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path), "TORCHDELTA_NATIVE": "1"}
+    done = run(installed, SMOKE, **lacking)
     result = json.loads(done.stdout)
     assert result["is_equal"]
     assert result["peak_bytes"] <= result["budget_bytes"] < result["plain_peak_bytes"]
