@@ -22,7 +22,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
-#include <cstdint>
 #include <memory>
 #include <unordered_set>
 #include <vector>
@@ -209,8 +208,8 @@ bool follow(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, tor
     ask(gate->make_room, need_bytes);
   }
   if (recorded == Recorded::kNot || gate->tape == nullptr || gate->state != State::kFollowing) return false;
-  const bool keeps_statistics = recorded == Recorded::kOnTapeWithStatistics;
-  if (!gate->tape->record(op, below, stack, need_bytes, keeps_statistics)) record(gate, op, stack);
+  const bool has_statistics = recorded == Recorded::kOnTapeWithStatistics;
+  if (!gate->tape->record(op, below, stack, need_bytes, has_statistics)) record(gate, op, stack);
   return true;
 }
 
@@ -422,7 +421,6 @@ PyObject* gate_know(PyObject* self, PyObject* argument) {
   Py_RETURN_NONE;
 }
 
-// Record on a tape, given with what owns it, from here on; (None, None): on none.
 PyObject* gate_use_tape(PyObject* self, PyObject* arguments) {
   PyObject *owner, *capsule;
   if (!PyArg_ParseTuple(arguments, "OO", &owner, &capsule)) return nullptr;
@@ -463,7 +461,7 @@ PyMethodDef gate_methods[] = {
     {"close", gate_close, METH_NOARGS, "See no op from now on."},
     {"know", gate_know, METH_O, "Record every later op that writes the storage of a tensor."},
     {"forget", gate_forget, METH_NOARGS, "Forget which storages the recorder has seen."},
-    {"use_tape", gate_use_tape, METH_VARARGS, "Record on a tape what the sequence says: (owner, capsule), or None, None."},
+    {"use_tape", gate_use_tape, METH_VARARGS, "Record on a tape from here on: (owner, capsule); (None, None): on none."},
     {"is_complete", gate_is_complete, METH_NOARGS, "Return whether the sequence was followed to its end."},
     {"learned", gate_learned, METH_NOARGS, "Return the hashes of the ops since `learn`."},
     {nullptr, nullptr, 0, nullptr}};

@@ -2,10 +2,10 @@
 
 [Note: which part goes to the tape]
 A step that is recorded in part (outline.py) records, drops and replays by the same lists every time, so this can be
-done without Python (native/tape.cpp). The tape and Python each know only what they have recorded themselves: a tensor that
-the other one drops is for them like a tensor from before the scope, which they keep in memory. So buffers that replays
-connect stay together: if the replay of one reads another one that leaves as well, both are on the tape or both are in
-Python. Python takes all groups in which
+done without Python (native/tape.cpp). The tape and Python each know only what they have recorded themselves: a tensor
+that the other one drops is for them like a tensor from before the scope, which they keep in memory. So buffers that
+replays connect stay together: if the replay of one reads another one that leaves as well, both are on the tape or both
+are in Python. Python takes all groups in which
 
 * a buffer is swapped,
 * an op writes to a tensor, draws random numbers, or is not torch's own,

@@ -155,7 +155,7 @@ class PartialRecording:
             elif module is not None:
                 counter = cast("LimitedCounter", self._room.usage.counter)
                 self._gate = new_gate(self._recorder, counter, self._on_other_op, self._make_room)
-                self._lane = NativeLane(*self._parts(), self._follower, self._on_failed_replay)
+                self._lane = NativeLane(*self._parts(), self._follower, lambda: self._hand_over("a replay failed"))
         return self._gate is not None
 
     @shielded
@@ -235,8 +235,7 @@ class PartialRecording:
 
     @shielded
     def _make_room(self, need_bytes: int) -> None:
-        """Wait for copies out, as the program does; resume recording if that is not enough."""
-        if not self._room.wait_for(need_bytes):
+        if not self._room.wait_for(need_bytes):  # for copies out, as the program does
             self._leave_outline("the budget has no room for an op")
 
     def _leave_outline(self, why: str) -> None:
@@ -315,10 +314,6 @@ class PartialRecording:
         self._follower.leave_outlined(why)
         self._adopt()
 
-    def _on_failed_replay(self) -> None:
-        self._must_end = True
-        self._hand_over("a replay failed")
-
     @shielded
     def _on_backward_end(self, hooks: NativeHooks) -> None:
         """Go on with recording, or pause it until the optimizer has stepped."""
@@ -344,8 +339,6 @@ class PartialRecording:
             self.end("its backward was unusual")
         elif self.is_on:
             self._record_whole()
-
-    # -- the end
 
     @shielded
     def end(self, why: str) -> None:

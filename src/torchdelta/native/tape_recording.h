@@ -1,0 +1,400 @@
+// The tape itself: what it records of a step, drops and replays. See tape.cpp.
+#pragma once
+#include <Python.h>
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "above_autograd.h"
+#include "tape.h"
+#include "tape_chain.h"
+#include "tape_content.h"
+
+namespace tape {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kFirstStatistics = 3;  // of a batch norm in training: the running mean, and the variance behind it
+constexpr size_t kTraining = 5;
+
+// What leaves and returns at which saved tensor. All contents are named by the numbers of their first saved tensors.
+struct Lane {
+  std::unordered_map<int64_t, std::vector<int64_t>> drops;                 // by saved tensor
+  std::unordered_map<int64_t, std::vector<std::vector<int64_t>>> replays;  // groups, by the saved tensor unpacked
+};
+
+// All has been handed over to Python.
+struct HandedOver {};
+struct NoRoom {};
+
+struct WithInterpreter {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~WithInterpreter() { PyGILState_Release(state); }
+};
+
+struct WithoutInterpreter {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutInterpreter() { PyEval_RestoreThread(state); }
+};
+
+class NativeTape final : public Tape, private ChainOwner {
+ public:
+  NativeTape(const std::atomic<int64_t>* live, PyObject* make_room, PyObject* raise_changed, PyObject* hand_over)
+      : live_(live), make_room_(make_room), raise_changed_(raise_changed), hand_over_(hand_over) {}
+
+  // -- a step
+
+  void begin(Lane lane, int64_t most_bytes) {
+    clear();
+    lane_ = std::move(lane);
+    most_bytes_ = most_bytes;
+    environment_ = environment();
+    is_on_ = true;
+  }
+
+  // Backward begins: no op is recorded any more.
+  void end_forward() {
+    slots_.clear();
+    pinned_.clear();
+  }
+
+  void clear() {
+    ++epoch_;
+    end_forward();
+    saved_.clear();
+    lane_ = Lane();
+    is_on_ = false;
+  }
+
+  // Return what was done since the last call.
+  PyObject* take_counts() {
+    PyObject* counts = Py_BuildValue("LLLLLLd", static_cast<long long>(num_replayed),
+                                     static_cast<long long>(replayed_bytes), num_saved_, saved_bytes_, num_dropped_,
+                                     dropped_bytes_, replay_s_);
+    num_replayed = replayed_bytes = num_saved_ = saved_bytes_ = num_dropped_ = dropped_bytes_ = 0;
+    replay_s_ = 0;
+    return counts;
+  }
+
+  // -- forward
+
+  bool record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
+              int64_t need_bytes, bool keeps_statistics) override {
+    if (!is_on_ || c10::InferenceMode::is_enabled() || environment() != environment_) return false;
+    const size_t begin = stack->size() - op.schema().arguments().size();
+    const bool hides = keeps_statistics && (*stack)[begin + kTraining].toBool();
+    EntryPtr entry = c10::make_intrusive<Entry>(op, below);
+    entry->grad_enabled = c10::GradMode::is_enabled();
+    entry->need_bytes = need_bytes;
+    entry->arguments.reserve(stack->size() - begin);
+    for (size_t index = begin; index < stack->size(); ++index) {
+      const size_t position = index - begin;
+      const bool is_scratch = hides && (position == kFirstStatistics || position == kFirstStatistics + 1);
+      if (!capture((*stack)[index], is_scratch, entry.get())) return false;
+    }
+    if (hides) {
+      for (const size_t position : {kFirstStatistics, kFirstStatistics + 1}) end_content((*stack)[begin + position]);
+    }
+    op.redispatchBoxed(below, stack);
+    for (size_t index = begin; index < stack->size(); ++index) {
+      if ((*stack)[index].isTensor()) note_made((*stack)[index].toTensor(), entry, index - begin);
+    }
+    prune();
+    return true;
+  }
+
+  void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) override {
+    if (slots_.empty() || !op.schema().is_mutable()) return;
+    const auto& arguments = op.schema().arguments();
+    const size_t begin = stack.size() - arguments.size();
+    for (size_t index = 0; index < arguments.size(); ++index) {
+      const c10::AliasInfo* alias = arguments[index].alias_info();
+      if (alias != nullptr && alias->isWrite()) end_content(stack[begin + index]);
+    }
+  }
+
+  SavePtr save(const at::Tensor& tensor, int64_t number, bool is_kept) override {
+    ContentPtr content;
+    if (!is_kept && is_on_) {
+      content = find(tensor.storage().unsafeGetStorageImpl());
+      if (content && !content->op) content.reset();
+    }
+    auto save = c10::make_intrusive<NativeSave>(tensor, content, number, epoch_);
+    if (content) {
+      if (content->num_saved == 1) saved_bytes_ += content->size_bytes;
+      ++num_saved_;
+      content->hold(tensor.storage());
+      content->counter = tensor.unsafeGetTensorImpl()->version_counter();
+      content->version = save->version();
+      saved_.insert_or_assign(number, WeakContent(content));
+    }
+    drop_at(number);
+    prune();
+    return save;
+  }
+
+  void drop_at(int64_t number) {
+    const auto found = lane_.drops.find(number);
+    if (found == lane_.drops.end()) return;
+    for (const int64_t first : found->second) {
+      const ContentPtr content = saved(first);
+      if (!content || !content->op || !content->is_held()) continue;
+      dropped_bytes_ += content->size_bytes;
+      ++num_dropped_;
+      content->release();
+    }
+  }
+
+  // -- backward
+
+  void before_unpack(const SavePtr& save) override {
+    if (static_cast<NativeSave*>(save.get())->step() == epoch_) replay_at(save->number());
+  }
+
+  void replay_at(int64_t number) {
+    const auto found = lane_.replays.find(number);
+    if (found == lane_.replays.end()) return;
+    const auto groups = std::move(found->second);
+    lane_.replays.erase(found);
+    for (const std::vector<int64_t>& group : groups) {
+      std::vector<ContentPtr> missing;
+      for (const int64_t first : group) {
+        ContentPtr content = saved(first);
+        if (content && content->num_saved > 0 && content->op && !content->successor && !content->resident()) {
+          missing.push_back(std::move(content));
+        }
+      }
+      try {
+        if (!missing.empty()) run_chain(missing, false);
+      } catch (const HandedOver&) {
+        return;
+      } catch (const NoRoom&) {  // `unpack` makes each of them again, and raises; not all of them may be needed
+      } catch (const c10::Error&) {
+      }
+    }
+  }
+
+  at::Tensor unpack(const SavePtr& save) override {
+    auto* native = static_cast<NativeSave*>(save.get());
+    const ContentPtr content = native->view.content;
+    if (!content) return at::Tensor();
+    c10::Storage storage = content->successor ? content->successor : content->resident();
+    try {
+      if (!storage) storage = run_chain({content}, true);
+    } catch (const HandedOver&) {
+      return at::Tensor();
+    } catch (const c10::Error&) {  // Python tries once more, and raises what it raises always
+      call(hand_over_, nullptr);
+      return at::Tensor();
+    }
+    TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) >= content->size_bytes,
+                "the content of a saved tensor of ", content->size_bytes, " bytes is lost: its storage was resized to ",
+                storage.nbytes(), " bytes before backward; resize it after backward");
+    return native->view.on(std::move(storage));
+  }
+
+ private:
+  // What a storage held when the tape last saw it. The weak reference keeps its address from being another's.
+  struct Slot {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    WeakContent content;
+  };
+
+  // The settings that kernels read besides their arguments: see `numeric_environment` in _torch/device.py.
+  static std::array<int64_t, 5> environment() {
+    const at::Context& context = at::globalContext();
+    int64_t precision = -1;
+    try {
+      precision = static_cast<int64_t>(context.float32MatmulPrecision());
+    } catch (const c10::Error&) {  // old and new settings are mixed, which torch refuses
+    }
+    return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()),
+            static_cast<int64_t>(context.userEnabledMkldnn()), static_cast<int64_t>(context.deterministicAlgorithms()),
+            precision, static_cast<int64_t>(at::get_num_threads())};
+  }
+
+  ContentPtr find(const c10::StorageImpl* storage) const {
+    const auto found = slots_.find(storage);
+    return found != slots_.end() ? found->second.content.lock() : ContentPtr();
+  }
+
+  ContentPtr saved(int64_t number) const {
+    const auto found = saved_.find(number);
+    return found != saved_.end() ? found->second.lock() : ContentPtr();
+  }
+
+  ContentPtr new_content(const c10::Storage& storage) {
+    ContentPtr content = c10::make_intrusive<Content>(next_id_++, storage);
+    slots_.insert_or_assign(storage.unsafeGetStorageImpl(), Slot{storage.getWeakStorageImpl(), WeakContent(content)});
+    return content;
+  }
+
+  std::optional<View> view_of(const at::Tensor& tensor) {
+    if (!is_plain(tensor) || !tensor.has_storage()) return std::nullopt;
+    const c10::Storage& storage = tensor.storage();
+    ContentPtr content = find(storage.unsafeGetStorageImpl());
+    if (!content) {
+      content = new_content(storage);
+      content->hold(storage);
+      if (tensor.is_leaf()) {  // of another tensor the version may be that of an alias
+        content->counter = tensor.unsafeGetTensorImpl()->version_counter();
+        content->version = content->counter->current_version();
+      }
+    }
+    return View(std::move(content), tensor);
+  }
+
+  bool capture(const c10::IValue& value, bool is_scratch, Entry* entry) {
+    Argument argument;
+    if (value.isTensor() && value.toTensor().defined()) {
+      const at::Tensor& tensor = value.toTensor();
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {  // a number of the program: nothing writes it
+        argument.value = at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(0, false));
+      } else if (is_scratch) {
+        argument.kind = Argument::Kind::kScratch;
+        argument.views.emplace_back(View(ContentPtr(), tensor));
+      } else {
+        std::optional<View> view = view_of(tensor);
+        if (!view.has_value()) return false;
+        argument.kind = Argument::Kind::kTensor;
+        argument.views.push_back(std::move(view));
+      }
+    } else if (value.isList() && holds_tensor(value)) {
+      argument.kind = Argument::Kind::kList;
+      argument.value = c10::impl::GenericList(value.toList().elementType());
+      for (const c10::IValue& item : value.toListRef()) {
+        const bool has_tensor = item.isTensor() && item.toTensor().defined();
+        argument.views.push_back(has_tensor ? view_of(item.toTensor()) : std::nullopt);
+        if (has_tensor && !argument.views.back().has_value()) return false;
+      }
+    } else {
+      argument.value = value;
+    }
+    entry->arguments.push_back(std::move(argument));
+    return true;
+  }
+
+  static bool holds_tensor(const c10::IValue& list) {
+    if (list.isIntList() || list.isBoolList() || list.isDoubleList()) return false;
+    for (const c10::IValue& item : list.toListRef()) {
+      if (item.isTensor()) return true;
+    }
+    return false;
+  }
+
+  void note_made(const at::Tensor& tensor, const EntryPtr& entry, size_t index) {
+    if (!is_plain(tensor) || !tensor.has_storage() || find(tensor.storage().unsafeGetStorageImpl())) return;
+    ContentPtr content = new_content(tensor.storage());
+    content->op = entry;
+    content->output_index = index;
+    entry->outputs.emplace_back(content);
+    pinned_.push_back(std::move(content));
+  }
+
+  // Give up contents whose storages have died, unless something still needs them.
+  void prune() {
+    pinned_.erase(std::remove_if(pinned_.begin(), pinned_.end(),
+                                 [](const ContentPtr& content) { return !content->resident(); }),
+                  pinned_.end());
+  }
+
+  void end_content(const c10::IValue& value) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
+      const auto found = slots_.find(value.toTensor().storage().unsafeGetStorageImpl());
+      if (found == slots_.end()) return;
+      const ContentPtr content = found->second.content.lock();
+      slots_.erase(found);
+      if (!content) return;
+      if (content->op) {
+        content->end();
+      } else {  // replays read it, and it cannot be made again
+        ensure(content->size_bytes, false);
+        const at::Tensor copy = at::empty({content->size_bytes}, at::TensorOptions().dtype(at::kByte));
+        std::memcpy(copy.mutable_data_ptr(), content->resident().data(), static_cast<size_t>(content->size_bytes));
+        content->hold(copy.storage());
+        content->counter.reset();
+      }
+    } else if (value.isList() && holds_tensor(value)) {
+      for (const c10::IValue& item : value.toListRef()) end_content(item);
+    }
+  }
+
+  // -- what a chain asks
+
+  void ensure(int64_t size_bytes, bool is_optional) {
+    if (live_->load(std::memory_order_relaxed) + size_bytes <= most_bytes_) return;
+    const int64_t epoch = epoch_;
+    const WithInterpreter guard;
+    PyObject* arguments = Py_BuildValue("(LO)", static_cast<long long>(size_bytes), is_optional ? Py_True : Py_False);
+    const bool has_room = call(make_room_, arguments);
+    if (epoch_ != epoch) throw HandedOver();
+    if (!has_room) throw NoRoom();
+  }
+
+  void make_room(int64_t size_bytes, bool is_optional) override { ensure(size_bytes, is_optional); }
+
+  void raise_changed(const Content& content) override {
+    call(raise_changed_,
+         Py_BuildValue("(LII)", static_cast<long long>(content.size_bytes), content.counter->current_version(),
+                       content.version));
+  }
+
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) override {
+    const WithoutInterpreter guard;
+    op.redispatchBoxed(below, stack);
+  }
+
+  // Call a function, and return whether its answer is true. Takes the arguments; null stands for none.
+  static bool call(PyObject* function, PyObject* arguments) {
+    const AboveAutograd guard_of_keys;
+    PyObject* answer = PyObject_CallObject(function, arguments);
+    Py_XDECREF(arguments);
+    if (answer == nullptr) throw python_error();
+    const bool is_true = PyObject_IsTrue(answer) == 1;
+    Py_DECREF(answer);
+    return is_true;
+  }
+
+  c10::Storage run_chain(std::vector<ContentPtr> targets, bool keeps_others) {
+    const Clock::time_point began = Clock::now();
+    Content* first = targets.front().get();
+    Chain chain(this, std::move(targets), keeps_others);
+    chain.run();
+    replay_s_ += std::chrono::duration<double>(Clock::now() - began).count();
+    return chain.storage_of(first);
+  }
+
+  const std::atomic<int64_t>* live_;
+  PyObject* make_room_;      // (size_bytes, is_optional): whether there is room
+  PyObject* raise_changed_;  // (size_bytes, version, expected version): raises
+  PyObject* hand_over_;
+  Lane lane_;
+  int64_t most_bytes_ = 0;
+  bool is_on_ = false;
+  int64_t epoch_ = 0;
+  int64_t next_id_ = 0;
+  std::array<int64_t, 5> environment_{};
+  std::unordered_map<const c10::StorageImpl*, Slot> slots_;
+  std::vector<ContentPtr> pinned_;  // made by ops, while their storages live
+  std::unordered_map<int64_t, WeakContent> saved_;
+  long long num_saved_ = 0;
+  long long saved_bytes_ = 0;
+  long long dropped_bytes_ = 0;
+  long long num_dropped_ = 0;
+  double replay_s_ = 0;
+};
+
+}  // namespace tape
