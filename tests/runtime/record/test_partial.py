@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 
-from tests.following import drawn_plan, follow_anyway, planned_here
 from tests.runtime.parts import running_session
+from tests.runtime.record.partly import (
+    CHANGES_AT,
+    MARGIN,
+    NUM_LAYERS,
+    ROWS,
+    WIDTH,
+    Stack,
+    differing_steps,
+    drop_all,
+    following,
+    train,
+)
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate
-from torchdelta.runtime.current import current_session
 from torchdelta.runtime.follow.program import Proof
-from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
-    from torchdelta.machine.model import Machine
-    from torchdelta.plan.model import Plan
-    from torchdelta.runtime.session import Session
-    from torchdelta.trace.model import Trace
-
-    Step = Callable[["Stack", int], torch.Tensor]
+    from tests.runtime.record.partly import Step
 
 pytestmark = pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
-
-_ROWS, _WIDTH, _NUM_LAYERS = 512, 32, 5
-_LARGE_BYTES = 2 * 4 * _ROWS * _WIDTH  # no program here lets a buffer of this size leave
-_MARGIN = 1.02  # of the budget above the plain peak: with much more, recording would pause as a whole
-_CHANGES_AT = 12  # the step at which a step does something else: earlier ones are recorded in part
-_NUM_STEPS = 16
-
-
-class Stack(torch.nn.Module):
-    """Layers of the same width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS))
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(_WIDTH) for _ in range(_NUM_LAYERS))
-
-    def block(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Run one layer."""
-        return x + torch.nn.functional.gelu(self.norms[index](self.layers[index](x)))
 
 
 @pytest.fixture(autouse=True)
@@ -64,81 +47,18 @@ def _one_thread_and_the_gate() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def _drop_all() -> None:
-    """Drop what can be recomputed, if a scope is open."""
-    if (session := current_session()) is not None:
-        room = cast("Session", session).room
-        for buffer in list(room.ledger.held.values()):
-            if buffer.op is not None and room.is_evictable(buffer):
-                room.evict(buffer, Action.RECOMPUTE)
-
-
-def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
-    """Return a program that drops most saved buffers that are not large."""
-    plan = drawn_plan(trace, 2)
-    sizes_bytes = {buffer.id: buffer.size_bytes for buffer in trace.buffers}
-    small = [absence for absence in plan.absences if sizes_bytes[absence.buffer_id] < _LARGE_BYTES]
-    return msgspec.structs.replace(
-        plan, absences=tuple(msgspec.structs.replace(absence, action="recompute") for absence in small)
-    )
-
-
-@contextlib.contextmanager
-def _following(budget: int) -> Generator[MemoryBudget]:
-    with (
-        planned_here(_recompute_all_small, least_bytes=0),
-        MemoryBudget(budget, Config(planner="torchdelta", tier="memory")) as memory_budget,
-    ):
-        follow_anyway(running_session())
-        yield memory_budget
-
-
-def _train(step: Step, num_steps: int = _NUM_STEPS) -> tuple[list[Any], int]:
-    """Train with a step. Return the bits of all losses and of the final state, and how many steps were partial."""
-    stack, num_partial = Stack(), 0
-    optimizer = torch.optim.SGD(stack.parameters(), lr=0.01, momentum=0.9)
-    seen: list[Any] = []
-    for index in range(num_steps):
-        loss = step(stack, index)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(bits_of(loss))
-        if index == _CHANGES_AT - 1 and (session := current_session()) is not None:
-            num_partial = cast("Session", session).partial.num_steps
-    seen.append(bits_of(stack.state_dict()))
-    seen.append(bits_of(torch.get_rng_state()))
-    return seen, num_partial
-
-
-def _run(make_step: Callable[[], Step], budget: int | None) -> tuple[list[Any], int]:
-    seed_everything()
-    with _following(budget) if budget is not None else contextlib.nullcontext():
-        return _train(make_step())
-
-
-def _differing_steps(make_step: Callable[[], Step]) -> list[int]:
-    """Return the steps whose losses are not plain's; the last two are those of the final state and the generator's."""
-    plain, _ = _run(make_step, None)
-    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
-        _train(make_step(), 2)
-    seen, num_partial = _run(make_step, int(unlimited.summary().peak_bytes * _MARGIN))
-    assert num_partial, "the test says nothing: no step was recorded in part"
-    return [index for index in range(len(plain)) if plain[index] != seen[index]]
-
-
 @pytest.mark.parametrize("unseen_version", [False, True], ids=["op", "data"])
 def test_a_step_that_writes_another_tensor_than_the_learned_one(unseen_version: bool) -> None:
     """The sequence of ops is the same, but what replays read is written, and not the tensor beside it."""
 
     def make_step() -> Step:
-        read, beside = torch.randn(_ROWS, _WIDTH), torch.zeros(_ROWS, _WIDTH)
+        read, beside = torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
 
         def step(stack: Stack, index: int) -> torch.Tensor:
-            x = torch.randn(_ROWS, _WIDTH)
-            for layer in range(_NUM_LAYERS):
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
                 x = stack.block(layer, x + read)
-                target = read if index >= _CHANGES_AT and layer == _NUM_LAYERS - 1 else beside
+                target = read if index >= CHANGES_AT and layer == NUM_LAYERS - 1 else beside
                 if unseen_version:
                     target.data.add_(x.data)
                 else:
@@ -147,7 +67,7 @@ def test_a_step_that_writes_another_tensor_than_the_learned_one(unseen_version: 
 
         return step
 
-    assert _differing_steps(make_step) == []
+    assert differing_steps(make_step) == []
 
 
 def test_a_write_to_what_was_made_before_the_outline() -> None:
@@ -155,22 +75,22 @@ def test_a_write_to_what_was_made_before_the_outline() -> None:
 
     def make_step() -> Step:
         def step(stack: Stack, index: int) -> torch.Tensor:
-            x = torch.randn(_ROWS, _WIDTH)
+            x = torch.randn(ROWS, WIDTH)
             masks = [torch.sin(torch.cat([x, x]))]
-            for layer in range(_NUM_LAYERS):
+            for layer in range(NUM_LAYERS):
                 x = stack.block(layer, x)
                 if layer == 2:
                     masks[0].add_(1)
-                    x = (torch.cat([x, x]) * masks[0])[:_ROWS]
+                    x = (torch.cat([x, x]) * masks[0])[:ROWS]
                     masks.clear()  # what the program itself holds cannot be evicted
-            if index >= _CHANGES_AT:
+            if index >= CHANGES_AT:
                 x = x + x.cos()  # recording resumes before this op
-                _drop_all()
+                drop_all()
             return x.square().mean()
 
         return step
 
-    assert _differing_steps(make_step) == []
+    assert differing_steps(make_step) == []
 
 
 def test_a_saved_tensor_that_is_read_in_forward() -> None:
@@ -178,8 +98,8 @@ def test_a_saved_tensor_that_is_read_in_forward() -> None:
 
     def make_step() -> Step:
         def step(stack: Stack, _index: int) -> torch.Tensor:
-            x = torch.randn(_ROWS, _WIDTH)
-            for layer in range(_NUM_LAYERS):
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
                 x = stack.block(layer, x)
                 y = x.tanh()
                 x = x * y + getattr(y.grad_fn, "_saved_result").mean()  # noqa: B009 - torch's stubs do not have it
@@ -187,7 +107,7 @@ def test_a_saved_tensor_that_is_read_in_forward() -> None:
 
         return step
 
-    assert _differing_steps(make_step) == []
+    assert differing_steps(make_step) == []
 
 
 def _update_by_hand(stack: Stack) -> None:
@@ -198,33 +118,33 @@ def _update_by_hand(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_a_loop_whose_optimizer_does_not_step_after_every_backward(num_micro_batches: int) -> None:
+def test_a_loop_whose_optimizer_no_longer_steps_after_every_backward(num_micro_batches: int) -> None:
     """Recording resumes in a forward, where an op is running: the recorder must not see a part of its kernel."""
 
-    def train() -> list[Any]:
+    def train_by_hand() -> list[Any]:
         seed_everything()
         stack, seen = Stack(), list[Any]()
         optimizer = torch.optim.SGD(stack.parameters(), lr=0.01)
         for index in range(20):
-            x = torch.randn(_ROWS, _WIDTH)
-            for layer in range(_NUM_LAYERS):
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
                 x = stack.block(layer, x)
-                _drop_all()
+                drop_all()
             loss = x.square().mean()
             loss.backward()
             seen.append(bits_of([loss, *(parameter.grad for parameter in stack.parameters())]))
-            if num_micro_batches == 1:
+            if index >= 10 and num_micro_batches == 1:
                 _update_by_hand(stack)
-            elif index % num_micro_batches:
+            elif index < 10 or index % num_micro_batches:
                 optimizer.step()
                 optimizer.zero_grad()
         return seen
 
-    plain = train()
+    plain = train_by_hand()
     with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
-        train()
-    with _following(int(unlimited.summary().peak_bytes * _MARGIN)):
-        seen = train()
+        train_by_hand()
+    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+        seen = train_by_hand()
         partial = running_session().partial
         assert partial.num_steps
         assert partial.num_resumed, "the test says nothing: nothing was paused where no optimizer stepped"
@@ -240,8 +160,8 @@ class _Pausing:
         self.optimizer = torch.optim.SGD(self.stack.parameters(), lr=0.01)
 
     def step(self, between: Callable[[], object]) -> None:
-        x = torch.randn(_ROWS, _WIDTH)
-        for layer in range(_NUM_LAYERS):
+        x = torch.randn(ROWS, WIDTH)
+        for layer in range(NUM_LAYERS):
             x = self.stack.block(layer, x)
         x.square().mean().backward()
         del x
@@ -255,15 +175,15 @@ def _paused_budget() -> int:
     with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
         for _ in range(2):
             loop.step(lambda: None)
-    return int(unlimited.summary().peak_bytes * _MARGIN)
+    return int(unlimited.summary().peak_bytes * MARGIN)
 
 
 def test_the_budget_is_not_passed_before_the_optimizer_steps() -> None:
     """Nothing is recorded there, so no op is given room: an allocation that does not fit is refused."""
     budget = _paused_budget()
-    with _following(budget) as memory_budget:
+    with following(budget) as memory_budget:
         loop = _Pausing()
-        for _ in range(_CHANGES_AT):
+        for _ in range(CHANGES_AT):
             loop.step(lambda: None)
         assert running_session().partial.num_steps
         with pytest.raises(torch.OutOfMemoryError):
@@ -284,9 +204,9 @@ def test_garbage_is_collected_before_the_optimizer_steps() -> None:
     gc.collect()
     gc.disable()
     try:
-        with _following(budget) as memory_budget:
+        with following(budget) as memory_budget:
             loop = _Pausing()
-            for _ in range(_CHANGES_AT):
+            for _ in range(CHANGES_AT):
                 loop.step(lambda: None)
             assert running_session().partial.num_steps
             loop.step(lambda: [leave_garbage() for _ in range(3)])
@@ -304,16 +224,16 @@ def test_a_step_that_begins_to_make_tensors_of_a_subclass() -> None:
 
     def make_step() -> Step:
         def step(stack: Stack, index: int) -> torch.Tensor:
-            x = torch.randn(_ROWS, _WIDTH)
-            for layer in range(_NUM_LAYERS):
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
                 x = stack.block(layer, x)
-                if index >= _CHANGES_AT and layer == 3:
+                if index >= CHANGES_AT and layer == 3:
                     x = x.as_subclass(_Plain).as_subclass(torch.Tensor)
             return x.square().mean()
 
         return step
 
-    assert _differing_steps(make_step) == []
+    assert differing_steps(make_step) == []
 
 
 class _LargeBackward(torch.autograd.Function):
@@ -326,7 +246,7 @@ class _LargeBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> torch.Tensor:
-        large = torch.ones(20 * _ROWS, _WIDTH)
+        large = torch.ones(20 * ROWS, WIDTH)
         return grad_outputs[0].expand(ctx.shape) * large[0, 0]
 
 
@@ -335,26 +255,26 @@ def test_a_backward_from_another_result_of_the_same_ops() -> None:
 
     def make_step() -> Step:
         def step(stack: Stack, index: int) -> torch.Tensor:
-            x = torch.randn(_ROWS, _WIDTH)
-            for layer in range(_NUM_LAYERS):
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
                 x = stack.block(layer, x)
             usual, other = x.square().mean(), _LargeBackward.apply(x)
-            return other if index >= _CHANGES_AT else usual
+            return other if index >= CHANGES_AT else usual
 
         return step
 
     with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
-        _train(make_step(), 2)
-    budget = int(unlimited.summary().peak_bytes * _MARGIN)
-    with _following(budget) as memory_budget, pytest.raises(BudgetError):
-        _train(make_step())
-    assert memory_budget.summary().num_steps == _CHANGES_AT
+        train(make_step(), 2)
+    budget = int(unlimited.summary().peak_bytes * MARGIN)
+    with following(budget) as memory_budget, pytest.raises(BudgetError):
+        train(make_step())
+    assert memory_budget.summary().num_steps == CHANGES_AT
     assert memory_budget.summary().peak_bytes <= budget
 
 
 def test_a_backward_that_fitted_after_a_partial_forward_is_not_known_to_fit_after_a_whole_one() -> None:
     """Other buffers are resident there: what one takes says nothing of the other."""
-    with _following(_paused_budget()):
+    with following(_paused_budget()):
         loop = _Pausing()
         for _ in range(4):
             loop.step(lambda: None)
@@ -380,13 +300,13 @@ def test_a_known_backward_that_cannot_fit_leaves_no_fake_gradient() -> None:
     """A survey begins in the middle of it: what that accumulates into the leaves is undone."""
     budget = _paused_budget()
     hogs: list[torch.Tensor] = []
-    with _following(budget):
+    with following(budget):
         loop = _Pausing()
-        for _ in range(_CHANGES_AT):
+        for _ in range(CHANGES_AT):
             loop.step(lambda: None)
         assert running_session().partial.num_steps
-        loss = torch.randn(_ROWS, _WIDTH)
-        for layer in range(_NUM_LAYERS):
+        loss = torch.randn(ROWS, WIDTH)
+        for layer in range(NUM_LAYERS):
             loss = loop.stack.block(layer, loss)
         loss = loss.square().mean()
         loss.register_hook(lambda _gradient: hogs.append(torch.empty(budget, dtype=torch.uint8)))

@@ -84,7 +84,7 @@ class PartialRecording:
         self._follower = saved.follower
         self._phase = _Phase.OFF
         self._gate: Gate | None = None
-        self._lane: NativeLane | None = None  # once there is a gate
+        self.lane: NativeLane | None = None  # once there is a gate
         self._can_have_gate = CAN_ENTER_MODES_IN_OPS
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._program: Program | None = None  # whose outline is learned or used in this step
@@ -117,7 +117,8 @@ class PartialRecording:
             program.forget_times()  # those of steps that were recorded as a whole
         elif program is not None and is_own:
             self.num_steps += 1
-            self._num_alike += 1
+            # Where an optimizer does not step after every backward, nothing would tell that a pause should end.
+            self._num_alike = self._num_alike + 1 if self._steps.has_stepped else 0
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
             # The op that saves a tensor is running: on the stack, the recorder would take the rest of its kernel for
@@ -155,7 +156,7 @@ class PartialRecording:
             elif module is not None:
                 counter = cast("LimitedCounter", self._room.usage.counter)
                 self._gate = new_gate(self._recorder, counter, self._on_other_op, self._make_room)
-                self._lane = NativeLane(*self._parts(), self._follower, lambda: self._hand_over("a replay failed"))
+                self.lane = NativeLane(*self._parts(), self._follower, lambda: self._hand_over("a replay failed"))
         return self._gate is not None
 
     @shielded
@@ -177,8 +178,8 @@ class PartialRecording:
     def _adopt(self) -> int:
         """Make all that native code holds known to Python. Return the number of saved tensors."""
         num_adopted = self._pause.adopt()
-        if self._lane is not None:
-            self._lane.on_adopted()
+        if self.lane is not None:
+            self.lane.on_adopted()
         return num_adopted
 
     def _record_whole(self) -> None:
@@ -208,8 +209,8 @@ class PartialRecording:
             self._phase = _Phase.OUTLINED
             gate.follow(outline.ops, self._room.budget_bytes or _NO_LIMIT)
             hooks.compare(outline.saves, self._on_other_save, self._pack_numbered)
-            if self._lane is not None and self._known.has_any(program):
-                self._lane.begin(program)
+            if self.lane is not None and self._known.has_any(program):
+                self.lane.begin(program)
 
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
@@ -297,7 +298,7 @@ class PartialRecording:
             # The graph is freed, and every leaf gets its gradient.
             is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)
             is_known = known is not None and is_usual and backward.runs_known(known)
-            if self._lane is not None and self._lane.is_on and not (self._lane.end_forward() and is_known):
+            if self.lane is not None and self.lane.is_on and not (self.lane.end_forward() and is_known):
                 self._hand_over("its backward is not known")
                 is_known = False
             if known is not None and is_known:
@@ -318,10 +319,10 @@ class PartialRecording:
     def _on_backward_end(self, hooks: NativeHooks) -> None:
         """Go on with recording, or pause it until the optimizer has stepped."""
         ledger = self._ledger
-        if self._lane is not None and self._lane.is_on:
+        if self.lane is not None and self.lane.is_on:
             if hooks.num_handles():
                 self._hand_over("saved tensors outlive its backward")
-            self._lane.end()
+            self.lane.end()
         if not ledger.num_handles and self._gate is not None:
             self._gate.forget()  # nothing recorded is replayed any more
         lives_on = self._must_end or ledger.num_handles or hooks.num_handles() or ledger.surveys
@@ -365,7 +366,7 @@ class PartialRecording:
 
     def stop(self) -> None:
         """Leave everything to Python: the session stops."""
-        if self._lane is not None and self._lane.is_on:
+        if self.lane is not None and self.lane.is_on:
             self._hand_over("the session stops")
         self.close()
 

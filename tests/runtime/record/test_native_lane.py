@@ -1,0 +1,454 @@
+"""Steps that record, drop and replay on the native tape end with the bits of plain ones, whatever happens in them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.parts import running_session
+from tests.runtime.record.partly import (
+    CHANGES_AT,
+    MARGIN,
+    NUM_LAYERS,
+    ROWS,
+    WIDTH,
+    Stack,
+    drop_all,
+    following,
+    num_native_steps,
+)
+from tests.same_bits.judge import bits_of, seed_everything
+from torchdelta import Config, MemoryBudget
+from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
+from torchdelta.errors import NativeError, ReplayError
+from torchdelta.native.gate import load_gate
+from torchdelta.native.tape import load_tape
+from torchdelta.runtime.current import current_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Seen = list[Any]
+
+pytestmark = pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
+
+_NUM_STEPS = CHANGES_AT + 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_the_tape() -> Iterator[None]:
+    for module in (load_gate(), load_tape()):
+        if isinstance(module, NativeError):
+            pytest.skip(str(module))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+class Loop:
+    """Trains a stack; a test says what else happens in a step."""
+
+    def __init__(self) -> None:
+        seed_everything()
+        self.stack = Stack()
+        self.optimizer = torch.optim.SGD(self.stack.parameters(), lr=0.01, momentum=0.9)
+        self.read = torch.randn(ROWS, WIDTH)
+        self.seen: Seen = []
+
+    def forward(self, between: Callable[[int, torch.Tensor], torch.Tensor] = lambda _layer, x: x) -> torch.Tensor:
+        """Return the loss; `between` runs after each layer."""
+        x = torch.randn(ROWS, WIDTH)
+        for layer in range(NUM_LAYERS):
+            x = between(layer, self.stack.block(layer, x + self.read))
+        return x.square().mean()
+
+    def is_on_tape(self) -> bool:
+        """Return whether the running step uses the tape."""
+        session = current_session()
+        lane = session.partial.lane if session is not None else None
+        return lane is not None and lane.is_on
+
+    def update(self, loss: torch.Tensor) -> None:
+        """Step the optimizer, and note what it came from."""
+        self.seen.append(bits_of([loss, *(parameter.grad for parameter in self.stack.parameters())]))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+Body = "Callable[[Loop, int], None]"
+
+
+def _usual(loop: Loop) -> None:
+    loss = loop.forward()
+    loss.backward()
+    loop.update(loss)
+
+
+def _outcome(body: Any, budget: int | None, num_steps: int = _NUM_STEPS) -> tuple[Seen, list[int]]:
+    """Return the bits of all steps, and how many steps had used the tape after each."""
+    counts: list[int] = []
+
+    def train() -> Seen:
+        loop = Loop()
+        for index in range(num_steps):
+            body(loop, index)
+            counts.append(num_native_steps() if budget is not None else 0)
+        return [*loop.seen, bits_of(loop.stack.state_dict()), bits_of(torch.get_rng_state())]
+
+    if budget is None:
+        return train(), counts
+    with following(budget):
+        return train(), counts
+
+
+def _budget() -> int:
+    loop = Loop()
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        for _ in range(2):
+            _usual(loop)
+    return int(unlimited.summary().peak_bytes * MARGIN)
+
+
+def _same_bits(body: Any, *, num_steps: int = _NUM_STEPS) -> list[int]:
+    """Check that a loop gives plain's bits in a budget. Return how many steps had used the tape after each."""
+    plain, _ = _outcome(body, None, num_steps)
+    seen, counts = _outcome(body, _budget(), num_steps)
+    assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []
+    return counts
+
+
+def test_steps_that_are_alike_use_the_tape() -> None:
+    """From the step on whose backward is known."""
+    counts = _same_bits(lambda loop, _index: _usual(loop))
+    assert counts[CHANGES_AT - 1] > 2
+    assert counts[-1] == counts[CHANGES_AT - 1] + _NUM_STEPS - CHANGES_AT
+
+
+def test_what_the_tape_does_is_counted() -> None:
+    """Like what Python does: the summary's figures do not depend on who replays."""
+    with following(_budget()):
+        loop, counters = Loop(), running_session().counters
+        done: list[tuple[int, int, int, int]] = []
+        while num_native_steps() < 2:
+            before = counters.copy()
+            _usual(loop)
+            now = counters.minus(before)
+            done.append((now.num_recomputed_ops, now.recomputed_bytes, now.num_evictions, now.dropped_bytes))
+            assert len(done) < _NUM_STEPS
+    assert done[-1] == done[-2] == done[-3]  # the last of these ran in Python
+    assert min(done[-1]) > 0
+
+
+def test_accumulated_gradients() -> None:
+    """The first backward makes the gradients and the second one adds to them: both become known."""
+
+    def body(loop: Loop, index: int) -> None:
+        loss = loop.forward()
+        loss.backward()
+        if index % 2:
+            loop.update(loss)
+
+    counts = _same_bits(body, num_steps=30)
+    assert counts[-1] - counts[-7] == 6, "the last steps, of both kinds, do not use the tape"
+
+
+def _write_a_source(loop: Loop, _layer: int, x: torch.Tensor) -> torch.Tensor:
+    loop.read.add_(x.detach())
+    return x
+
+
+def _write_a_saved_content(_loop: Loop, layer: int, x: torch.Tensor) -> torch.Tensor:
+    y = x.tanh()  # saves its result
+    if layer == 3:
+        y.data.mul_(0.5)  # unseen by autograd: backward reads the new content
+    return y
+
+
+def _write_below_autograd(loop: Loop, layer: int, x: torch.Tensor) -> torch.Tensor:
+    if layer == 2:
+        with torch.no_grad():
+            loop.stack.layers[0].bias.data.add_(0.0)
+    return x
+
+
+def _diverge(_loop: Loop, layer: int, x: torch.Tensor) -> torch.Tensor:
+    if layer == 3:
+        x = x + x.cos()
+        drop_all()
+    return x
+
+
+def _diverge_early(_loop: Loop, layer: int, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if layer == 0 else x
+
+
+def _resume_and_evict(_loop: Loop, layer: int, x: torch.Tensor) -> torch.Tensor:
+    if layer == 3 and (session := current_session()) is not None:
+        session.partial.find_more()
+        drop_all()
+    return x
+
+
+@pytest.mark.parametrize(
+    "between",
+    [_write_a_source, _write_a_saved_content, _write_below_autograd, _diverge, _diverge_early, _resume_and_evict],
+)
+def test_something_else_happens_in_forward(between: Any) -> None:
+    """In one step, after others have used the tape, and afterwards they do so again."""
+
+    def body(loop: Loop, index: int) -> None:
+        if index == CHANGES_AT:
+            loss = loop.forward(lambda layer, x: between(loop, layer, x))
+            loss.backward()
+            loop.update(loss)
+        else:
+            _usual(loop)
+
+    counts = _same_bits(body)
+    assert counts[CHANGES_AT - 1] > 0
+
+
+def _backward_twice(loop: Loop) -> None:
+    loss = loop.forward()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    loop.update(loss)
+
+
+def _only_some_gradients(loop: Loop) -> None:
+    loss = loop.forward()
+    parameters = list(loop.stack.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    loop.update(loss)
+
+
+def _hook_in_backward(loop: Loop) -> None:
+    loss = loop.forward()
+    handle = loop.stack.layers[1].weight.register_hook(lambda gradient: gradient * 2)
+    loss.backward()
+    handle.remove()
+    loop.update(loss)
+
+
+def _step_in_backward(loop: Loop) -> None:
+    loss = loop.forward()
+
+    def halve(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.mul_(0.5)
+
+    handles = [layer.weight.register_post_accumulate_grad_hook(halve) for layer in list(loop.stack.layers)[2:]]
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    loop.update(loss)
+
+
+def _graph_outlives_the_step(loop: Loop) -> None:
+    kept = loop.forward()
+    loss = loop.forward()
+    loss.backward()
+    loop.update(loss)
+    with torch.no_grad():
+        loop.seen.append(bits_of(kept))
+    gc.collect()
+
+
+def _other_settings(loop: Loop) -> None:
+    loss = loop.forward()
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    loop.update(loss)
+
+
+def _abandoned(loop: Loop) -> None:
+    loop.forward()
+    _usual(loop)
+
+
+def _reads_a_saved_tensor(loop: Loop) -> None:
+    outputs: list[torch.Tensor] = []
+    loss = loop.forward(lambda _layer, x: outputs.append(x) or x)
+    node: Any = outputs[-1].grad_fn
+    gelu = node.next_functions[1][0]
+    loop.seen.append(bits_of(getattr(gelu, "_saved_self")))  # noqa: B009 - torch's stubs do not have it
+    loss.backward()
+    loop.update(loss)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _backward_twice,
+        _only_some_gradients,
+        _hook_in_backward,
+        _step_in_backward,
+        _graph_outlives_the_step,
+        _other_settings,
+        _abandoned,
+        _reads_a_saved_tensor,
+    ],
+)
+def test_something_else_happens_in_backward(other: Any) -> None:
+    """As in forward."""
+
+    def body(loop: Loop, index: int) -> None:
+        if index == CHANGES_AT:
+            other(loop)
+        else:
+            _usual(loop)
+
+    counts = _same_bits(body)
+    assert counts[CHANGES_AT - 1] > 0
+
+
+def test_an_exception_in_forward() -> None:
+    """What the tape has recorded is forgotten with the graph."""
+
+    def fail(layer: int, x: torch.Tensor) -> torch.Tensor:
+        if layer == 3:
+            raise KeyError(layer)
+        return x
+
+    def body(loop: Loop, index: int) -> None:
+        if index == CHANGES_AT:
+            with pytest.raises(KeyError):
+                loop.forward(fail)
+        _usual(loop)
+
+    _same_bits(body)
+
+
+def test_a_saved_tensor_that_was_written_raises_as_in_eager_mode() -> None:
+    """Also one whose content was dropped on the tape."""
+    dropped: list[bool] = []
+
+    def body(loop: Loop, index: int) -> None:
+        inner: list[torch.Tensor] = []
+
+        def keep(_layer: int, x: torch.Tensor) -> torch.Tensor:
+            inner.append(x.tanh())
+            return inner[-1]
+
+        loss = loop.forward(keep)
+        if index < CHANGES_AT:
+            inner.clear()
+            loss.backward()
+            loop.update(loss)
+            return
+        torch.autograd.graph.increment_version(inner[2])
+        inner.clear()
+        dropped.append(loop.is_on_tape())
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+
+    for budget in (None, _budget()):
+        _outcome(body, budget, CHANGES_AT + 1)
+    assert dropped == [False, True]
+
+
+def test_the_scope_ends_before_the_backward() -> None:
+    """The graph is still there, and gives plain's gradients."""
+
+    def gradients(budget: int | None) -> Seen:
+        loop = Loop()
+        if budget is None:
+            for _ in range(CHANGES_AT):
+                _usual(loop)
+            loss = loop.forward()
+        else:
+            with following(budget):
+                for _ in range(CHANGES_AT):
+                    _usual(loop)
+                assert num_native_steps()
+                loss = loop.forward()
+        loss.backward()
+        return bits_of([parameter.grad for parameter in loop.stack.parameters()])
+
+    assert gradients(_budget()) == gradients(None)
+
+
+def test_a_source_that_other_code_has_changed() -> None:
+    """It cannot be noticed before the replay: this is an error, not a wrong bit."""
+    with following(_budget()):
+        loop = Loop()
+        for _ in range(CHANGES_AT):
+            _usual(loop)
+        assert num_native_steps()
+        loss = loop.forward()
+        changed = loop.stack.norms[2].weight
+        torch.autograd.graph.increment_version(changed)
+        with pytest.raises((ReplayError, RuntimeError), match=r"changed in place|modified by an inplace"):
+            loss.backward()
+
+
+class _Normed(nn.Module):
+    """Convolutions with batch norms: replays must not count a batch twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(5))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + nn.functional.gelu(norm(conv(x)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_batch_norms_and_autocast(autocasts: bool) -> None:
+    """Running statistics are those of plain training, and replays run in the precision of the first run."""
+
+    def train(limit: bool) -> Seen:
+        seed_everything()
+        model = _Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in itertools.count():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                loss = model(torch.randn(4, 8, 16, 16))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == _NUM_STEPS:
+                break
+        if limit:
+            assert num_native_steps() > 2
+        return [bits_of(loss), bits_of(model.state_dict())]
+
+    plain = train(limit=False)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        train(limit=False)
+    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+        seen = train(limit=True)
+    assert seen == plain
+
+
+def test_nothing_of_a_step_stays() -> None:
+    """The bytes in use are the same after each step."""
+    with following(_budget()):
+        loop, used = Loop(), set[int]()
+        gc.collect()
+        gc.disable()
+        try:
+            for index in range(40):
+                _usual(loop)
+                loop.seen.clear()
+                if index > CHANGES_AT:
+                    usage = running_session().ledger.usage
+                    usage.ask_counter(fresh=True)
+                    used.add(usage.total_bytes)
+            assert num_native_steps() > 20
+        finally:
+            gc.enable()
+    assert len(used) == 1, used
