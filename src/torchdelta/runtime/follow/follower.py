@@ -98,7 +98,7 @@ class Follower:
         self._rest: Schedule | None = None  # what is not
         self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
         self.learning: Learning | None = None  # while the outline of a step is learned
-        self.on_first_planned: Callable[[Program, Buffer], None] | None = None  # at the first save where it acts
+        self.on_begin: Callable[[Program, Buffer], None] | None = None  # at the first save of a step with a program
         self._is_in_part = False  # whether the step was recorded in part, and saved all that its outline has
         self._is_blind = False  # whether the rest of the step's saves is not numbered
         self._saved: dict[int, weakref.ref[Buffer]] = {}  # by save
@@ -179,8 +179,8 @@ class Follower:
             running = self._running
         if running is not None:
             self.evict_at(save)
-            if self.on_first_planned is not None and self._is_exact and save == running.schedule.first_planned:
-                self.on_first_planned(running, buffer)
+            if save == 0 and self._is_exact and self.on_begin is not None:
+                self.on_begin(running, buffer)
         return save
 
     def before_unpack(self, save: int, buffer: Buffer) -> None:

@@ -10,7 +10,7 @@ are in Python. Python takes all groups in which
 * a buffer is swapped,
 * an op writes to a tensor, draws random numbers, or is not torch's own,
 * an op ran under other numeric settings than the first one,
-* a buffer was saved, or made by a replayed op, before the outline begins.
+* a buffer is the first one of the step, or was made before it by an op that is replayed.
 
 Whatever else differs from the lane in a step, the tape hands all over to Python (runtime/record/native_lane.py).
 """
@@ -75,7 +75,7 @@ def make_lane(
 
     Args:
         schedule: The program.
-        saved: By saved tensor, from the first one on at which the program acts: its buffer.
+        saved: By saved tensor: its buffer.
         ops: By position.
         replayed: The positions of those that are replayed.
         in_python: Buffers that only Python knows, or that an op has overwritten.
@@ -83,7 +83,7 @@ def make_lane(
     buffers = {buffer_id: saved.get(first, -1) for buffer_id, first in schedule.first_saves.items()}
     makers = {made: position for position in replayed if position in ops for made in ops[position].makes}
     leaving = set(buffers.values()) - {-1}
-    stays = set(in_python) | {saved.get(schedule.first_planned, -1)}
+    stays = set(in_python) | {saved.get(0, -1)}
     for actions in schedule.evictions.values():
         stays.update(buffers[buffer_id] for buffer_id, action in actions if action is Action.SWAP)
     stays.update(leaving - makers.keys())

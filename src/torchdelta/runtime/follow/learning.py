@@ -28,7 +28,7 @@ class Learning:
         program: What is followed.
         gate: Sees the ops.
         hooks: See the saved tensors.
-        first: The buffer that is being saved: the first one at which the program acts.
+        first: The buffer that is being saved: the first one of the step.
     """
 
     def __init__(self, program: Program, gate: Gate, hooks: NativeHooks, first: Buffer) -> None:
@@ -44,7 +44,7 @@ class Learning:
         self._writes: dict[int, list[int]] = {}  # by op: the buffers whose content it ended
         self._written_saved: set[int] = set()  # ops that have written a storage of which a tensor was saved
         self._numbers: dict[int, int] = {}  # by saved tensor: its number among those that may leave
-        self._saved = {program.schedule.first_planned: first.id}  # by that number: the id of its buffer
+        self._saved = {0: first.id}  # by that number: the id of its buffer
         self._in_python: set[int] = set()  # buffers that were overwritten, or are made again by ops from before
         self._hashes: list[int] = []
         self._sizes_bytes: list[int] = []
@@ -107,7 +107,7 @@ class Learning:
     def outline(self) -> Outline | None:
         """Return the outline; None if the saved tensors were not those of the program."""
         schedule = self.program.schedule
-        if list(self._numbers.values()) != list(range(schedule.first_planned + 1, schedule.num_saves)):
+        if list(self._numbers.values()) != list(range(1, schedule.num_saves)):
             return None
         numbers = [self._numbers.get(index, -1) for index in range(len(self._sizes_bytes))]
         positions = range(len(self._hashes))

@@ -3,9 +3,9 @@
 [Note: recording in part]
 A program replays some ops. Recording the others takes time in Python and is of no use. So one followed step is recorded
 as a whole to learn its outline: the sequence of its ops and saved tensors, which ops were replayed, which ops write to
-existing tensors, and what each op needs. The outline begins where the program first has something to do; by then it is
-known which kind of step this is. Later steps are compared with it in C++ (native/gate.cpp, native/saved_hooks.cpp), and
-Python sees only
+existing tensors, and what each op needs. The outline begins at the first saved tensor: a step is expected to be like the
+latest one that began with a tensor of the same shape. Later steps are compared with their outline in C++
+(native/gate.cpp, native/saved_hooks.cpp), and Python sees only
 
 * the ops that were replayed in the learned step, and the ops that overwrite an input of these or a saved tensor,
 * the saved tensors that leave, and the ones at whose unpack something is due,
@@ -31,7 +31,7 @@ __all__ = ["Outline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """The ops and saved tensors of a step, from the first saved tensor at which its program acts to its backward.
+    """The ops and saved tensors of a step, from its first saved tensor to its backward.
 
     Attributes:
         ops: For the gate.

@@ -53,7 +53,6 @@ class Schedule:
         evictions: By save: what leaves there.
         due: By save: what is due when it is unpacked for the first time.
         planned_saves: Those of buffers that an action refers to, those in `evictions`, and those in `due`.
-        first_planned: The first of them; -1 if there is none.
         num_not_carried_out: Absences of the plan that have no moment here, because their buffer is not saved, or
             because they do not lead from forward to backward.
     """
@@ -65,7 +64,6 @@ class Schedule:
     evictions: dict[int, tuple[tuple[int, Action], ...]]
     due: dict[int, Due]
     planned_saves: frozenset[int] = frozenset()
-    first_planned: int = -1
     num_not_carried_out: int = 0
 
     @property
@@ -102,7 +100,6 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
         evictions={save: tuple(actions) for save, actions in maker.evictions.items()},
         due=all_due,
         planned_saves=planned_saves,
-        first_planned=min(planned_saves, default=-1),
         num_not_carried_out=len(plan.absences) - len(absences),
     )
 

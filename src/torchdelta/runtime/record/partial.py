@@ -4,9 +4,9 @@ While this is on, the recorder is off the thread's stack, and the gate (native/g
 these phases:
 
 1. From its start on, every op is recorded, as in any followed step.
-2. At the first saved tensor at which its program acts, what comes next is known. A program without an outline learns it
-   from here on. With an outline, only the ops and tensors that it names are recorded. If the step differs or the budget
-   has no room, recording resumes before the op in question.
+2. At the first saved tensor, a program is chosen. If it has no outline, it learns it from here on. With an outline, only
+   the ops and tensors that it names are recorded. If the step differs or the budget has no room, recording resumes
+   before the op in question.
 3. The backward runs like that of any followed step.
 4. If the latest steps were alike, nothing is recorded from then until the optimizer has stepped. The tape is cut, so no
    replay can read a tensor that is written in between.
@@ -49,6 +49,7 @@ __all__ = ["PartialRecording"]
 
 _logger = logging.getLogger("torchdelta")
 
+_FORGIVEN_AFTER: Final = 16  # steps that were like their outlines, before one that was not is forgotten
 _FEWEST_ALIKE: Final = 4  # steps with one backward and one optimizer each, before nothing is recorded between these
 _NO_LIMIT: Final = (1 << 63) - 1
 
@@ -117,6 +118,7 @@ class PartialRecording:
             program.forget_times()  # those of steps that were recorded as a whole
         elif program is not None and is_own:
             self.num_steps += 1
+            program.num_others -= program.num_others > 0 and self.num_steps % _FORGIVEN_AFTER == 0
             # Where an optimizer does not step after every backward, nothing would tell that a pause should end.
             self._num_alike = self._num_alike + 1 if self._steps.has_stepped else 0
         if phase is _Phase.PAUSED and not self._steps.has_stepped:
@@ -166,7 +168,7 @@ class PartialRecording:
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
         self._must_end, self._num_alike = False, 0
-        self._follower.on_first_planned = self._on_first_planned
+        self._follower.on_begin = self._on_begin
         self._record_whole()
         _logger.debug("steps are recorded in part from now on")
 
@@ -188,13 +190,12 @@ class PartialRecording:
 
     # -- a step
 
-    def _on_first_planned(self, program: Program, buffer: Buffer) -> None:
-        """Learn or use the outline of a program: the first saved tensor at which it acts is being saved."""
+    def _on_begin(self, program: Program, buffer: Buffer) -> None:
+        """Learn or use the outline of a program: the first tensor of a step is being saved."""
         gate, hooks = self._parts()
-        is_off = self._phase is not _Phase.WHOLE or program.num_others >= MOST_OTHERS
-        if (
-            is_off or not program.has_held or not is_quiet(self._recorder)
-        ):  # to make room beyond it, all buffers must be known
+        if self._phase is not _Phase.WHOLE or program.num_others >= MOST_OTHERS or not is_quiet(self._recorder):
+            return
+        if not program.has_held:  # to make room beyond it, all buffers must be known
             return
         self._program = program
         self._known.begin()
@@ -386,7 +387,7 @@ class PartialRecording:
     def _stop(self) -> None:
         self._phase = _Phase.OFF
         self._program = None
-        self._follower.on_first_planned = None
+        self._follower.on_begin = None
         self._stop_learning()
 
     def _stop_learning(self) -> None:
