@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 UNLIMITED_BYTES = 2**40
 UNLIMITED = f"{UNLIMITED_BYTES // 2**40}TiB"
-NUM_STEPS = 7  # reactive, traced, followed and watched, followed, one that teaches the outline, recorded in part
+# Reactive, traced, followed and watched, followed, one that teaches the outline, recorded in part, and once more without
+# being watched, on the native tape.
+NUM_STEPS = 8
 _LEAVING_SHARE = 0.8
 
 

@@ -1,5 +1,4 @@
 // The gate: sees the ops of a followed step in C++, and lets only those be recorded that its program replays.
-//
 // It is a fallback on the dispatch key `Fake`, which lies below autograd and the Python key and has no kernels in stock
 // torch. The key is switched on for one thread, outside of backwards. A recorded step teaches the gate a *sequence*: for
 // each op a hash of its identity and of the shapes, dtypes and integers of its arguments, what it needed, and whether it
@@ -51,12 +50,10 @@ enum class State {
 
 enum class Writes : int8_t { kUnknown, kNothing, kArguments };
 
-enum class Recorded : int8_t { kNot, kInPython, kOnTape, kOnTapeWithStatistics };
-
 struct Op {
   uint64_t hash;
   int64_t need_bytes;  // of its outputs, and what it allocated inside itself
-  Recorded recorded;   // without a tape all are recorded in Python
+  int64_t recorded;    // a sum of tape::Recorded
   Writes writes = Writes::kUnknown;  // what the schema says, once it was asked
 };
 
@@ -68,7 +65,7 @@ struct Sequence {
 struct Gate {
   PyObject_HEAD
   PyObject* mode;       // the recorder; `shared_mode` holds the reference
-  PyObject* counter;    // keeps `live` alive
+  PyObject* counter;    // owns `live`
   PyObject* on_other;   // (position): an op differs from the sequence
   PyObject* make_room;  // (need_bytes): an op might pass the budget
   const std::atomic<int64_t>* live;
@@ -102,18 +99,24 @@ void ask(PyObject* function, int64_t argument) {
   Py_DECREF(answer);
 }
 
+// This key notes autocast's state at the start of each op for the recorder. It is a second fallback for all ops, so it is
+// off where few are recorded: `record` notes the state below autocast, which is the same for ops that are not cast.
+void set_snapshot() {
+  if (TorchDispatchModeTLS::stack_len() > 0) return;
+  const bool is_on = current != nullptr && current->state != State::kOff && current->state != State::kFollowing;
+  c10::impl::tls_set_dispatch_key_included(DispatchKey::PythonTLSSnapshot, is_on);
+}
+
 struct WithMode {
   explicit WithMode(const std::shared_ptr<Mode>& mode) { TorchDispatchModeTLS::push_non_infra_mode_onto_stack(mode); }
   ~WithMode() {
     TorchDispatchModeTLS::pop_stack();
-    // With the last mode torch switches this key off. It notes autocast's state at the start of an op for the recorder.
-    c10::impl::tls_set_dispatch_key_included(DispatchKey::PythonTLSSnapshot, true);
+    set_snapshot();  // with the last mode torch switches that off
   }
 };
 
-// Torch makes a tensor of a subclass, such as a parameter, from an alias that must not have a Python object yet. It
-// takes the whole stack of dispatch modes away for that, and puts it back as it was: no mode may see the alias, and none
-// may be put onto the stack meanwhile. The recorder records no aliases anyway.
+// Torch makes a tensor of a subclass, such as a parameter, from an alias that must not have a Python object yet. It takes
+// the stack of dispatch modes away meanwhile: no mode may see the alias. The recorder records no aliases anyway.
 bool makes_alias(const c10::OperatorHandle& op) {
   static const c10::OperatorHandle detach = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
   static const c10::OperatorHandle alias = c10::Dispatcher::singleton().findSchemaOrThrow("aten::alias", "");
@@ -194,23 +197,23 @@ void compare_alias(Gate* gate, const c10::OperatorHandle& op, const torch::jit::
 bool follow(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
   // What is asked of Python may end the tape, or change the sequence.
   Op& expected = (*gate->sequence->ops)[gate->position++];
-  const Recorded recorded = expected.recorded;
+  const int64_t recorded = expected.recorded;
   const int64_t need_bytes = expected.need_bytes;
+  const bool is_on_tape = gate->tape != nullptr && (recorded & tape::kOnTape) != 0;
   if (writes_arguments(expected, op)) {
-    if (gate->tape != nullptr) gate->tape->before_write(op, *stack);
+    const bool is_known = writes_known(gate, op, *stack);
+    if (gate->tape != nullptr && (is_known || !is_on_tape)) gate->tape->before_write(op, *stack);
     if (gate->state != State::kFollowing) return false;
-    if (writes_known(gate, op, *stack)) return record(gate, op, stack), true;
+    if (is_known) return record(gate, op, stack), true;
   }
-  if (recorded == Recorded::kInPython || (recorded != Recorded::kNot && gate->tape == nullptr)) {
-    return record(gate, op, stack), true;
-  }
+  if (gate->tape != nullptr ? recorded == tape::kInPython : recorded != 0) return record(gate, op, stack), true;
   if (need_bytes > 0 && gate->live->load(std::memory_order_relaxed) + need_bytes > gate->most_bytes) {
     ask(gate->make_room, need_bytes);
   }
-  if (recorded == Recorded::kNot || gate->tape == nullptr || gate->state != State::kFollowing) return false;
-  const bool has_statistics = recorded == Recorded::kOnTapeWithStatistics;
-  if (!gate->tape->record(op, below, stack, need_bytes, has_statistics)) record(gate, op, stack);
-  return true;
+  if (!is_on_tape || gate->tape == nullptr || gate->state != State::kFollowing) return false;
+  if (gate->tape->record(op, below, stack, need_bytes, recorded)) return true;
+  if (gate->state != State::kFollowing) return false;
+  return record(gate, op, stack), true;
 }
 
 void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -245,6 +248,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       break;
   }
   if (gate->state == State::kEnded && is_on_top(gate)) {
+    at::impl::MaybeSetTLSOnEntryGuard snapshot;
     return op.callBoxedForDispatchKey(DispatchKey::Python, *stack);
   }
   op.redispatchBoxed(below, stack);
@@ -258,11 +262,9 @@ c10::RegistrationHandleRAII& registration() {
 
 PyObject* install(PyObject*, PyObject*) {
   static bool is_installed = false;
-  if (!is_installed) {
-    if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kKey)) Py_RETURN_FALSE;
-    registration();
-    is_installed = true;
-  }
+  if (!is_installed && c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kKey)) Py_RETURN_FALSE;
+  registration();
+  is_installed = true;
   Py_RETURN_TRUE;
 }
 
@@ -285,7 +287,7 @@ PyObject* sequence_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   auto* ops = reinterpret_cast<Sequence*>(self)->ops = new std::vector<Op>;
   ops->reserve(all_hashes.size());
   for (size_t index = 0; index < all_hashes.size(); ++index) {
-    ops->push_back(Op{all_hashes[index], all_needs[index], static_cast<Recorded>(all_recorded[index])});
+    ops->push_back(Op{all_hashes[index], all_needs[index], all_recorded[index]});
   }
   if (PyErr_Occurred()) Py_CLEAR(self);
   return self;
@@ -347,10 +349,7 @@ void turn(Gate* gate, State state) {
     return;  // it is that of another thread, or was turned off before
   }
   c10::impl::tls_set_dispatch_key_included(kKey, is_on);
-  // Torch itself switches this one on and off with the first and the last mode.
-  if (TorchDispatchModeTLS::stack_len() == 0) {
-    c10::impl::tls_set_dispatch_key_included(DispatchKey::PythonTLSSnapshot, is_on);
-  }
+  set_snapshot();
 }
 
 int gate_clear(PyObject* self) {
@@ -440,7 +439,7 @@ PyObject* gate_forget(PyObject* self, PyObject*) {
 }
 
 PyObject* gate_is_complete(PyObject* self, PyObject*) {
-  Gate* gate = gate_of(self);
+  const Gate* gate = gate_of(self);
   return PyBool_FromLong(gate->state == State::kFollowing && gate->position == gate->sequence->ops->size());
 }
 

@@ -197,13 +197,16 @@ def new_gate(
     return load_gate().Gate(mode, counter, counter.live_capsule(), on_other, make_room)
 
 
-class Recorded(enum.IntEnum):
-    """How an op of a sequence is recorded. Without a tape, all but the first are recorded in Python."""
+class Recorded(enum.IntFlag):
+    """How an op of a sequence is recorded; 0: not at all. Without a tape, all others are recorded in Python."""
 
-    NOT = 0
     IN_PYTHON = 1
     ON_TAPE = 2
-    ON_TAPE_WITH_STATISTICS = 3  # a batch norm
+    HAS_STATISTICS = 4  # a batch norm
+    WRITES = 8  # it writes its first argument
+    OVERWRITES = 16  # the same, all of it, without reading it
+    IS_RANDOM = 32
+    UNSEEN = 64  # not at all where there is a tape: that is told of the writes of all ops
 
 
 def new_sequence(hashes: list[int], needs_bytes: list[int], recorded: list[Recorded]) -> object:

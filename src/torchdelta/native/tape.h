@@ -14,6 +14,17 @@ namespace tape {
 constexpr const char* kCapsule = "torchdelta.tape";
 constexpr const char* kSaveCapsule = "torchdelta.save";
 
+// How an op of a sequence is recorded: a sum of these; 0: not at all. Without a tape, all others are recorded in Python.
+enum Recorded : int64_t {
+  kInPython = 1,
+  kOnTape = 2,
+  kHasStatistics = 4,  // a batch norm
+  kWrites = 8,         // it writes its first argument
+  kOverwrites = 16,    // the same, all of it, without reading it
+  kIsRandom = 32,
+  kUnseen = 64,  // not at all where there is a tape: that is told of the writes of all ops
+};
+
 // Return whether a tensor is a plain one on the CPU: all that matters of it are its storage, sizes, strides and dtype.
 inline bool is_plain(const at::Tensor& tensor) {
   using c10::DispatchKey;
@@ -51,10 +62,9 @@ class Tape {
  public:
   virtual ~Tape() = default;
 
-  // Run an op whose arguments are on the stack, and record it. Return false, and do nothing, if it cannot be recorded.
-  // `keeps_statistics`: it is a batch norm.
+  // Run an op whose arguments are on the stack, and record it. Return false if it cannot be recorded, and has not run.
   virtual bool record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
-                      int64_t need_bytes, bool keeps_statistics) = 0;
+                      int64_t need_bytes, int64_t recorded) = 0;
 
   // Keep what replays read, and what saved tensors show, of the storages that an op is about to write.
   virtual void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) = 0;

@@ -57,6 +57,7 @@ class Builder(Protocol):
         kwargs: dict[str, Any],
         grad_enabled: bool,
         need_bytes: int,
+        random_state: tuple[torch.Generator, torch.Tensor] | None,
         outputs: list[tuple[int, int, int]],
     ) -> None:
         """Take the op that makes contents which were dropped: for each its name, its place among the outputs, bytes."""
@@ -69,6 +70,12 @@ class Builder(Protocol):
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> object:
         """Return what stands for running statistics, whose values do not matter."""
+        ...
+
+    def fresh(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, size_bytes: int
+    ) -> object:
+        """Return what stands for a tensor that the op overwrites."""
         ...
 
     def save(self, view: Any, probe: torch.Tensor, version: int, number: int) -> object:

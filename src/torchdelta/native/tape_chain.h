@@ -2,11 +2,13 @@
 // each missing op once, in the order of their first run, and what was made on the way is freed after its last use.
 #pragma once
 #include <ATen/core/List.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -25,6 +27,25 @@ class ChainOwner {
 
   int64_t num_replayed = 0;
   int64_t replayed_bytes = 0;
+};
+
+// Lets a generator draw from an earlier state for a while; nothing if there is none.
+class WithRandomState {
+ public:
+  WithRandomState(at::Generator generator, const at::Tensor& state) : generator_(std::move(generator)) {
+    if (!generator_.defined()) return;
+    now_ = generator_.get_state();
+    generator_.set_state(state);
+  }
+  ~WithRandomState() {
+    if (generator_.defined()) generator_.set_state(now_);
+  }
+  WithRandomState(const WithRandomState&) = delete;
+  WithRandomState& operator=(const WithRandomState&) = delete;
+
+ private:
+  at::Generator generator_;
+  at::Tensor now_;
 };
 
 class Chain {
@@ -113,6 +134,18 @@ class Chain {
     return view.on(std::move(storage));
   }
 
+  static c10::Storage new_storage(size_t size_bytes) {
+    return at::empty({static_cast<int64_t>(size_bytes)}, at::TensorOptions().dtype(at::kByte)).storage();
+  }
+
+  // Return a copy of a whole storage, seen as the argument sees it.
+  at::Tensor copied(const View& view) {
+    const at::Tensor original = argument(view);
+    const c10::Storage copy = new_storage(original.storage().nbytes());
+    std::memcpy(copy.mutable_data(), original.storage().data(), copy.nbytes());
+    return view.on(copy);
+  }
+
   c10::IValue rebuilt(const Argument& argument_) {
     switch (argument_.kind) {
       case Argument::Kind::kValue:
@@ -122,6 +155,12 @@ class Chain {
       case Argument::Kind::kScratch: {
         const View& view = *argument_.views.front();
         return at::ones(view.sizes, at::TensorOptions().dtype(view.dtype));
+      }
+      case Argument::Kind::kWritten:
+        return copied(*argument_.views.front());
+      case Argument::Kind::kOverwritten: {
+        const View& view = *argument_.views.front();
+        return view.on(new_storage(static_cast<size_t>(wanted_->size_bytes)));
       }
       case Argument::Kind::kList:
         break;
@@ -136,12 +175,14 @@ class Chain {
 
   void replay(Content* wanted) {
     const EntryPtr entry = wanted->op;
-    owner_->make_room(entry->need_bytes, !keeps_others_);
+    wanted_ = wanted;
+    owner_->make_room(entry->need_bytes + (entry->writes ? wanted->size_bytes : 0), !keeps_others_);
     torch::jit::Stack stack;
     {
       const c10::impl::ForceDispatchKeyGuard guard_of_keys(entry->local);
       const c10::AutoGradMode guard_of_grad_mode(entry->grad_enabled);
       for (const Argument& item : entry->arguments) stack.push_back(rebuilt(item));
+      const WithRandomState guard_of_state(entry->generator, entry->random_state);
       owner_->run(entry->op, entry->below, &stack);
     }
     ++owner_->num_replayed;
@@ -168,6 +209,7 @@ class Chain {
   ChainOwner* owner_;
   std::vector<ContentPtr> targets_;
   bool keeps_others_;
+  Content* wanted_ = nullptr;  // by the running replay
   std::unordered_map<Content*, State> states_;  // the targets own all of these contents
 };
 

@@ -4,6 +4,7 @@
 // arguments, a saved tensor through its handle, and the tape while the storage lives that an op put it into. It owns the
 // op that made it. So there are no cycles, and what nothing needs any more is freed at once.
 #pragma once
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -61,7 +62,8 @@ struct View {
 };
 
 struct Argument {
-  enum class Kind : int8_t { kValue, kTensor, kList, kScratch };
+  // Of a tensor that the op writes, a replay writes a copy. Of one that it overwrites, it writes a new one.
+  enum class Kind : int8_t { kValue, kTensor, kList, kScratch, kWritten, kOverwritten };
   Kind kind = Kind::kValue;
   c10::IValue value;                       // of a list: an empty one of its type
   std::vector<std::optional<View>> views;  // of a tensor: one. Empty where a list has no tensor.
@@ -78,16 +80,18 @@ struct Entry : c10::intrusive_ptr_target {
   c10::DispatchKeySet below;             // which kernel ran
   c10::impl::LocalDispatchKeySet local;  // what was switched on and off then: autocast, for ops that call others
   bool grad_enabled = false;
+  bool writes = false;  // its one output is what it has written
   int64_t need_bytes = 0;
   std::vector<Argument> arguments;
   std::vector<WeakContent> outputs;
+  at::Generator generator;  // from which it draws, and the state of that then
+  at::Tensor random_state;
 
   template <typename Function>
   void for_each_source(const Function& function) const {
     for (const Argument& argument : arguments) {
-      if (argument.kind == Argument::Kind::kScratch) continue;
       for (const std::optional<View>& view : argument.views) {
-        if (view.has_value()) function(view->content.get());
+        if (view.has_value() && view->content) function(view->content.get());
       }
     }
   }

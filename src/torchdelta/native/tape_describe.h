@@ -32,7 +32,7 @@ class Describer {
         seen_.insert(content);
         builder_.attr("resident")(name_of(content), tensor_of(*content, storage), content->version);
       } else if (is_ready) {
-        describe_made(*content->op);
+        describe_made(*content);
       } else {
         TORCH_CHECK(content->op, "torchdelta: a content of ", content->size_bytes, " bytes cannot be made again");
         waiting.emplace_back(content, true);
@@ -75,11 +75,16 @@ class Describer {
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
   }
 
-  py::object value(const Argument& argument) const {
+  py::object value(const Argument& argument, int64_t size_bytes) const {
     switch (argument.kind) {
       case Argument::Kind::kValue:
         return torch::jit::toPyObject(argument.value);
+      case Argument::Kind::kOverwritten: {
+        const View& seen = *argument.views.front();
+        return builder_.attr("fresh")(sizes(seen.sizes), sizes(seen.strides), seen.offset, dtype(seen), size_bytes);
+      }
       case Argument::Kind::kTensor:
+      case Argument::Kind::kWritten:
         return view(*argument.views.front());
       case Argument::Kind::kScratch:
         return builder_.attr("scratch")(sizes(argument.views.front()->sizes), dtype(*argument.views.front()));
@@ -91,12 +96,14 @@ class Describer {
     return list;
   }
 
-  void describe_made(const Entry& entry) {
+  // Describe an op that makes a wanted content, and what else it makes that is missing.
+  void describe_made(const Content& wanted) {
+    const Entry& entry = *wanted.op;
     py::list args, outputs;
     py::dict kwargs;
     const auto& arguments = entry.op.schema().arguments();
     for (size_t index = 0; index < arguments.size(); ++index) {
-      const py::object item = value(entry.arguments[index]);
+      const py::object item = value(entry.arguments[index], wanted.size_bytes);
       if (arguments[index].kwarg_only()) {
         kwargs[arguments[index].name().c_str()] = item;
       } else {
@@ -108,8 +115,13 @@ class Describer {
       if (!content || content->resident() || !seen_.insert(content.get()).second) continue;
       outputs.append(py::make_tuple(name_of(content.get()), content->output_index, content->size_bytes));
     }
+    py::object random_state = py::none();
+    if (entry.random_state.defined()) {
+      random_state = py::make_tuple(torch::jit::toPyObject(entry.generator), torch::jit::toPyObject(entry.random_state));
+    }
     const auto& name = entry.op.operator_name();
-    builder_.attr("made")(name.name, name.overload_name, args, kwargs, entry.grad_enabled, entry.need_bytes, outputs);
+    builder_.attr("made")(name.name, name.overload_name, args, kwargs, entry.grad_enabled, entry.need_bytes, random_state,
+                          outputs);
   }
 
   py::object builder_;

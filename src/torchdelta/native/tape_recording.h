@@ -1,6 +1,7 @@
 // The tape itself: what it records of a step, drops and replays. See tape.cpp.
 #pragma once
 #include <Python.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -92,22 +93,28 @@ class NativeTape final : public Tape, private ChainOwner {
   // -- forward
 
   bool record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
-              int64_t need_bytes, bool keeps_statistics) override {
+              int64_t need_bytes, int64_t recorded) override {
     if (!is_on_ || c10::InferenceMode::is_enabled() || environment() != environment_) return false;
     const size_t begin = stack->size() - op.schema().arguments().size();
-    const bool hides = keeps_statistics && (*stack)[begin + kTraining].toBool();
+    const bool hides = (recorded & kHasStatistics) != 0 && (*stack)[begin + kTraining].toBool();
     EntryPtr entry = c10::make_intrusive<Entry>(op, below);
     entry->grad_enabled = c10::GradMode::is_enabled();
     entry->need_bytes = need_bytes;
+    entry->writes = (recorded & (kWrites | kOverwrites)) != 0;
     entry->arguments.reserve(stack->size() - begin);
-    for (size_t index = begin; index < stack->size(); ++index) {
-      const size_t position = index - begin;
-      const bool is_scratch = hides && (position == kFirstStatistics || position == kFirstStatistics + 1);
-      if (!capture((*stack)[index], is_scratch, entry.get())) return false;
+    if (!capture_all(*stack, begin, recorded, hides, entry.get())) {
+      before_write(op, *stack);
+      return false;
+    }
+    if ((recorded & kIsRandom) != 0) {
+      entry->generator = generator_of(*stack, begin);
+      entry->random_state = entry->generator.get_state();
     }
     if (hides) {
       for (const size_t position : {kFirstStatistics, kFirstStatistics + 1}) end_content((*stack)[begin + position]);
     }
+    const at::Tensor written = entry->writes ? (*stack)[begin].toTensor() : at::Tensor();
+    if (written.defined()) end_content(written);
     op.redispatchBoxed(below, stack);
     for (size_t index = begin; index < stack->size(); ++index) {
       if ((*stack)[index].isTensor()) note_made((*stack)[index].toTensor(), entry, index - begin);
@@ -255,6 +262,45 @@ class NativeTape final : public Tape, private ChainOwner {
       }
     }
     return View(std::move(content), tensor);
+  }
+
+  static at::Generator generator_of(const torch::jit::Stack& stack, size_t begin) {
+    for (size_t index = begin; index < stack.size(); ++index) {
+      if (stack[index].isGenerator()) return stack[index].toGenerator();
+    }
+    return at::detail::getDefaultCPUGenerator();
+  }
+
+  // Capture the arguments of an op. Return false if it cannot be replayed with them.
+  bool capture_all(const torch::jit::Stack& stack, size_t begin, int64_t recorded, bool hides, Entry* entry) {
+    for (size_t index = begin; index < stack.size(); ++index) {
+      const size_t position = index - begin;
+      const bool is_scratch = hides && (position == kFirstStatistics || position == kFirstStatistics + 1);
+      if (position > 0 || !entry->writes) {
+        if (!capture(stack[index], is_scratch, entry)) return false;
+      } else if (!capture_written(stack[index].toTensor(), (recorded & kOverwrites) != 0, entry)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // A replay needs the content that the op writes to, unless the op overwrites all of the storage.
+  bool capture_written(const at::Tensor& tensor, bool is_overwritten, Entry* entry) {
+    if (!is_plain(tensor) || !tensor.has_storage()) return false;
+    Argument argument;
+    if (is_overwritten) {
+      if (tensor.nbytes() != tensor.storage().nbytes()) return false;
+      argument.kind = Argument::Kind::kOverwritten;
+      argument.views.emplace_back(View(ContentPtr(), tensor));
+    } else {
+      ContentPtr content = find(tensor.storage().unsafeGetStorageImpl());
+      if (!content || !content->op) return false;
+      argument.kind = Argument::Kind::kWritten;
+      argument.views.emplace_back(View(std::move(content), tensor));
+    }
+    entry->arguments.push_back(std::move(argument));
+    return true;
   }
 
   bool capture(const c10::IValue& value, bool is_scratch, Entry* entry) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +27,10 @@ from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError, ReplayError
-from torchdelta.native.gate import load_gate
+from torchdelta.native.gate import Recorded, load_gate
 from torchdelta.native.tape import load_tape
 from torchdelta.runtime.current import current_session
+from torchdelta.runtime.follow import lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,8 +73,8 @@ class Loop:
     def is_on_tape(self) -> bool:
         """Return whether the running step uses the tape."""
         session = current_session()
-        lane = session.partial.lane if session is not None else None
-        return lane is not None and lane.is_on
+        native = session.partial.lane if session is not None else None
+        return native is not None and native.is_on
 
     def update(self, loss: torch.Tensor) -> None:
         """Step the optimizer, and note what it came from."""
@@ -156,6 +158,38 @@ def test_accumulated_gradients() -> None:
 
     counts = _same_bits(body, num_steps=30)
     assert counts[-1] - counts[-7] == 6, "the last steps, of both kinds, do not use the tape"
+
+
+def _dropped_out(_loop: Loop, _layer: int, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(nn.functional.relu_(nn.functional.dropout(x, 0.1)), 0.2)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_ops_that_draw_numbers_or_write_in_place(is_interrupted: bool) -> None:
+    """Their replays draw the same numbers and write copies, on the tape and after a handover in the middle."""
+
+    def body(loop: Loop, index: int) -> None:
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if is_interrupted and index == CHANGES_AT:
+                x = _resume_and_evict(loop, layer, x)
+            return _dropped_out(loop, layer, x)
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    seen: set[Recorded] = set()
+
+    def make_lane(*args: Any) -> lane.Lane | None:
+        made = lane.make_lane(*args)
+        seen.update(args[2][position].on_tape for position in (made.ops if made is not None else ()))
+        return made
+
+    with mock.patch("torchdelta.runtime.follow.learning.make_lane", make_lane):
+        counts = _same_bits(body)
+    assert counts[CHANGES_AT - 1] > 0
+    for how in (Recorded.IS_RANDOM, Recorded.WRITES, Recorded.OVERWRITES):
+        assert any(how in recorded for recorded in seen), f"the test says nothing: no op on the tape is {how!r}"
 
 
 def _write_a_source(loop: Loop, _layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -397,13 +431,17 @@ class _Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.first = nn.Conv2d(8, 8, 1)
         self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(5))
         self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + nn.functional.gelu(norm(conv(x)))
-        return x.square().mean()
+    def forward(self, x: torch.Tensor, *, autocasts: bool) -> torch.Tensor:
+        """Return the loss. What is made before the first saved tensor is not on the tape: no weight is cast there."""
+        x = self.first(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                x = x + nn.functional.relu_(norm(conv(x)))
+        return x.float().square().mean()
 
 
 @pytest.mark.parametrize("autocasts", [False, True])
@@ -415,8 +453,7 @@ def test_batch_norms_and_autocast(autocasts: bool) -> None:
         model = _Normed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in itertools.count():
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-                loss = model(torch.randn(4, 8, 16, 16))
+            loss = model(torch.randn(4, 8, 16, 16), autocasts=autocasts)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

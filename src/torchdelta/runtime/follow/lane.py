@@ -8,7 +8,7 @@ replays connect stay together: if the replay of one reads another one that leave
 are in Python. Python takes all groups in which
 
 * a buffer is swapped,
-* an op writes to a tensor, draws random numbers, or is not torch's own,
+* an op writes to other tensors than its first argument, or is not torch's own,
 * an op ran under other numeric settings than the first one,
 * a buffer is the first one of the step, or was made before it by an op that is replayed.
 
@@ -25,6 +25,7 @@ from torchdelta.runtime.follow.schedule import Due
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
+    from torchdelta.native.gate import Recorded
     from torchdelta.runtime.follow.schedule import Schedule
 
 __all__ = ["Lane", "LearnedOp", "make_lane"]
@@ -37,12 +38,12 @@ class LearnedOp:
     Attributes:
         reads: The buffers that it reads.
         makes: The buffers that it makes.
-        is_simple: Whether the tape can record it: it only makes new tensors, and draws no numbers.
+        on_tape: How the tape records it; 0 if it cannot.
     """
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]
-    is_simple: bool
+    on_tape: Recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ def make_lane(
         saved: By saved tensor: its buffer.
         ops: By position.
         replayed: The positions of those that are replayed.
-        in_python: Buffers that only Python knows, or that an op has overwritten.
+        in_python: Buffers that only Python knows, or that an op has overwritten which the tape cannot record.
     """
     buffers = {buffer_id: saved.get(first, -1) for buffer_id, first in schedule.first_saves.items()}
     makers = {made: position for position in replayed if position in ops for made in ops[position].makes}
@@ -94,7 +95,7 @@ def make_lane(
             continue
         members = [*op.makes, *(read for read in op.reads if read in makers or read in leaving)]
         groups.join(members)
-        if not op.is_simple or stays.intersection(op.reads) or stays.intersection(op.makes):
+        if not op.on_tape or stays.intersection(op.reads) or stays.intersection(op.makes):
             stays.update(op.makes)
     stopped = {groups.find(buffer) for buffer in stays}
     on_tape = {

@@ -10,7 +10,7 @@ from torchdelta.native.gate import Recorded, new_sequence
 from torchdelta.native.saved_hooks import OnTape, new_saves
 from torchdelta.runtime.follow.lane import Lane, LearnedOp, make_lane
 from torchdelta.runtime.follow.outline import Outline
-from torchdelta.runtime.state.tape import sources
+from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, Fresh, sources
 
 if TYPE_CHECKING:
     from torchdelta.native.gate import Gate
@@ -38,7 +38,6 @@ class Learning:
         self._needs: dict[int, int] = {}  # in bytes, by op
         self._replayed: set[int] = set()
         self._ops: dict[int, LearnedOp] = {}  # by op, if it was recorded
-        self._batch_norms: set[int] = set()
         self._environment: tuple[Any, ...] | None = None  # of the first op
         self._makers: dict[int, int] = {}  # by buffer that was overwritten: the op that made it
         self._writes: dict[int, list[int]] = {}  # by op: the buffers whose content it ended
@@ -58,34 +57,37 @@ class Learning:
             self._ops[position] = LearnedOp(
                 reads=tuple(source.id for source in sources(entry)),
                 makes=tuple(buffer.id for reference in entry.outputs if (buffer := reference()) is not None),
-                is_simple=self._is_simple(entry),
+                on_tape=self._on_tape(entry),
             )
-            if entry.facts.keeps_statistics:
-                self._batch_norms.add(position)
+            need_bytes += RANDOM_STATE_BYTES if entry.random_state is not None else 0
+        is_on_tape = position in self._ops and bool(self._ops[position].on_tape)
         if need_bytes:
             self._needs[position] = need_bytes
         for buffer in overwritten:
-            self._in_python.add(buffer.id)
+            if buffer.num_saved or not is_on_tape:
+                self._in_python.add(buffer.id)
             self._writes.setdefault(position, []).append(buffer.id)
             if buffer.op is not None:
                 self._makers[buffer.id] = buffer.op.position
             if buffer.num_saved:
                 self._written_saved.add(position)
 
-    def _is_simple(self, entry: OpEntry) -> bool:
-        """Return whether the tape can record an op. See [Note: which part goes to the tape] in lane.py."""
+    def _on_tape(self, entry: OpEntry) -> Recorded:
+        """Return how the tape can record an op. See [Note: which part goes to the tape] in lane.py."""
         facts = entry.facts
         if self._environment is None:
             self._environment = entry.environment
-        return (
-            (facts.kind is Kind.COMPUTE or facts.keeps_statistics)
-            and not facts.is_random
-            and not facts.conjugates_inside
-            and not facts.casts_inside
-            and entry.environment == self._environment
-            and entry.func.namespace == "aten"
-            and returns_tensors(entry.func)
-        )
+        is_torchs = entry.func.namespace == "aten" and returns_tensors(entry.func)
+        if not is_torchs or facts.conjugates_inside or facts.casts_inside or entry.environment != self._environment:
+            return Recorded(0)
+        how = Recorded.ON_TAPE
+        if facts.keeps_statistics:
+            how |= Recorded.HAS_STATISTICS
+        elif facts.kind is Kind.WRITE and facts.written_positions == (0,) and not facts.written_keywords:
+            how |= Recorded.OVERWRITES if entry.args[0].__class__ is Fresh else Recorded.WRITES
+        elif facts.kind is not Kind.COMPUTE:
+            return Recorded(0)
+        return how | Recorded.IS_RANDOM if entry.random_state is not None else how
 
     def on_save(self, number: int, buffer: Buffer) -> None:
         """Note the number of the tensor that is being saved, and its buffer."""
@@ -114,11 +116,13 @@ class Learning:
         recorded = self._recorded()
         lane = make_lane(schedule, self._saved, self._ops, self._replayed, self._in_python)
         on_tape = lane.saves if lane is not None else {}
+        others = [self._ops[position] for position in self._replayed if lane is None or position not in lane.ops]
+        in_python = {buffer for op in others for buffer in (*op.reads, *op.makes)}
         return Outline(
             ops=new_sequence(
                 self._hashes,
                 [self._needs.get(position, 0) for position in positions],
-                [self._how_recorded(position, recorded, lane) for position in positions],
+                [self._how_recorded(position, recorded, lane, in_python) for position in positions],
             ),
             saves=new_saves(
                 self._sizes_bytes,
@@ -130,12 +134,16 @@ class Learning:
             num_recorded=len(recorded),
         )
 
-    def _how_recorded(self, position: int, recorded: set[int], lane: Lane | None) -> Recorded:
+    def _how_recorded(self, position: int, recorded: set[int], lane: Lane | None, in_python: set[int]) -> Recorded:
+        """Return how to record an op; `in_python` are the buffers that Python replays, or from which it replays."""
         if position not in recorded:
-            return Recorded.NOT
-        if lane is None or position not in lane.ops:
-            return Recorded.IN_PYTHON
-        return Recorded.ON_TAPE_WITH_STATISTICS if position in self._batch_norms else Recorded.ON_TAPE
+            return Recorded(0)
+        if lane is not None and position in lane.ops:
+            return Recorded.IN_PYTHON | self._ops[position].on_tape
+        is_replayed = position in self._replayed or position in self._written_saved
+        if lane is not None and not is_replayed and not in_python.intersection(self._writes[position]):
+            return Recorded.IN_PYTHON | Recorded.UNSEEN
+        return Recorded.IN_PYTHON
 
     def _recorded(self) -> set[int]:
         """Return the ops to record: those that are replayed, and those that write what these or a saved tensor read."""

@@ -3,8 +3,8 @@
 [Note: recording in part]
 A program replays some ops. Recording the others takes time in Python and is of no use. So one followed step is recorded
 as a whole to learn its outline: the sequence of its ops and saved tensors, which ops were replayed, which ops write to
-existing tensors, and what each op needs. The outline begins at the first saved tensor: a step is expected to be like the
-latest one that began with a tensor of the same shape. Later steps are compared with their outline in C++
+existing tensors, and what each op needs. The outline begins at the first saved tensor: a step is expected to be like
+the latest one that began with a tensor of the same shape. Later steps are compared with their outline in C++
 (native/gate.cpp, native/saved_hooks.cpp), and Python sees only
 
 * the ops that were replayed in the learned step, and the ops that overwrite an input of these or a saved tensor,

@@ -9,10 +9,10 @@ import torch
 
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.ops import overload_of
-from torchdelta.aten.facts import facts_of
+from torchdelta.aten.facts import Kind, facts_of
 from torchdelta.runtime.record.saved import Handle
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
-from torchdelta.runtime.state.tape import Scratch
+from torchdelta.runtime.state.tape import Fresh, Scratch
 
 if TYPE_CHECKING:
     from torchdelta.native.tape import Tape
@@ -61,6 +61,7 @@ class _Builder:
         kwargs: dict[str, Any],
         grad_enabled: bool,
         need_bytes: int,
+        random_state: tuple[torch.Generator, torch.Tensor] | None,
         outputs: list[tuple[int, int, int]],
     ) -> None:
         func = overload_of(op, overload)
@@ -68,7 +69,9 @@ class _Builder:
         entry = OpEntry(func, facts, args, kwargs or None)
         entry.grad_enabled = grad_enabled
         entry.environment = self._environment
-        entry.output_bytes = sum(size_bytes for _, _, size_bytes in outputs)
+        entry.random_state = random_state
+        if facts.kind is Kind.COMPUTE or facts.keeps_statistics:
+            entry.output_bytes = sum(size_bytes for _, _, size_bytes in outputs)
         entry.workspace_bytes = max(0, need_bytes - entry.output_bytes)
         for name, index, size_bytes in outputs:
             buffer = self._buffers[name] = self._ledger.dropped(size_bytes, entry, facts.name, index)
@@ -79,6 +82,11 @@ class _Builder:
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Scratch:
         return Scratch.of(torch.Size(shape), dtype, self._ledger.device)
+
+    def fresh(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, size_bytes: int
+    ) -> Fresh:
+        return Fresh.of(torch.Size(shape), stride, offset, dtype, self._ledger.device, size_bytes)
 
     def save(self, view: View, probe: torch.Tensor, version: int, number: int) -> Handle:
         del number  # the program is left

@@ -4,9 +4,9 @@ While this is on, the recorder is off the thread's stack, and the gate (native/g
 these phases:
 
 1. From its start on, every op is recorded, as in any followed step.
-2. At the first saved tensor, a program is chosen. If it has no outline, it learns it from here on. With an outline, only
-   the ops and tensors that it names are recorded. If the step differs or the budget has no room, recording resumes
-   before the op in question.
+2. At the first saved tensor, a program is chosen. If it has no outline, it learns it from here on. With an outline,
+   only the ops and tensors that it names are recorded. If the step differs or the budget has no room, recording
+   resumes before the op in question.
 3. The backward runs like that of any followed step.
 4. If the latest steps were alike, nothing is recorded from then until the optimizer has stepped. The tape is cut, so no
    replay can read a tensor that is written in between.

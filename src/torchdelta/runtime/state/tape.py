@@ -68,6 +68,22 @@ class Fresh:
         self.dtype = tensor.dtype
         self.device = tensor.device
 
+    @classmethod
+    def of(
+        cls,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        size_bytes: int,
+    ) -> Fresh:
+        """Return the same for a tensor that does not exist any more."""
+        fresh = cls.__new__(cls)
+        fresh.shape, fresh.stride, fresh.offset = shape, stride, offset
+        fresh.dtype, fresh.device, fresh.size_bytes = dtype, device, size_bytes
+        return fresh
+
 
 def sources(entry: OpEntry) -> Iterator[Buffer]:
     """Yield the buffers that an op reads, with repetitions."""
