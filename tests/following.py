@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 UNLIMITED_BYTES = 2**40
 UNLIMITED = f"{UNLIMITED_BYTES // 2**40}TiB"
-# Reactive, traced, followed and watched, followed, one that teaches the outline, recorded in part, and once more without
-# being watched, on the native tape.
+# Reactive, traced, followed and watched, followed, one that teaches the outline, recorded in part, and once more
+# without being watched, and then on the native tape.
 NUM_STEPS = 8
 _LEAVING_SHARE = 0.8
 
@@ -148,17 +148,19 @@ def drawn_plan(trace: Trace, seed: int) -> Plan:
         planner="drawn", machine="", budget_bytes=0, num_ops=len(trace.ops), num_buffers=len(trace.buffers)
     )
     gaps = find_gaps(trace, decision_class="saved", min_size_bytes=1)
-    return Plan(header=header, absences=tuple(_absence(gap, rng) for gap in gaps if rng.random() < _LEAVING_SHARE))
+    actions = ("swap", "recompute") if seed % 2 else ("recompute",)  # without a swap more goes to the native tape
+    leaving = [gap for gap in gaps if rng.random() < _LEAVING_SHARE]
+    return Plan(header=header, absences=tuple(_absence(gap, rng, rng.choice(actions)) for gap in leaving))
 
 
-def _absence(gap: Gap, rng: random.Random) -> Absence:
+def _absence(gap: Gap, rng: random.Random, action: str) -> Absence:
     last_op, next_op = gap.last_use_op, gap.next_use_op
     leave_op = rng.randint(last_op + 1, max(last_op + 1, next_op))
     return Absence(
         buffer_id=gap.buffer_id,
         last_use_op=last_op,
         next_use_op=next_op,
-        action=rng.choice(("swap", "recompute")),
+        action=action,
         out_op=rng.choice((None, rng.randint(last_op, leave_op))),
         leave_op=leave_op,
         return_op=rng.choice((next_op, rng.randint(leave_op, max(leave_op, next_op)))),
