@@ -13,7 +13,7 @@ import torch
 
 from torchdelta._torch.modes import TorchDispatchMode
 from torchdelta._torch.modules import MODULE_CALL_CODE, children_of, is_built
-from torchdelta._torch.ops import execute, schema_of
+from torchdelta._torch.ops import execute, overload_of, returns_tensors, schema_of
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta._torch.tensors import (
     base_of,
@@ -82,6 +82,22 @@ def test_schema_of() -> None:
     assert schema.name == "aten::add_"
     assert schema.is_mutable
     assert schema.arguments[0].alias_info.is_write
+
+
+def test_overload_of() -> None:
+    """The names in a schema lead to the overload; the default one has an empty name there."""
+    for overload in (torch.ops.aten.add.Tensor, torch.ops.aten.exp.default):
+        schema = schema_of(overload)
+        assert overload_of(schema.name, schema.overload_name) is overload
+
+
+def test_returns_tensors() -> None:
+    """All that an op returns are tensors, and not lists of them or numbers."""
+    aten = torch.ops.aten
+    assert returns_tensors(aten.add.Tensor)
+    assert returns_tensors(aten.native_batch_norm.default)
+    assert not returns_tensors(aten.split.Tensor)
+    assert not returns_tensors(aten._local_scalar_dense.default)
 
 
 @pytest.mark.parametrize("inside", ["", "casts_inside", "conjugates_inside"])
