@@ -134,6 +134,7 @@ def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any
         MemoryBudget(budget, Config(**options)) as memory_budget,
     ):
         follow_anyway(running_session())
+        running_session().pause.forbid()  # in such a budget, steps would not be recorded at all
         yield memory_budget
 
 
