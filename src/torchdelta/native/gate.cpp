@@ -201,10 +201,10 @@ bool follow(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, tor
   const int64_t need_bytes = expected.need_bytes;
   const bool is_on_tape = gate->tape != nullptr && (recorded & tape::kOnTape) != 0;
   if (writes_arguments(expected, op)) {
-    const bool is_known = writes_known(gate, op, *stack);
+    const bool is_known = writes_known(gate, op, *stack), had_tape = gate->tape != nullptr;
     if (gate->tape != nullptr && (is_known || !is_on_tape)) gate->tape->before_write(op, *stack);
     if (gate->state != State::kFollowing) return false;
-    if (is_known) return record(gate, op, stack), true;
+    if (is_known || (had_tape && gate->tape == nullptr)) return record(gate, op, stack), true;
   }
   if (gate->tape != nullptr ? recorded == tape::kInPython : recorded != 0) return record(gate, op, stack), true;
   if (need_bytes > 0 && gate->live->load(std::memory_order_relaxed) + need_bytes > gate->most_bytes) {

@@ -22,7 +22,7 @@ class ChainOwner {
  public:
   virtual ~ChainOwner() = default;
   virtual void make_room(int64_t size_bytes, bool is_optional) = 0;  // throws where there is none
-  virtual void raise_changed(const Content& content) = 0;            // throws
+  virtual void raise_changed(const Content& content, bool is_optional) = 0;  // throws
   virtual void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) = 0;
 
   int64_t num_replayed = 0;
@@ -127,7 +127,7 @@ class Chain {
 
   at::Tensor argument(const View& view) {
     Content* content = view.content.get();
-    if (content->is_changed()) owner_->raise_changed(*content);
+    if (content->is_changed()) owner_->raise_changed(*content, !keeps_others_);
     c10::Storage storage = states_[content].held;
     if (!storage) storage = content->resident();
     TORCH_CHECK(storage, "torchdelta: an argument of a replay is missing");

@@ -39,7 +39,7 @@ struct Lane {
 
 // All has been handed over to Python.
 struct HandedOver {};
-struct NoRoom {};
+struct NotNow {};  // a replay that can wait is left out
 
 struct WithInterpreter {
   PyGILState_STATE state = PyGILState_Ensure();
@@ -94,6 +94,15 @@ class NativeTape final : public Tape, private ChainOwner {
 
   bool record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
               int64_t need_bytes, int64_t recorded) override {
+    try {
+      return try_to_record(op, below, stack, need_bytes, recorded);
+    } catch (const HandedOver&) {  // before the op ran
+      return false;
+    }
+  }
+
+  bool try_to_record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
+                     int64_t need_bytes, int64_t recorded) {
     if (!is_on_ || c10::InferenceMode::is_enabled() || environment() != environment_) return false;
     const size_t begin = stack->size() - op.schema().arguments().size();
     const bool hides = (recorded & kHasStatistics) != 0 && (*stack)[begin + kTraining].toBool();
@@ -125,6 +134,14 @@ class NativeTape final : public Tape, private ChainOwner {
 
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) override {
     if (slots_.empty() || !op.schema().is_mutable()) return;
+    try {
+      end_contents(op, stack);
+    } catch (const HandedOver&) {
+    }
+  }
+
+  // End what the storages hold that an op is about to write.
+  void end_contents(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
     const auto& arguments = op.schema().arguments();
     const size_t begin = stack.size() - arguments.size();
     for (size_t index = 0; index < arguments.size(); ++index) {
@@ -188,7 +205,7 @@ class NativeTape final : public Tape, private ChainOwner {
         if (!missing.empty()) run_chain(missing, false);
       } catch (const HandedOver&) {
         return;
-      } catch (const NoRoom&) {  // `unpack` makes each of them again, and raises; not all of them may be needed
+      } catch (const NotNow&) {  // `unpack` makes each of them again, and raises; not all of them may be needed
       } catch (const c10::Error&) {
       }
     }
@@ -202,6 +219,9 @@ class NativeTape final : public Tape, private ChainOwner {
     try {
       if (!storage) storage = run_chain({content}, true);
     } catch (const HandedOver&) {
+      return at::Tensor();
+    } catch (const NotNow&) {
+      call(hand_over_, nullptr);
       return at::Tensor();
     } catch (const c10::Error&) {  // Python tries once more, and raises what it raises always
       call(hand_over_, nullptr);
@@ -387,12 +407,13 @@ class NativeTape final : public Tape, private ChainOwner {
     PyObject* arguments = Py_BuildValue("(LO)", static_cast<long long>(size_bytes), is_optional ? Py_True : Py_False);
     const bool has_room = call(make_room_, arguments);
     if (epoch_ != epoch) throw HandedOver();
-    if (!has_room) throw NoRoom();
+    if (!has_room) throw NotNow();
   }
 
   void make_room(int64_t size_bytes, bool is_optional) override { ensure(size_bytes, is_optional); }
 
-  void raise_changed(const Content& content) override {
+  void raise_changed(const Content& content, bool is_optional) override {
+    if (is_optional) throw NotNow();
     call(raise_changed_,
          Py_BuildValue("(LII)", static_cast<long long>(content.size_bytes), content.counter->current_version(),
                        content.version));

@@ -30,6 +30,7 @@ ROWS, WIDTH, NUM_LAYERS = 512, 32, 5
 _LARGE_BYTES = 2 * 4 * ROWS * WIDTH  # no program here lets a buffer of this size leave
 MARGIN = 1.02  # of the budget above the plain peak: with much more, recording would pause as a whole
 CHANGES_AT = 12  # the step at which a step does something else: earlier ones are recorded in part
+_NUM_KEPT = 4
 _NUM_STEPS = 16
 
 
@@ -62,10 +63,14 @@ def drop_all() -> None:
 
 
 def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
-    """Return a program that drops most saved buffers that are not large."""
+    """Return a program that drops most saved buffers that are not large, but none of the first ones.
+
+    The first one stays in Python, with all that replays connect with it: what is kept behind it parts these.
+    """
     plan = drawn_plan(trace, 2)
     sizes_bytes = {buffer.id: buffer.size_bytes for buffer in trace.buffers}
     small = [absence for absence in plan.absences if sizes_bytes[absence.buffer_id] < _LARGE_BYTES]
+    small = sorted(small, key=lambda absence: absence.last_use_op)[_NUM_KEPT:]
     return msgspec.structs.replace(
         plan, absences=tuple(msgspec.structs.replace(absence, action="recompute") for absence in small)
     )

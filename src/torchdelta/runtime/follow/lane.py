@@ -10,7 +10,7 @@ are in Python. Python takes all groups in which
 * a buffer is swapped,
 * an op writes to other tensors than its first argument, or is not torch's own,
 * an op ran under other numeric settings than the first one,
-* a buffer is the first one of the step, or was made before it by an op that is replayed.
+* a buffer is the first saved one of the step, or was made before it by an op that is replayed.
 
 Whatever else differs from the lane in a step, the tape hands all over to Python (runtime/record/native_lane.py).
 """
@@ -84,7 +84,7 @@ def make_lane(
     buffers = {buffer_id: saved.get(first, -1) for buffer_id, first in schedule.first_saves.items()}
     makers = {made: position for position in replayed if position in ops for made in ops[position].makes}
     leaving = set(buffers.values()) - {-1}
-    stays = set(in_python) | {saved.get(0, -1)}
+    stays = in_python | (leaving & {saved.get(0)})
     for actions in schedule.evictions.values():
         stays.update(buffers[buffer_id] for buffer_id, action in actions if action is Action.SWAP)
     stays.update(leaving - makers.keys())

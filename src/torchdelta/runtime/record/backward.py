@@ -180,12 +180,9 @@ class Backward:
                 leaves.clear()
 
     def runs_known(self, known: KnownBackward) -> bool:
-        """Return whether the backward that begins is a known one, and fits unwatched."""
-        usage = self.usage
-        usage.ask_counter(fresh=True)
-        return known.is_same(self.recorder.needs.num_made) and self.follower.may_run_unwatched(
-            known.name, usage.total_bytes
-        )
+        """Return whether the backward that begins, which is a known one, fits unwatched."""
+        self.usage.ask_counter(fresh=True)
+        return self.follower.may_run_unwatched(known.name, self.usage.total_bytes)
 
     @shielded
     def run_known(
