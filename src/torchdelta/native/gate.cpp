@@ -141,27 +141,18 @@ void know(Gate* gate, const torch::jit::Stack& stack, size_t begin) {
   }
 }
 
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
-
 bool writes_arguments(Op& expected, const c10::OperatorHandle& op) {
   if (expected.writes == Writes::kUnknown) {
-    expected.writes = op.schema().is_mutable() ? Writes::kArguments : Writes::kNothing;
+    expected.writes = tape::writes_arguments(op) ? Writes::kArguments : Writes::kNothing;
   }
   return expected.writes == Writes::kArguments;
 }
 
 bool writes_known(const Gate* gate, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   if (gate->known->empty()) return false;
-  const auto& arguments = op.schema().arguments();
-  const size_t begin = stack.size() - arguments.size();
   bool found = false;
-  for (size_t index = 0; index < arguments.size() && !found; ++index) {
-    if (!is_written(arguments[index])) continue;
-    for_each_storage(stack[begin + index],
-                     [gate, &found](const void* storage) { found = found || gate->known->count(storage) != 0; });
-  }
+  const auto look = [gate, &found](const void* storage) { found = found || gate->known->count(storage) != 0; };
+  tape::for_each_written(op, stack, [&look](const c10::IValue& value) { for_each_storage(value, look); });
   return found;
 }
 
@@ -195,7 +186,7 @@ void compare_alias(Gate* gate, const c10::OperatorHandle& op, const torch::jit::
 
 // Run an op that is the next one of the sequence, and record it if need be. Return false if it has not run.
 bool follow(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
-  // What is asked of Python may end the tape, or change the sequence.
+  // Python may take over from the tape in each of these calls (`gate->tape` is null then), or change the sequence.
   Op& expected = (*gate->sequence->ops)[gate->position++];
   const int64_t recorded = expected.recorded;
   const int64_t need_bytes = expected.need_bytes;
@@ -220,7 +211,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);  // what the op and the recorder call is no op of the step
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
   Gate* gate = current;
-  if (gate == nullptr) return op.redispatchBoxed(below, stack);
+  const bool sees_nothing = c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python);  // no mode would see the op
+  if (gate == nullptr || sees_nothing) return op.redispatchBoxed(below, stack);
   if (makes_alias(op)) {
     compare_alias(gate, op, *stack);
     return op.redispatchBoxed(below, stack);
@@ -239,6 +231,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       const size_t position = gate->position;
       if (position >= ops.size() || ops[position].hash != hash_of(op, *stack)) {
         ask(gate->on_other, static_cast<int64_t>(position));
+        if (gate->tape != nullptr) gate->tape->before_write(op, *stack);  // recording resumes later: see `end`
         break;
       }
       if (follow(gate, op, below, stack)) return;

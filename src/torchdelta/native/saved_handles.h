@@ -31,7 +31,7 @@ struct Handle {
 };
 
 // What is to be done on the tape with a saved tensor that has a number: a sum of these. 0: Python packs it.
-enum Lane : int64_t { kDropped = 1, kKept = 2, kSavedInPython = 4, kUnpackedInPython = 8 };
+enum OnTape : int64_t { kDropped = 1, kKept = 2, kSavedInPython = 4, kUnpackedInPython = 8 };
 
 // The tensors that a step saves from some moment on, in order.
 struct Saves {

@@ -9,8 +9,8 @@
 // or one more, calls back on the main thread, between two instructions of Python: such a step is not known to fit.
 //
 // Steps that are recorded in part (runtime/record/partial.py) are compared with a list of saved tensors: the size of each,
-// and a number if Python has to pack it, because it leaves, or because something is due when it is unpacked. All others
-// get handles.
+// and a number if it leaves, or if something is due when it is unpacked. Python packs these, or the tape (tape.cpp) saves
+// them. All others get handles.
 #include <Python.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
@@ -215,6 +215,7 @@ PyObject* unpack_from_tape(Hooks* hooks, Handle* handle) {
   at::Tensor tensor;
   if (handle->packed == nullptr) tensor = save->has_content() ? hooks->tape->unpack(save) : handle->tensor;
   if (handle->packed != nullptr) return PyObject_CallOneArg(hooks->unpack, handle->packed);
+  TORCH_CHECK(tensor.defined(), "torchdelta: a saved tensor was neither replayed nor handed over");
   return THPVariable_Wrap(std::move(tensor));
 }
 
@@ -273,6 +274,7 @@ PyObject* hooks_num_sizes(PyObject* self, PyObject*) { return PyLong_FromSize_t(
 bool adopt_dropped(Hooks* hooks, const std::vector<Handle*>& handles) {
   if (handles.empty()) return true;
   PyObject* saves = PyList_New(0);
+  if (saves == nullptr) return false;
   for (const Handle* handle : handles) {
     PyObject* capsule = PyCapsule_New(handle->save.get(), tape::kSaveCapsule, nullptr);
     if (capsule != nullptr) PyList_Append(saves, capsule);
@@ -281,6 +283,11 @@ bool adopt_dropped(Hooks* hooks, const std::vector<Handle*>& handles) {
   PyObject* packed = PyErr_Occurred() == nullptr ? PyObject_CallOneArg(hooks->adopt_dropped, saves) : nullptr;
   Py_DECREF(saves);
   if (packed == nullptr) return false;
+  if (!PyList_Check(packed) || PyList_GET_SIZE(packed) != static_cast<Py_ssize_t>(handles.size())) {
+    PyErr_SetString(PyExc_TypeError, "adopt_dropped returns a list with an item for each saved tensor");
+    Py_DECREF(packed);
+    return false;
+  }
   for (size_t index = 0; index < handles.size(); ++index) {
     set_packed(handles[index], Py_NewRef(PyList_GET_ITEM(packed, static_cast<Py_ssize_t>(index))));
   }

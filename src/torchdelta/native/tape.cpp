@@ -1,10 +1,11 @@
 // The tape of steps whose program is known: records the ops that it replays, drops what they make, and replays them, all
 // without Python. It does for such steps what runtime/record, runtime/memory and runtime/state do in Python for all
-// others, and only what is common: plain tensors on the CPU, ops that only make new tensors and draw no numbers.
+// others, and only what is common: plain tensors on the CPU, and ops that make new tensors or write their first argument.
 //
-// gate.cpp gives it the ops of a forward, saved_hooks.cpp the saved tensors. A *lane* says what leaves and returns at
-// which saved tensor (runtime/follow/lane.py). Whatever happens that is not in the lane, Python takes over: `describe`
-// tells it all that was recorded and is still needed, as if Python had recorded it (runtime/record/native_lane.py).
+// gate.cpp gives it the ops of a forward, and tells it of each op that writes an argument before that runs. saved_hooks.cpp
+// gives it the saved tensors. A *lane* says what leaves and returns at which saved tensor (runtime/follow/lane.py).
+// Whatever happens that is not in the lane, Python takes over: `describe` tells it all that was recorded and is still
+// needed, as if Python had recorded it (runtime/record/handover.py).
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 

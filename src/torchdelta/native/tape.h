@@ -7,7 +7,9 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace tape {
 
@@ -34,6 +36,31 @@ inline bool is_plain(const at::Tensor& tensor) {
        DispatchKey::Negative, DispatchKey::NestedTensor, DispatchKey::Quantized});
   return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_inference() &&
          !tensor.key_set().has_any(odd);
+}
+
+constexpr size_t kFirstStatistics = 3;  // of a batch norm: the running mean, and the running variance behind it
+
+// Return whether an op writes running statistics although its schema does not say so (aten/batch_norm.py).
+inline bool writes_statistics(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm" || name == "aten::miopen_batch_norm";
+}
+
+inline bool writes_arguments(const c10::OperatorHandle& op) {
+  return op.schema().is_mutable() || writes_statistics(op);
+}
+
+// Call a function with each argument on the stack that an op writes, or may write.
+template <typename Function>
+void for_each_written(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Function& function) {
+  const auto& arguments = op.schema().arguments();
+  const size_t begin = stack.size() - arguments.size();
+  const bool has_statistics = writes_statistics(op);
+  for (size_t index = 0; index < arguments.size(); ++index) {
+    const c10::AliasInfo* alias = arguments[index].alias_info();
+    const bool is_statistics = has_statistics && (index == kFirstStatistics || index == kFirstStatistics + 1);
+    if (is_statistics || (alias != nullptr && alias->isWrite())) function(stack[begin + index]);
+  }
 }
 
 // What a handle holds of a saved tensor whose content may be dropped.

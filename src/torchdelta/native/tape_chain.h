@@ -34,11 +34,14 @@ class WithRandomState {
  public:
   WithRandomState(at::Generator generator, const at::Tensor& state) : generator_(std::move(generator)) {
     if (!generator_.defined()) return;
+    const std::lock_guard<std::mutex> guard(generator_.mutex());
     now_ = generator_.get_state();
     generator_.set_state(state);
   }
   ~WithRandomState() {
-    if (generator_.defined()) generator_.set_state(now_);
+    if (!generator_.defined()) return;
+    const std::lock_guard<std::mutex> guard(generator_.mutex());
+    generator_.set_state(now_);
   }
   WithRandomState(const WithRandomState&) = delete;
   WithRandomState& operator=(const WithRandomState&) = delete;
@@ -130,7 +133,8 @@ class Chain {
     if (content->is_changed()) owner_->raise_changed(*content, !keeps_others_);
     c10::Storage storage = states_[content].held;
     if (!storage) storage = content->resident();
-    TORCH_CHECK(storage, "torchdelta: an argument of a replay is missing");
+    TORCH_CHECK(storage && static_cast<int64_t>(storage.nbytes()) >= content->size_bytes,
+                "torchdelta: an argument of a replay is missing");
     return view.on(std::move(storage));
   }
 

@@ -15,6 +15,7 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -124,7 +125,7 @@ struct Content : c10::intrusive_ptr_target {
   const int64_t size_bytes;
   EntryPtr op;               // makes it again; null: it is held as long as anything needs it
   size_t output_index = 0;
-  int64_t num_saved = 0;     // saved tensors that see it
+  std::atomic<int64_t> num_saved{0};  // saved tensors that see it
   std::optional<c10::VariableVersion> counter;  // shows writes that the tape does not see
   uint32_t version = 0;
 
@@ -142,7 +143,7 @@ struct Content : c10::intrusive_ptr_target {
   }
 
   void hold(const c10::Storage& storage) {
-    c10::Storage held = storage;  // what it held is freed after the lock
+    c10::Storage held = storage;  // what it held is freed after the mutex
     const std::lock_guard<std::mutex> guard(storage_mutex());
     std::swap(held, strong_);
     weak = storage.getWeakStorageImpl();
@@ -155,18 +156,28 @@ struct Content : c10::intrusive_ptr_target {
   }
 
   void release() {
-    c10::Storage last;  // freed after the lock: that may run Python
+    c10::Storage last;  // freed after the mutex: that may run Python
     const std::lock_guard<std::mutex> guard(storage_mutex());
     std::swap(last, strong_);
   }
 
   // The storage gets another content. Saved tensors see that one: `successor`.
   void end() {
-    c10::Storage storage = resident();
-    if (num_saved > 0) successor = storage;
+    c10::Storage storage = resident();  // lives until the mutex is free again
+    counter.reset();
     const std::lock_guard<std::mutex> guard(storage_mutex());
-    strong_ = c10::Storage();  // not the last reference: `storage` is another
+    if (num_saved > 0) successor = storage;
+    strong_ = c10::Storage();
     weak.reset();
+  }
+
+  // One saved tensor less sees it.
+  void unsave() {
+    c10::Storage last_strong, last_successor;  // freed after the mutex: that may run Python
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    if (--num_saved > 0) return;
+    if (op) std::swap(last_strong, strong_);
+    std::swap(last_successor, successor);
   }
 
   // Return whether a write was missed that changed it.
@@ -221,7 +232,7 @@ class NativeSave final : public Save {
  private:
   void unsave() {
     if (!view.content) return;
-    if (--view.content->num_saved == 0 && view.content->op) view.content->release();
+    view.content->unsave();
     view.content.reset();
   }
 

@@ -28,7 +28,6 @@ namespace tape {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kFirstStatistics = 3;  // of a batch norm in training: the running mean, and the variance behind it
 constexpr size_t kTraining = 5;
 
 // What leaves and returns at which saved tensor. All contents are named by the numbers of their first saved tensors.
@@ -37,7 +36,8 @@ struct Lane {
   std::unordered_map<int64_t, std::vector<std::vector<int64_t>>> replays;  // groups, by the saved tensor unpacked
 };
 
-// All has been handed over to Python.
+// All has been handed over to Python, which `ensure` has asked for room: caught by every function that gate.cpp or
+// saved_hooks.cpp call.
 struct HandedOver {};
 struct NotNow {};  // a replay that can wait is left out
 
@@ -117,6 +117,7 @@ class NativeTape final : public Tape, private ChainOwner {
     }
     if ((recorded & kIsRandom) != 0) {
       entry->generator = generator_of(*stack, begin);
+      const std::lock_guard<std::mutex> guard(entry->generator.mutex());
       entry->random_state = entry->generator.get_state();
     }
     if (hides) {
@@ -133,20 +134,10 @@ class NativeTape final : public Tape, private ChainOwner {
   }
 
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) override {
-    if (slots_.empty() || !op.schema().is_mutable()) return;
+    if (slots_.empty() || !writes_arguments(op)) return;
     try {
-      end_contents(op, stack);
+      for_each_written(op, stack, [this](const c10::IValue& value) { end_content(value); });
     } catch (const HandedOver&) {
-    }
-  }
-
-  // End what the storages hold that an op is about to write.
-  void end_contents(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-    const auto& arguments = op.schema().arguments();
-    const size_t begin = stack.size() - arguments.size();
-    for (size_t index = 0; index < arguments.size(); ++index) {
-      const c10::AliasInfo* alias = arguments[index].alias_info();
-      if (alias != nullptr && alias->isWrite()) end_content(stack[begin + index]);
     }
   }
 
@@ -202,7 +193,7 @@ class NativeTape final : public Tape, private ChainOwner {
         }
       }
       try {
-        if (!missing.empty()) run_chain(missing, false);
+        if (!missing.empty() && environment() == environment_) run_chain(missing, false);
       } catch (const HandedOver&) {
         return;
       } catch (const NotNow&) {  // `unpack` makes each of them again, and raises; not all of them may be needed
@@ -217,6 +208,7 @@ class NativeTape final : public Tape, private ChainOwner {
     if (!content) return at::Tensor();
     c10::Storage storage = content->successor ? content->successor : content->resident();
     try {
+      if (!storage && environment() != environment_) throw NotNow();  // Python replays under the earlier settings
       if (!storage) storage = run_chain({content}, true);
     } catch (const HandedOver&) {
       return at::Tensor();
@@ -310,7 +302,7 @@ class NativeTape final : public Tape, private ChainOwner {
     if (!is_plain(tensor) || !tensor.has_storage()) return false;
     Argument argument;
     if (is_overwritten) {
-      if (tensor.nbytes() != tensor.storage().nbytes()) return false;
+      if (tensor.nbytes() != tensor.storage().nbytes() || !tensor.is_non_overlapping_and_dense()) return false;
       argument.kind = Argument::Kind::kOverwritten;
       argument.views.emplace_back(View(ContentPtr(), tensor));
     } else {
@@ -389,7 +381,8 @@ class NativeTape final : public Tape, private ChainOwner {
       } else {  // replays read it, and it cannot be made again
         ensure(content->size_bytes, false);
         const at::Tensor copy = at::empty({content->size_bytes}, at::TensorOptions().dtype(at::kByte));
-        std::memcpy(copy.mutable_data_ptr(), content->resident().data(), static_cast<size_t>(content->size_bytes));
+        const c10::Storage storage = content->resident();
+        std::memcpy(copy.mutable_data_ptr(), storage.data(), std::min(copy.nbytes(), storage.nbytes()));
         content->hold(copy.storage());
         content->counter.reset();
       }

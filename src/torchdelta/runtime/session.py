@@ -108,7 +108,6 @@ class Session:
         streams = self.device.streams
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
         self.recorder = recorder_for(self.restorer, self.saved, subclasses, other_streams)
-        self.resizes = Resizes(self.restorer)
         self.readers = Readers(self.room.persistents)
         self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
         self.transforms = Transforms(self.recorder, self.take_error)
@@ -116,6 +115,7 @@ class Session:
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
         self.partial = PartialRecording(self.recorder, self.saved, self.backward, self.pause)
         self.room.find_more = self.partial.find_more
+        self.resizes = Resizes(self.restorer, self.partial.leave_tape)
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
         self.placing = open_arena(

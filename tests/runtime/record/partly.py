@@ -80,7 +80,7 @@ def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) ->
 def following(budget: int) -> Generator[MemoryBudget]:
     """Return a scope whose steps follow a program that drops most small buffers."""
     with (
-        planned_here(_recompute_all_small, least_bytes=0),
+        planned_here(_recompute_all_small, least_bytes=1),
         mock.patch("torchdelta.runtime.follow.programs._MAX_RETRACES", 0),  # steps take longer on a busy machine
         MemoryBudget(budget, Config(planner="torchdelta", tier="memory")) as memory_budget,
     ):

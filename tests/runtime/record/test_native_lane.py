@@ -15,134 +15,54 @@ from tests.runtime.parts import running_session
 from tests.runtime.record.partly import (
     CHANGES_AT,
     MARGIN,
-    NUM_LAYERS,
-    ROWS,
-    WIDTH,
-    Stack,
     drop_all,
     following,
     num_native_steps,
 )
+from tests.runtime.record.taped import (  # noqa: F401 - a fixture
+    NUM_STEPS,
+    Loop,
+    budget_of_usual_steps,
+    one_thread_and_the_tape,
+    outcome,
+    same_bits,
+    usual,
+)
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
-from torchdelta.errors import NativeError, ReplayError
-from torchdelta.native.gate import Recorded, load_gate
-from torchdelta.native.tape import load_tape
+from torchdelta.errors import ReplayError
+from torchdelta.native.gate import Recorded
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.follow import lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     Seen = list[Any]
 
-pytestmark = pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
-
-_NUM_STEPS = CHANGES_AT + 4
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_and_the_tape() -> Iterator[None]:
-    for module in (load_gate(), load_tape()):
-        if isinstance(module, NativeError):
-            pytest.skip(str(module))
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-class Loop:
-    """Trains a stack; a test says what else happens in a step."""
-
-    def __init__(self) -> None:
-        seed_everything()
-        self.stack = Stack()
-        self.optimizer = torch.optim.SGD(self.stack.parameters(), lr=0.01, momentum=0.9)
-        self.read = torch.randn(ROWS, WIDTH)
-        self.seen: Seen = []
-
-    def forward(self, between: Callable[[int, torch.Tensor], torch.Tensor] = lambda _layer, x: x) -> torch.Tensor:
-        """Return the loss; `between` runs after each layer."""
-        x = torch.randn(ROWS, WIDTH)
-        for layer in range(NUM_LAYERS):
-            x = between(layer, self.stack.block(layer, x + self.read))
-        return x.square().mean()
-
-    def is_on_tape(self) -> bool:
-        """Return whether the running step uses the tape."""
-        session = current_session()
-        native = session.partial.lane if session is not None else None
-        return native is not None and native.is_on
-
-    def update(self, loss: torch.Tensor) -> None:
-        """Step the optimizer, and note what it came from."""
-        self.seen.append(bits_of([loss, *(parameter.grad for parameter in self.stack.parameters())]))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-Body = "Callable[[Loop, int], None]"
-
-
-def _usual(loop: Loop) -> None:
-    loss = loop.forward()
-    loss.backward()
-    loop.update(loss)
-
-
-def _outcome(body: Any, budget: int | None, num_steps: int = _NUM_STEPS) -> tuple[Seen, list[int]]:
-    """Return the bits of all steps, and how many steps had used the tape after each."""
-    counts: list[int] = []
-
-    def train() -> Seen:
-        loop = Loop()
-        for index in range(num_steps):
-            body(loop, index)
-            counts.append(num_native_steps() if budget is not None else 0)
-        return [*loop.seen, bits_of(loop.stack.state_dict()), bits_of(torch.get_rng_state())]
-
-    if budget is None:
-        return train(), counts
-    with following(budget):
-        return train(), counts
-
-
-def _budget() -> int:
-    loop = Loop()
-    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
-        for _ in range(2):
-            _usual(loop)
-    return int(unlimited.summary().peak_bytes * MARGIN)
-
-
-def _same_bits(body: Any, *, num_steps: int = _NUM_STEPS) -> list[int]:
-    """Check that a loop gives plain's bits in a budget. Return how many steps had used the tape after each."""
-    plain, _ = _outcome(body, None, num_steps)
-    seen, counts = _outcome(body, _budget(), num_steps)
-    assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []
-    return counts
+pytestmark = [
+    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
+    pytest.mark.usefixtures("one_thread_and_the_tape"),
+]
 
 
 def test_steps_that_are_alike_use_the_tape() -> None:
     """From the step on whose backward is known."""
-    counts = _same_bits(lambda loop, _index: _usual(loop))
+    counts = same_bits(lambda loop, _index: usual(loop))
     assert counts[CHANGES_AT - 1] > 2
-    assert counts[-1] == counts[CHANGES_AT - 1] + _NUM_STEPS - CHANGES_AT
+    assert counts[-1] == counts[CHANGES_AT - 1] + NUM_STEPS - CHANGES_AT
 
 
 def test_what_the_tape_does_is_counted() -> None:
     """Like what Python does: the summary's figures do not depend on who replays."""
-    with following(_budget()):
+    with following(budget_of_usual_steps()):
         loop, counters = Loop(), running_session().counters
         done: list[tuple[int, int, int, int]] = []
         while num_native_steps() < 2:
             before = counters.copy()
-            _usual(loop)
+            usual(loop)
             now = counters.minus(before)
             done.append((now.num_recomputed_ops, now.recomputed_bytes, now.num_evictions, now.dropped_bytes))
-            assert len(done) < _NUM_STEPS
+            assert len(done) < NUM_STEPS
     assert done[-1] == done[-2] == done[-3]  # the last of these ran in Python
     assert min(done[-1]) > 0
 
@@ -156,7 +76,7 @@ def test_accumulated_gradients() -> None:
         if index % 2:
             loop.update(loss)
 
-    counts = _same_bits(body, num_steps=30)
+    counts = same_bits(body, num_steps=30)
     assert counts[-1] - counts[-7] == 6, "the last steps, of both kinds, do not use the tape"
 
 
@@ -186,10 +106,19 @@ def test_ops_that_draw_numbers_or_write_in_place(is_interrupted: bool) -> None:
         return made
 
     with mock.patch("torchdelta.runtime.follow.learning.make_lane", make_lane):
-        counts = _same_bits(body)
+        counts = same_bits(body)
     assert counts[CHANGES_AT - 1] > 0
     for how in (Recorded.IS_RANDOM, Recorded.WRITES, Recorded.OVERWRITES):
         assert any(how in recorded for recorded in seen), f"the test says nothing: no op on the tape is {how!r}"
+
+
+def _resize_a_source(loop: Loop, layer: int, x: torch.Tensor) -> torch.Tensor:
+    if layer == 3:
+        storage, kept = loop.read.untyped_storage(), loop.read.clone()
+        storage.resize_(0)
+        storage.resize_(kept.nbytes)
+        storage.copy_((kept * 2).untyped_storage())
+    return x
 
 
 def _write_a_source(loop: Loop, _layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +160,15 @@ def _resume_and_evict(_loop: Loop, layer: int, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "between",
-    [_write_a_source, _write_a_saved_content, _write_below_autograd, _diverge, _diverge_early, _resume_and_evict],
+    [
+        _resize_a_source,
+        _write_a_source,
+        _write_a_saved_content,
+        _write_below_autograd,
+        _diverge,
+        _diverge_early,
+        _resume_and_evict,
+    ],
 )
 def test_something_else_happens_in_forward(between: Any) -> None:
     """In one step, after others have used the tape, and afterwards they do so again."""
@@ -242,9 +179,9 @@ def test_something_else_happens_in_forward(between: Any) -> None:
             loss.backward()
             loop.update(loss)
         else:
-            _usual(loop)
+            usual(loop)
 
-    counts = _same_bits(body)
+    counts = same_bits(body)
     assert counts[CHANGES_AT - 1] > 0
 
 
@@ -305,9 +242,19 @@ def _other_settings(loop: Loop) -> None:
     loop.update(loss)
 
 
+def _freed_until_after_the_backward(loop: Loop) -> None:
+    loss = loop.forward()
+    storage, kept = loop.read.untyped_storage(), loop.read.clone()
+    storage.resize_(0)
+    loss.backward()
+    storage.resize_(kept.nbytes)
+    storage.copy_(kept.untyped_storage())
+    loop.update(loss)
+
+
 def _abandoned(loop: Loop) -> None:
     loop.forward()
-    _usual(loop)
+    usual(loop)
 
 
 def _reads_a_saved_tensor(loop: Loop) -> None:
@@ -329,6 +276,7 @@ def _reads_a_saved_tensor(loop: Loop) -> None:
         _step_in_backward,
         _graph_outlives_the_step,
         _other_settings,
+        _freed_until_after_the_backward,
         _abandoned,
         _reads_a_saved_tensor,
     ],
@@ -340,9 +288,9 @@ def test_something_else_happens_in_backward(other: Any) -> None:
         if index == CHANGES_AT:
             other(loop)
         else:
-            _usual(loop)
+            usual(loop)
 
-    counts = _same_bits(body)
+    counts = same_bits(body)
     assert counts[CHANGES_AT - 1] > 0
 
 
@@ -358,9 +306,9 @@ def test_an_exception_in_forward() -> None:
         if index == CHANGES_AT:
             with pytest.raises(KeyError):
                 loop.forward(fail)
-        _usual(loop)
+        usual(loop)
 
-    _same_bits(body)
+    same_bits(body)
 
 
 def test_a_saved_tensor_that_was_written_raises() -> None:
@@ -386,8 +334,8 @@ def test_a_saved_tensor_that_was_written_raises() -> None:
         with pytest.raises((RuntimeError, ReplayError), match=r"modified by an inplace operation|changed in place"):
             loss.backward()
 
-    for budget in (None, _budget()):
-        _outcome(body, budget, CHANGES_AT + 1)
+    for budget in (None, budget_of_usual_steps()):
+        outcome(body, budget, CHANGES_AT + 1)
     assert dropped == [False, True]
 
 
@@ -398,26 +346,26 @@ def test_the_scope_ends_before_the_backward() -> None:
         loop = Loop()
         if budget is None:
             for _ in range(CHANGES_AT):
-                _usual(loop)
+                usual(loop)
             loss = loop.forward()
         else:
             with following(budget):
                 for _ in range(CHANGES_AT):
-                    _usual(loop)
+                    usual(loop)
                 assert num_native_steps()
                 loss = loop.forward()
         loss.backward()
         return bits_of([parameter.grad for parameter in loop.stack.parameters()])
 
-    assert gradients(_budget()) == gradients(None)
+    assert gradients(budget_of_usual_steps()) == gradients(None)
 
 
 def test_a_source_that_other_code_has_changed() -> None:
     """It cannot be noticed before the replay: this is an error, not a wrong bit."""
-    with following(_budget()):
+    with following(budget_of_usual_steps()):
         loop = Loop()
         for _ in range(CHANGES_AT):
-            _usual(loop)
+            usual(loop)
         assert num_native_steps()
         loss = loop.forward()
         changed = loop.stack.norms[2].weight
@@ -457,7 +405,7 @@ def test_batch_norms_and_autocast(autocasts: bool) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step == _NUM_STEPS:
+            if step == NUM_STEPS:
                 break
         if limit:
             assert num_native_steps() > 2
@@ -473,13 +421,13 @@ def test_batch_norms_and_autocast(autocasts: bool) -> None:
 
 def test_nothing_of_a_step_stays() -> None:
     """The bytes in use are the same after each step."""
-    with following(_budget()):
+    with following(budget_of_usual_steps()):
         loop, used = Loop(), set[int]()
         gc.collect()
         gc.disable()
         try:
             for index in range(40):
-                _usual(loop)
+                usual(loop)
                 loop.seen.clear()
                 if index > CHANGES_AT:
                     usage = running_session().ledger.usage

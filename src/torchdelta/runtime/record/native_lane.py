@@ -1,8 +1,9 @@
 """Carries a program's lane out on the native tape. See [Note: which part goes to the tape] in follow/lane.py.
 
-A step uses the tape from the first saved tensor on at which its program acts, if its backward is known: such a backward
-runs unwatched, so nothing but unpacks happens in it. If anything else happens, before or in the backward, all that the
-tape has recorded becomes known to Python (`hooks.adopt` calls `_adopt_dropped`), and the tape is empty.
+A step uses the tape from its first saved tensor on, if its backward is known: such a backward runs unwatched, and the
+tape acts in it where saved tensors are unpacked. If anything happens, before or in the backward, that is not in the
+lane, all that the tape has recorded becomes known to Python (`hooks.adopt` calls `_adopt_dropped`), and the tape is
+empty.
 """
 
 from __future__ import annotations

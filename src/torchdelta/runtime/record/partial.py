@@ -178,11 +178,10 @@ class PartialRecording:
         return self._gate, self._pause.hooks
 
     def _adopt(self) -> int:
-        """Make all that native code holds known to Python. Return the number of saved tensors."""
         num_adopted = self._pause.adopt()
         if self.lane is not None:
             self.lane.on_adopted()
-        return num_adopted
+        return num_adopted  # saved tensors that native code held
 
     def _record_whole(self) -> None:
         self._phase = _Phase.WHOLE
@@ -215,7 +214,6 @@ class PartialRecording:
 
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
-        """Pack a saved tensor at which the program acts."""
         assert self._gate is not None
         self._gate.know(tensor)
         follower = self._follower
@@ -227,12 +225,10 @@ class PartialRecording:
 
     @shielded
     def _on_other_save(self, index: int) -> None:
-        """Resume recording: the step saves another tensor than its outline has."""
         self._leave_outline(f"it saved other tensors: from tensor {index} of its outline on")
 
     @shielded
     def _on_other_op(self, position: int) -> None:
-        """Resume recording: the next op is not that of the outline."""
         self._leave_outline(f"it ran other ops: from op {position} of its outline on")
 
     @shielded
@@ -261,6 +257,11 @@ class PartialRecording:
             return False
         self._follower.leave_outlined("the budget was short")
         return self._adopt() > 0
+
+    def leave_tape(self) -> None:
+        """Let Python take over from the native tape: something happens that it does not know of."""
+        if self.lane is not None and self.lane.is_on:
+            self.find_more()
 
     def on_limit(self) -> None:
         """Resume recording: the budget is passed before the optimizer has stepped, or it does not step."""
@@ -367,8 +368,7 @@ class PartialRecording:
 
     def stop(self) -> None:
         """Leave everything to Python: the session stops."""
-        if self.lane is not None and self.lane.is_on:
-            self._hand_over("the session stops")
+        self.leave_tape()
         self.close()
 
     def close(self) -> None:

@@ -35,11 +35,17 @@ _undo: list[Callable[[], None]] = []
 
 
 class Resizes:
-    """Watches for storages that are resized, and makes them stay on the device."""
+    """Watches for storages that are resized, and makes them stay on the device.
 
-    def __init__(self, restorer: Restorer) -> None:
+    Args:
+        restorer: Knows the ledger and the room.
+        before_resize: Called on the session's thread before a storage is resized there.
+    """
+
+    def __init__(self, restorer: Restorer, before_resize: Callable[[], object] = lambda: None) -> None:
         self.restorer = restorer
         self.ledger = restorer.ledger
+        self._before_resize = before_resize
         self._thread_id = 0
 
     def start(self) -> None:
@@ -69,6 +75,11 @@ class Resizes:
             record = self.ledger.know(storage)
         return record
 
+    def announce(self) -> None:
+        """Tell the session that a storage is about to be resized on its thread."""
+        if threading.get_ident() == self._thread_id:
+            self._before_resize()
+
     def prepare(self, record: StorageRecord, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """Make room for a storage that is about to be resized, and invalidate its content."""
         if storage.device in self.ledger.counted_devices:
@@ -93,6 +104,7 @@ def _make_resize(original: Callable[..., Any]) -> Callable[..., Any]:
         known: list[tuple[Resizes, StorageRecord, Buffer | None]] = []
         try:
             for resizes in tuple(_watching):
+                resizes.announce()
                 record = resizes.record_of(storage)
                 if record is not None:
                     known.append((resizes, record, record.current))

@@ -1,0 +1,95 @@
+"""What happens beside the ops of a step on the native tape, and must not give it wrong bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.record.partly import CHANGES_AT, NUM_LAYERS, ROWS, WIDTH
+from tests.runtime.record.taped import Loop, one_thread_and_the_tape, same_bits  # noqa: F401 - a fixture
+from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
+    pytest.mark.usefixtures("one_thread_and_the_tape"),
+]
+
+
+class _Settings(torch.autograd.Function):
+    """Passes a tensor on, and changes the settings that convolutions read in the backward."""
+
+    is_on = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, uses_onednn: bool) -> torch.Tensor:
+        ctx.uses_onednn = uses_onednn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[torch.Tensor, None]:
+        if _Settings.is_on:
+            torch.backends.mkldnn.set_flags(ctx.uses_onednn)
+        return grad_outputs[0], None
+
+
+def test_settings_that_change_in_the_middle_of_a_backward() -> None:
+    """Replays run under those of the forward."""
+
+    def body(loop: Loop, index: int) -> None:
+        _Settings.is_on = index >= CHANGES_AT
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer in {0, 4}:
+                return _Settings.apply(x, layer == 0)
+            pictures = x.t().reshape(1, WIDTH, 16, 32)
+            return x + nn.functional.gelu(nn.functional.conv2d(pictures, weight)).reshape(WIDTH, ROWS).t()
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    torch.manual_seed(1)
+    weight = torch.randn(WIDTH, WIDTH, 1, 1) * 0.05
+    same_bits(body)
+
+
+def test_a_batch_norm_that_is_not_replayed_writes_its_statistics() -> None:
+    """Its schema does not say so, and ops on the tape have read them."""
+
+    def body(loop: Loop, _index: int) -> None:
+        norms = loop.__dict__.setdefault("norms", [nn.BatchNorm1d(WIDTH) for _ in range(NUM_LAYERS)])
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            y = nn.functional.gelu((x - norms[layer].running_mean) * 2)
+            with torch.no_grad():
+                norms[layer](x)
+            return x * 0.5 + y
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[-1] > 2
+
+
+def test_a_write_for_which_there_is_no_room() -> None:
+    """A copy of what it overwrites is needed: Python takes over in the middle of the write."""
+
+    def body(loop: Loop, index: int) -> None:
+        big, beside = loop.__dict__.setdefault("tensors", (torch.randn(4 * ROWS, WIDTH), torch.randn(ROWS, WIDTH)))
+        ballast = torch.empty(4 * ROWS * WIDTH if index == CHANGES_AT else 1)
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer == NUM_LAYERS - 1:
+                (big[:ROWS] if index == CHANGES_AT else beside).zero_()
+            return x + big[:ROWS]
+
+        loss = loop.forward(between)
+        del ballast
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[CHANGES_AT - 1] > 0
