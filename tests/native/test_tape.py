@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.native.test_gate import Seen
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status, new_counter
@@ -28,19 +28,6 @@ pytestmark = [
 
 _COMPUTES = Recorded.IN_PYTHON | Recorded.ON_TAPE
 _UNLIMITED_BYTES = 1 << 60
-
-
-class _Mode(TorchDispatchMode):
-    """Takes what is recorded in Python: nothing, here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 class _Builder:
@@ -76,7 +63,7 @@ class Taped:
         for module in (load_gate(), load_tape()):
             if isinstance(module, NativeError):
                 pytest.skip(str(module))
-        self.mode = _Mode()
+        self.mode = Seen()
         self.asked: list[Any] = []
         self.builder = _Builder()
         counter: Any = new_counter()

@@ -3,8 +3,8 @@
 // torch. The key is switched on for one thread, outside of backwards. A recorded step teaches the gate a *sequence*: for
 // each op a hash of its identity and of the shapes, dtypes and integers of its arguments, what it needed, and whether it
 // has to be recorded. In later steps each op is compared with the sequence. An op that has to be recorded goes to the
-// recorder, which is a dispatch mode in Python; all others go to their kernels at once. If an op differs, or might pass
-// the budget, Python is asked before it runs (runtime/record/partial.py).
+// recorder, which is a dispatch mode in Python, or to the tape (tape.cpp); all others go to their kernels at once. If an
+// op differs, or might pass the budget, Python is asked before it runs (runtime/record/partial.py).
 //
 // Two steps with the same sequence may still write different tensors (`slots[step % 2].copy_(x)`). So an op is also
 // recorded if it writes a storage that the recorder knows: a replay might read it, or an op might be known to have made

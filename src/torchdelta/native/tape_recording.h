@@ -111,7 +111,7 @@ class NativeTape final : public Tape, private ChainOwner {
     entry->need_bytes = need_bytes;
     entry->writes = (recorded & (kWrites | kOverwrites)) != 0;
     entry->arguments.reserve(stack->size() - begin);
-    if (!capture_all(*stack, begin, recorded, hides, entry.get())) {
+    if (!capture_all(*stack, begin, recorded, hides, entry.get()) || reads_what_it_writes(*entry)) {
       before_write(op, *stack);
       return false;
     }
@@ -295,6 +295,17 @@ class NativeTape final : public Tape, private ChainOwner {
       }
     }
     return true;
+  }
+
+  // Return whether an op reads the storage that it writes by another argument, too: a replay would have to give both the
+  // same copy. Python does that.
+  bool reads_what_it_writes(const Entry& entry) const {
+    if (!entry.writes) return false;
+    const bool reads_it = entry.arguments.front().kind == Argument::Kind::kWritten;
+    const Content* written = reads_it ? entry.arguments.front().views.front()->content.get() : nullptr;
+    int num_reads = 0;
+    entry.for_each_source([&num_reads, written](const Content* source) { num_reads += source == written; });
+    return num_reads > (reads_it ? 1 : 0);
   }
 
   // A replay needs the content that the op writes to, unless the op overwrites all of the storage.

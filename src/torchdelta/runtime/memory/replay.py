@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.state.ledger import Ledger
 
-__all__ = ["Replayer"]
+__all__ = ["Replayer", "raise_changed"]
 
 
 class Replayer:
@@ -267,12 +267,16 @@ def _creation_order(buffer: Buffer) -> int:
 def _check_version(buffer: Buffer) -> None:
     """Raise ReplayError if code that is not recorded has changed a source."""
     if buffer.witness is not None and version_of(buffer.witness) != buffer.witness_version:
-        msg = (
-            f"a tensor of {buffer.size_bytes} bytes is needed to recompute a saved tensor, but was changed in place by "
-            f"code that is not recorded (version {version_of(buffer.witness)}, recorded {buffer.witness_version}): "
-            "keep the MemoryBudget open around the whole loop"
-        )
-        raise ReplayError(msg)
+        raise_changed(buffer.size_bytes, version_of(buffer.witness), buffer.witness_version)
+
+
+def raise_changed(size_bytes: int, version: int, expected: int) -> None:
+    """Raise ReplayError for a source that code has changed which is not recorded."""
+    msg = (
+        f"a tensor of {size_bytes} bytes is needed to recompute a saved tensor, but was changed in place by code that "
+        f"is not recorded (version {version}, recorded {expected}): keep the MemoryBudget open around the whole loop"
+    )
+    raise ReplayError(msg)
 
 
 class _Arguments:

@@ -12,9 +12,10 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.device import numeric_environment
-from torchdelta.errors import NativeError, ReplayError
+from torchdelta.errors import NativeError
 from torchdelta.native.tape import new_tape
 from torchdelta.runtime.interrupts import shielded
+from torchdelta.runtime.memory.replay import raise_changed
 from torchdelta.runtime.memory.room import NoRoomError
 from torchdelta.runtime.record.handover import take_over
 
@@ -61,7 +62,7 @@ class NativeLane:
         self._tape: Tape | None = None
         self._capsule: object = None
         counter = cast("LimitedCounter", self._room.usage.counter)
-        tape = new_tape(counter, self._make_room, _raise_changed, on_failure)
+        tape = new_tape(counter, self._make_room, raise_changed, on_failure)
         if isinstance(tape, NativeError):
             _logger.debug("what followed steps record is recorded in Python: %s", tape)
         else:
@@ -91,21 +92,24 @@ class NativeLane:
         return numeric_environment() == self._environment
 
     def on_adopted(self) -> None:
-        """Note that all has been handed over."""
-        self.num_steps -= self.is_on
+        """Forget a step whose records Python has taken over."""
         if self.is_on and self._program is not None:
             self._num_waiting = _FEWEST_STEPS << self._program.num_handovers
             self._program.num_handovers += 1
             _logger.debug("what the native tape has recorded was handed over to Python")
-        self.end()
+        self._forget()
 
     def end(self) -> None:
-        """Forget the step, and count what was done."""
+        """Forget a step that has used the tape to its end."""
+        self.num_steps += self.is_on
+        self._forget()
+
+    def _forget(self) -> None:
+        """Clear the tape, and count what was done."""
         tape, program = self._tape, self._program
         if not self.is_on or tape is None or program is None:
             return
         self.is_on = False
-        self.num_steps += 1
         self._program = None
         tape.clear()
         self._gate.use_tape(None, None)
@@ -141,11 +145,3 @@ class NativeLane:
         finally:
             room.is_optional = False
         return True
-
-
-def _raise_changed(size_bytes: int, version: int, expected: int) -> None:
-    msg = (
-        f"a tensor of {size_bytes} bytes is needed to recompute a saved tensor, but was changed in place by code that "
-        f"is not recorded (version {version}, recorded {expected}): keep the MemoryBudget open around the whole loop"
-    )
-    raise ReplayError(msg)
