@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from torchdelta._torch.modes import FunctionMode, pop_function_mode, push_function_mode, top_function_mode
+from torchdelta._torch.modes import (
+    FunctionMode,
+    pop_function_mode,
+    push_function_mode,
+    remove_function_mode,
+    top_function_mode,
+)
 from torchdelta._torch.modules import own_parameters_of
 from torchdelta._torch.raw_access import EXPORTING_METHODS, READING_METHODS, patch_raw_access, patch_storage_reads
 from torchdelta._torch.storages import memory_behind, resize_storage, storage_behind, tensor_address
@@ -48,6 +54,17 @@ def test_function_modes_are_pushed_and_popped() -> None:
     torch.ones(2).sum()
     assert pop_function_mode() is mode
     assert len(seen) == 2
+
+
+def test_a_function_mode_is_removed_from_below_others() -> None:
+    """Nothing happens where it is not on the stack."""
+    below, above = FunctionMode(), FunctionMode()
+    push_function_mode(below)
+    push_function_mode(above)
+    remove_function_mode(below)
+    remove_function_mode(below)
+    assert pop_function_mode() is above
+    assert top_function_mode() is None
 
 
 def test_own_parameters() -> None:

@@ -78,6 +78,18 @@ def top_function_mode() -> Any:
     return torch._C._get_function_stack_at(height - 1) if height else None
 
 
+def remove_function_mode(mode: object) -> None:
+    """Take one function mode off this thread's stack: the highest place where it stands, if any."""
+    height = torch._C._len_torch_function_stack()
+    if not any(torch._C._get_function_stack_at(index) is mode for index in range(height)):
+        return
+    above: list[Any] = []
+    while (top := pop_function_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        push_function_mode(other)
+
+
 def pop_mode() -> Any:
     """Take the top mode off this thread's stack and return it."""
     return torch._C._pop_torch_dispatch_stack(None)

@@ -8,6 +8,7 @@
 // needed, as if Python had recorded it (runtime/record/handover.py).
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
 #include <utility>
@@ -99,6 +100,20 @@ PyObject* tape_end_forward(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* tape_before_write(PyObject* self, PyObject* tensor) {
+  if (!THPVariable_Check(tensor)) Py_RETURN_NONE;
+  try {
+    tape_of(self)->tape->before_write_of(THPVariable_Unpack(tensor));
+  } catch (python_error& error) {
+    error.restore();
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* tape_clear(PyObject* self, PyObject*) {
   tape_of(self)->tape->clear();
   Py_RETURN_NONE;
@@ -152,6 +167,8 @@ PyObject* tape_capsule(PyObject* self, PyObject*) {
 PyMethodDef tape_methods[] = {
     {"begin", tape_begin, METH_VARARGS, "Begin the forward of a step: (drops, replays, most_bytes)."},
     {"end_forward", tape_end_forward, METH_NOARGS, "Record no op from now on."},
+    {"before_write", tape_before_write, METH_O,
+     "Keep what replays read, and what saved tensors show, of the storage of a tensor that is about to be written."},
     {"clear", tape_clear, METH_NOARGS, "Forget the step. What handles need stays."},
     {"act", tape_act, METH_VARARGS, "Do what is due at a saved tensor that Python packs, or unpacks."},
     {"describe", tape_describe_saves, METH_VARARGS, "Describe what saved tensors need to a builder."},

@@ -98,6 +98,9 @@ class Tape(Protocol):
     def end_forward(self) -> None:
         """Record no op from now on."""
 
+    def before_write(self, tensor: torch.Tensor, /) -> None:
+        """Keep what replays read, and what saved tensors show, of the storage that is about to be written."""
+
     def clear(self) -> None:
         """Forget the step. What saved tensors need stays."""
 

@@ -67,14 +67,12 @@ class NativeTape final : public Tape, private ChainOwner {
   }
 
   // Backward begins: no op is recorded any more.
-  void end_forward() {
-    slots_.clear();
-    pinned_.clear();
-  }
+  void end_forward() { pinned_.clear(); }
 
   void clear() {
     ++epoch_;
-    end_forward();
+    slots_.clear();
+    pinned_.clear();
     saved_.clear();
     lane_ = Lane();
     is_on_ = false;
@@ -137,6 +135,14 @@ class NativeTape final : public Tape, private ChainOwner {
     if (slots_.empty() || !writes_arguments(op)) return;
     try {
       for_each_written(op, stack, [this](const c10::IValue& value) { end_content(value); });
+    } catch (const HandedOver&) {
+    }
+  }
+
+  // The same for one tensor, which Python is about to write.
+  void before_write_of(const at::Tensor& tensor) {
+    try {
+      end_content(tensor);
     } catch (const HandedOver&) {
     }
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchdelta.config import PLANNERS, Config
 from torchdelta.errors import ConfigError
 from torchdelta.planners import classes_of, names
 from torchdelta.runtime.errors import BudgetError
+from torchdelta.runtime.follow import programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +71,8 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     rows = [NUM_ROWS] * 7
     expected, plain_peaks, _ = _train(UNLIMITED, rows)
     budget = int(0.6 * max(plain_peaks[1:]))
-    found, peaks, session = _train(budget, rows, planner, tier, _wait)
+    with mock.patch.object(programs, "_MAX_RETRACES", 0):  # on a busy machine a step is traced again
+        found, peaks, session = _train(budget, rows, planner, tier, _wait)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= budget
     assert session.follower.num_followed_steps == 5

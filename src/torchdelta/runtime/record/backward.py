@@ -25,6 +25,7 @@ from torchdelta.runtime.record.gaps import Gaps
 from torchdelta.runtime.record.headroom import Graph, Headroom
 from torchdelta.runtime.record.known_backward import KnownBackward, roots_of
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
+from torchdelta.runtime.record.python_writes import PythonWrites
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Backward:
         self._depth = 0
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
+        self.python_writes = PythonWrites(recorder)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
         self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
 
@@ -132,7 +134,8 @@ class Backward:
                 if self._depth == 1:
                     self._gaps.restart(len(handles))
                 try:
-                    with self._reading_gaps(outputs, args[0] if args else kwargs.get("grad_tensors")):
+                    gradients = args[0] if args else kwargs.get("grad_tensors")
+                    with self.python_writes.watching(), self._reading_gaps(outputs, gradients):
                         result = call_outside(original, outputs, *args, **kwargs)
                 except BaseException as raised:
                     error = raised
@@ -229,7 +232,7 @@ class Backward:
         error: BaseException | None = None
         self._leaves.extend(leaves)  # a survey may begin where a followed backward brings a buffer back
         try:
-            with without_mode(self.recorder):
+            with without_mode(self.recorder), self.python_writes.watching():
                 return call_outside(original, outputs, *args, **kwargs)
         except BaseException as raised:
             error = raised

@@ -13,7 +13,7 @@ from torchdelta._torch.modes import FunctionMode, pop_function_mode, push_functi
 if TYPE_CHECKING:
     from torchdelta.runtime.memory.persistents import Persistents
 
-__all__ = ["GapReads"]
+__all__ = ["GapReads", "is_attribute_access"]
 
 
 class GapReads(FunctionMode):
@@ -27,7 +27,7 @@ class GapReads(FunctionMode):
         """Run one function. The signature is torch's."""
         del types
         persistents = self._persistents
-        if _is_question(func):
+        if is_attribute_access(func):
             return func(*args, **(kwargs or {}))
         persistents.begin(args, kwargs, may_write=True)
         try:
@@ -48,6 +48,6 @@ class GapReads(FunctionMode):
 _VIEWS: Final = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
 
-def _is_question(func: Any) -> bool:
+def is_attribute_access(func: Any) -> bool:
     """Return whether a function gets or sets an attribute that says nothing about the content, such as `p.grad`."""
     return getattr(func, "__name__", "") in {"__get__", "__set__"} and func.__self__.__name__ not in _VIEWS

@@ -22,6 +22,8 @@ from torchdelta.runtime.record.handover import take_over
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from torchdelta.native.counting import LimitedCounter
     from torchdelta.native.gate import Gate
     from torchdelta.native.saved_hooks import NativeHooks
@@ -84,6 +86,11 @@ class NativeLane:
         self._hooks.use_tape(tape, self._capsule, self._adopt_dropped, self._act)
         self._follower.use_tape(tape, lane.rest)
         self.is_on = True
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Keep what the tape knows of the storage of a tensor that is about to be written."""
+        if self.is_on and self._tape is not None:
+            self._tape.before_write(tensor)
 
     def end_forward(self) -> bool:
         """Record no op from now on. Return whether replays give the same bits as under the settings of the forward."""

@@ -159,6 +159,7 @@ class PartialRecording:
                 counter = cast("LimitedCounter", self._room.usage.counter)
                 self._gate = new_gate(self._recorder, counter, self._on_other_op, self._make_room)
                 self.lane = NativeLane(*self._parts(), self._follower, lambda: self._hand_over("a replay failed"))
+                self._backward.python_writes.before_write = self.lane.before_write
         return self._gate is not None
 
     @shielded
@@ -214,8 +215,7 @@ class PartialRecording:
 
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
-        assert self._gate is not None
-        self._gate.know(tensor)
+        self._parts()[0].know(tensor)
         follower = self._follower
         follower.number = number
         try:
@@ -279,7 +279,7 @@ class PartialRecording:
         """Run a backward: that of a followed step, if this one was like its outline."""
         gate, hooks = self._parts()
         if graph_task_id() != -1 or is_transforming():
-            return original(outputs, *args, **kwargs)
+            return self._backward.python_writes.run_nested(original, outputs, *args, **kwargs)
         if self._phase is _Phase.PAUSED:
             self.end("a second backward begins")
             return self._backward.run(original, outputs, *args, **kwargs)
