@@ -76,7 +76,7 @@ class Backward:
         self._depth = 0
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
-        self.python_writes = PythonWrites(recorder)
+        self.python_writes = recorder.saved.python_writes = PythonWrites(recorder)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
         self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
 
@@ -307,6 +307,7 @@ class Backward:
 
     @shielded
     def _before(self, gradients: Any, *, name: str = "") -> None:
+        self.python_writes.end_gap()
         self._end_gap()
         self._count_gradients(gradients)
         self.observing.observer.on_gradients(gradients)
@@ -322,9 +323,11 @@ class Backward:
         self._pending.extend(leaves)
         self._begin_gap(leaves)
         self._gaps.begin(node_name, leaves)
+        self.python_writes.begin_gap()
 
     @shielded
     def _before_unrecorded(self, name: str, following: list[Any], gradients: Any) -> None:
+        self.python_writes.end_gap()
         self._end_gap()
         self._count_gradients(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
@@ -343,6 +346,7 @@ class Backward:
         self._pending.extend(leaves)
         self._begin_gap(leaves)
         self._gaps.begin(name, leaves)
+        self.python_writes.begin_gap()
 
     def _count_gradients(self, gradients: Any) -> None:
         """Count gradients that were made between nodes, by the engine's accumulation or by the user's tensor hooks."""

@@ -17,6 +17,7 @@ import torch
 from torchdelta._torch.modes import (
     FunctionMode,
     TorchDispatchMode,
+    pop_function_mode,
     push_function_mode,
     remove_function_mode,
     top_function_mode,
@@ -72,6 +73,16 @@ class PythonWrites(FunctionMode):
         finally:
             self._num_backwards -= 1
             remove_function_mode(self)
+
+    def begin_gap(self) -> None:
+        """Go on after a node of a backward whose nodes run under the recorder."""
+        if self._num_backwards and not self.is_off:
+            push_function_mode(self)
+
+    def end_gap(self) -> None:
+        """Watch nothing from here on: a node runs, or the library itself."""
+        if top_function_mode() is self:
+            pop_function_mode()
 
     def run_nested(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward that Python code starts inside of a watched one."""

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.modes import NoDispatch, NoFunction, Quietly
+from torchdelta._torch.modes import (
+    NoDispatch,
+    NoFunction,
+    Quietly,
+    pop_function_mode,
+    push_function_mode,
+    top_function_mode,
+)
 from torchdelta._torch.tensors import counted_version_of, identity_of, is_leaf, is_trained_leaf, is_zerotensor, sizes_of
 from torchdelta.config import SavedBuffer
 from torchdelta.errors import ConfigError, SavedTensorError
@@ -129,6 +136,7 @@ class SavedTensors:
         self.plain_types = frozenset(_PLAIN_TYPES)
         self.least_bytes = 0 if decisions is not None else self.room.least_eviction_bytes
         self.persistents = self.room.persistents
+        self.python_writes: object = None  # the function mode of a backward, if there is one
         self.fake_view: Callable[[torch.Tensor], torch.Tensor] | None = None  # in a survey
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -226,9 +234,15 @@ class SavedTensors:
             RuntimeError: It was modified in place after it was saved (eager's own message).
         """
         outer = enter()
+        mode = top_function_mode()
+        is_watched = mode is not None and mode is self.python_writes  # it would see what the library does here
+        if is_watched:
+            pop_function_mode()
         try:
             return self._unpack(packed)
         finally:
+            if is_watched:
+                push_function_mode(mode)
             leave(outer)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
