@@ -154,7 +154,8 @@ def judge_followed(step: judge.Step, expected: judge.Outcome) -> dict[str, Any]:
             if outcomes[-1].raised is not None:
                 break
     time_s = time.perf_counter() - started_s
-    follower = budget._past[-1].follower
+    session = budget._past[-1]
+    lane = session.partial.lane
     verdict, differing = EQUAL, [d for o in outcomes for d in contents(judge.differences(expected, o))]
     if outcomes[-1].raised is not None:
         verdict, differing = RAISED, [outcomes[-1].message[:600]]
@@ -163,12 +164,14 @@ def judge_followed(step: judge.Step, expected: judge.Outcome) -> dict[str, Any]:
     result: dict[str, Any] = {
         "verdict": verdict,
         "time_s": round(time_s, 4),
-        "num_followed_steps": follower.num_followed_steps,
+        "num_followed_steps": session.follower.num_followed_steps,
+        "num_partial_steps": session.partial.num_steps,
+        "num_native_steps": lane.num_steps if lane is not None else 0,
     }
     if differing:
         result |= {"detail": differing[:NUM_DIFFERENCES_KEPT], "num": len(differing)}
     if holds_handles(budget):
-        result["leaks"] = [f"{budget._past[-1].ledger.num_handles} saved tensors held"]
+        result["leaks"] = [f"{session.ledger.num_handles} saved tensors held"]
     summary = budget.summary()
     result["num_recomputed_ops"] = summary.num_recomputed_ops
     result["recomputed_bytes"] = summary.recomputed_bytes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
 from tools.sweep.catalog import HARNESS_FAILED, JUDGED
-from tools.sweep.judging import BROKEN, EQUAL, NOT_REPRODUCIBLE, PLAIN_FAILS
+from tools.sweep.judging import BROKEN, EQUAL, FOLLOWED, NOT_REPRODUCIBLE, PLAIN_FAILS
 from tools.sweep.pool import BUILD, CRASHED, TIMEOUT
 from tools.sweep.subjects import AUTOCAST, PLAIN
 
@@ -112,6 +112,9 @@ def sum_up_family(
             **{kind.replace(" ", "_"): found[kind] for kind in COLUMNS[1:]},
             "nothing_left_memory": idle,
         }
+        if mode == FOLLOWED:
+            native = [r for r in judgeable if r["modes"].get(mode, {}).get("num_native_steps")]
+            data["modes"][mode]["num_with_native_steps"] = len(native)
     failed = [record["name"] for record in records if record["status"] == HARNESS_FAILED]
     if failed:
         outcome.check(f"{family}: the harness itself", f"failed on {', '.join(failed)}", passed=False)

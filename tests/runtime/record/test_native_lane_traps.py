@@ -98,3 +98,22 @@ def test_a_write_for_which_there_is_no_room() -> None:
         loop.update(loss)
 
     assert same_bits(body)[CHANGES_AT - 1] > 0
+
+
+def test_an_op_that_reads_the_storage_that_it_writes() -> None:
+    """A replay gives it one copy for both, as Python does; the tape leaves the op to Python."""
+
+    def body(loop: Loop, index: int) -> None:
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer not in {2, 3}:
+                return x
+            halves = x * 1.5
+            halves[: ROWS // 2].add_(halves[ROWS // 2 :].detach())  # both are views of one storage
+            return x + nn.functional.gelu(halves)
+
+        del index
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[-1] > 0
