@@ -168,7 +168,7 @@ PyMethodDef tape_methods[] = {
     {"begin", tape_begin, METH_VARARGS, "Begin the forward of a step: (drops, replays, most_bytes)."},
     {"end_forward", tape_end_forward, METH_NOARGS, "Record no op from now on."},
     {"before_write", tape_before_write, METH_O,
-     "Keep what replays read, and what saved tensors show, of the storage of a tensor that is about to be written."},
+     "Keep the content of a tensor that is about to be written, for the replays and saved tensors that need it."},
     {"clear", tape_clear, METH_NOARGS, "Forget the step. What handles need stays."},
     {"act", tape_act, METH_VARARGS, "Do what is due at a saved tensor that Python packs, or unpacks."},
     {"describe", tape_describe_saves, METH_VARARGS, "Describe what saved tensors need to a builder."},

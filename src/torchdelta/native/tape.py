@@ -99,7 +99,7 @@ class Tape(Protocol):
         """Record no op from now on."""
 
     def before_write(self, tensor: torch.Tensor, /) -> None:
-        """Keep what replays read, and what saved tensors show, of the storage that is about to be written."""
+        """Keep the content of a tensor that is about to be written, for the replays and saved tensors that need it."""
 
     def clear(self) -> None:
         """Forget the step. What saved tensors need stays."""

@@ -66,7 +66,7 @@ class NativeTape final : public Tape, private ChainOwner {
     is_on_ = true;
   }
 
-  // Backward begins: no op is recorded any more.
+  // Backward begins: no op is recorded any more. `slots_` stays: Python code may still write what replays read.
   void end_forward() { pinned_.clear(); }
 
   void clear() {
@@ -139,11 +139,12 @@ class NativeTape final : public Tape, private ChainOwner {
     }
   }
 
-  // The same for one tensor, which Python is about to write.
+  // As `before_write`, for one tensor that Python code is about to write in a backward.
   void before_write_of(const at::Tensor& tensor) {
     try {
       end_content(tensor);
     } catch (const HandedOver&) {
+    } catch (const NotNow&) {
     }
   }
 

@@ -89,11 +89,13 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return session.pause.run_backward(session.backward.run, original, outputs, *args, **kwargs)
         if session is not None and session.partial.is_on:
             return session.partial.run_backward(original, outputs, *args, **kwargs)
-        if session is None or session.recorder not in mode_stack():
+        if session is None:
             return original(outputs, *args, **kwargs)
+        if session.recorder not in mode_stack():
+            return session.backward.python_writes.run_nested(original, outputs, *args, **kwargs)
         if session.device.is_off():
             with without_mode(session.recorder):
-                return original(outputs, *args, **kwargs)
+                return session.backward.python_writes.run_nested(original, outputs, *args, **kwargs)
         if session.recorder.only_counts:
             return session.transforms.run_backward(original, outputs, *args, **kwargs)
         session.pause.on_backward_start()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.record.partly import CHANGES_AT
+from tests.runtime.parts import running_session
+from tests.runtime.record.partly import CHANGES_AT, ROWS, WIDTH, drop_all
 from tests.runtime.record.taped import (  # noqa: F401 - a fixture
     NUM_STEPS,
     Loop,
     one_thread_and_the_tape,
     outcome,
     same_bits,
-    usual,
 )
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS, num_modes, top_function_mode
+from torchdelta._torch.tensors import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     Between = Callable[[Loop, torch.Tensor], torch.Tensor]
 
 _NUM_REACTIVE_STEPS = 6
-_SHARES_OF_PEAK = (0.9, 0.8, 0.7)
 
 
 def _write(loop: Loop, *, hides: bool) -> None:
@@ -77,6 +78,37 @@ def _in_recomputation(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tens
     return checkpoint(run, x, use_reentrant=False)
 
 
+def _in_recomputation_of_a_fill(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tensor:
+    """The backward of the fill, where it is recomputed, never runs under the recorder."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if graph_task_id() != -1:
+            _write(loop, hides=hides)
+        return x.exp().masked_fill(x > 1, 0.5)
+
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def _in_hook_after_a_fill(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tensor:
+    x = x.masked_fill(x > 1, 0.5)
+    assert x.grad_fn is not None
+    x.grad_fn.register_hook(lambda _inputs, _outputs: _write(loop, hides=hides))
+    return x
+
+
+def _in_backward_of_a_hook(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            inner = torch.ones(3, requires_grad=True)
+            outer = inner * 2
+            outer.register_hook(lambda _grad: _write(loop, hides=hides))
+            (found,) = torch.autograd.grad(outer.sum(), inner)
+        return grad * found[0]
+
+    x.register_hook(hook)
+    return x
+
+
 def _in_nested_backward(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tensor:
     class Nesting(torch.autograd.Function):
         @staticmethod
@@ -97,7 +129,16 @@ def _in_nested_backward(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Te
     return Nesting.apply(x)  # pyright: ignore[reportReturnType]
 
 
-WRITERS = [_in_function, _in_tensor_hook, _in_node_hook, _in_recomputation, _in_nested_backward]
+WRITERS = [
+    _in_function,
+    _in_tensor_hook,
+    _in_node_hook,
+    _in_recomputation,
+    _in_recomputation_of_a_fill,
+    _in_hook_after_a_fill,
+    _in_nested_backward,
+    _in_backward_of_a_hook,
+]
 
 
 def _step(loop: Loop, writer: Any, *, hides: bool) -> None:
@@ -147,22 +188,108 @@ def test_written_only_after_the_backward_is_known(hides: bool) -> None:
 
 @pytest.mark.parametrize("hides", [False, True], ids=["in place", "through data"])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_written_in_reactive_steps(writer: Any, hides: bool) -> None:
-    """Where no plan is followed."""
+def test_written_in_steps_without_a_plan(writer: Any, hides: bool) -> None:
+    """All that can be recomputed is dropped before each backward."""
 
     def train() -> list[Any]:
         loop = Loop()
         for _ in range(_NUM_REACTIVE_STEPS):
-            _step(loop, writer, hides=hides)
+            loss = loop.forward(lambda layer, x: writer(loop, x, hides=hides) if layer == 3 else x)
+            drop_all()
+            loss.backward()
+            loop.update(loss)
         return [*loop.seen, bits_of(loop.read)]
 
-    seed_everything()
     plain = train()
-    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
-        usual(Loop())
-    num_recomputed = 0
-    for share in _SHARES_OF_PEAK:
-        with MemoryBudget(int(unlimited.summary().peak_bytes * share), Config(tier="memory")) as budget:
-            assert train() == plain
-        num_recomputed += budget.summary().num_recomputed_ops
-    assert num_recomputed > 0
+    with MemoryBudget("1TiB", Config(tier="memory")) as budget:
+        running_session().pause.forbid()
+        assert train() == plain
+    assert budget.summary().num_recomputed_ops > 0
+
+
+@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
+@pytest.mark.usefixtures("one_thread_and_the_tape")
+def test_statistics_of_a_recomputed_batch_norm() -> None:
+    """Layers read the running mean that the recomputation in the backward writes once more."""
+    norms: dict[int, torch.nn.BatchNorm1d] = {}
+
+    def body(loop: Loop, _index: int) -> None:
+        norm = norms.setdefault(id(loop), torch.nn.BatchNorm1d(WIDTH, affine=False))
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer == 3:
+                return checkpoint(norm, x, use_reentrant=False)
+            return x + norm.running_mean.detach() if layer else x  # pyright: ignore[reportOptionalMemberAccess]
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+        loop.seen.append(bits_of(norm.state_dict()))
+
+    same_bits(body)
+
+
+def _gradients(hook: Callable[[torch.Tensor], torch.Tensor | None], budget: int | None) -> list[Any]:
+    """Return the bits of gradients that a hook sees and may change."""
+    seed_everything()
+    seen: list[Any] = []
+    with MemoryBudget(budget, Config(tier="memory")) if budget is not None else contextlib.nullcontext():
+        for _ in range(_NUM_REACTIVE_STEPS):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            y = (x * 2).exp()
+            y.register_hook(hook)
+            (y.sigmoid() * y).mean().backward()
+            assert x.grad is not None
+            seen.append(bits_of(x.grad))
+    return seen
+
+
+def _pinv_of_complex(grad: torch.Tensor) -> torch.Tensor:
+    return grad + torch.linalg.pinv(torch.complex(grad[:8, :8], grad[8:16, :8]) * 1e4).real.sum()
+
+
+def _foreach(grad: torch.Tensor) -> torch.Tensor:
+    new = [torch.ones(2), torch.ones(3)]
+    torch._foreach_mul_(new, 2.0)
+    assert [version_of(tensor) for tensor in new] == [1, 1]
+    return grad * new[0][0]
+
+
+def _on_other_layouts(grad: torch.Tensor) -> None:
+    sparse = torch.eye(3).to_sparse()
+    sparse.mul_(2.0)
+    assert sparse.to_dense().sum() == 6
+    assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize("hook", [_pinv_of_complex, _foreach, _on_other_layouts])
+def test_what_hooks_compute_is_what_it_was(hook: Any) -> None:
+    """Although a dispatch mode is on."""
+    assert _gradients(hook, 2**40) == _gradients(hook, None)
+
+
+def test_a_sparse_gradient_may_be_written_in_a_hook() -> None:
+    """It has no storage."""
+    embedding = torch.nn.Embedding(20, 6, sparse=True)
+    embedding.weight.register_hook(lambda grad: grad.mul_(0.5))
+    with MemoryBudget("1TiB", Config(tier="memory")):
+        embedding(torch.arange(4)).sum().backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.to_dense().sum() == 4 * 6 * 0.5
+
+
+def test_a_hook_that_raises_leaves_no_mode() -> None:
+    """Neither between the nodes nor in an unwatched backward."""
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ValueError("from the hook")
+
+    with MemoryBudget("1TiB", Config(tier="memory")):
+        for _ in range(_NUM_REACTIVE_STEPS):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            y = x.exp()
+            y.register_hook(fail)
+            with pytest.raises(ValueError, match="from the hook"):
+                y.sum().backward()
+            assert top_function_mode() is None
+    assert num_modes() == 0

@@ -76,7 +76,7 @@ class Backward:
         self._depth = 0
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
-        self.python_writes = recorder.saved.python_writes = PythonWrites(recorder)
+        self.python_writes = recorder.saved.python_writes = PythonWrites(recorder, self._gaps.end)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
         self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
 
@@ -135,7 +135,7 @@ class Backward:
                     self._gaps.restart(len(handles))
                 try:
                     gradients = args[0] if args else kwargs.get("grad_tensors")
-                    with self.python_writes.watching(), self._reading_gaps(outputs, gradients):
+                    with self._reading_gaps(outputs, gradients), self.python_writes.on():
                         result = call_outside(original, outputs, *args, **kwargs)
                 except BaseException as raised:
                     error = raised
@@ -232,7 +232,7 @@ class Backward:
         error: BaseException | None = None
         self._leaves.extend(leaves)  # a survey may begin where a followed backward brings a buffer back
         try:
-            with without_mode(self.recorder), self.python_writes.watching():
+            with without_mode(self.recorder), self.python_writes.on():
                 return call_outside(original, outputs, *args, **kwargs)
         except BaseException as raised:
             error = raised
@@ -307,7 +307,7 @@ class Backward:
 
     @shielded
     def _before(self, gradients: Any, *, name: str = "") -> None:
-        self.python_writes.end_gap()
+        self.python_writes.begin_library()
         self._end_gap()
         self._count_gradients(gradients)
         self.observing.observer.on_gradients(gradients)
@@ -323,11 +323,11 @@ class Backward:
         self._pending.extend(leaves)
         self._begin_gap(leaves)
         self._gaps.begin(node_name, leaves)
-        self.python_writes.begin_gap()
+        self.python_writes.begin_program()
 
     @shielded
     def _before_unrecorded(self, name: str, following: list[Any], gradients: Any) -> None:
-        self.python_writes.end_gap()
+        self.python_writes.begin_library()
         self._end_gap()
         self._count_gradients(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
@@ -337,16 +337,18 @@ class Backward:
         self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
         self.observing.observer.on_gradients(gradients)
         self.observing.observer.on_opaque_start(gradients, temporary_bytes)
+        self.python_writes.begin_program()  # a checkpoint may recompute in this node
 
     @shielded
     def _after_unrecorded(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
+        self.python_writes.begin_library()
         self._gaps.end_unseen()
         self._count_gradients(inputs)
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
         self._pending.extend(leaves)
         self._begin_gap(leaves)
         self._gaps.begin(name, leaves)
-        self.python_writes.begin_gap()
+        self.python_writes.begin_program()
 
     def _count_gradients(self, gradients: Any) -> None:
         """Count gradients that were made between nodes, by the engine's accumulation or by the user's tensor hooks."""

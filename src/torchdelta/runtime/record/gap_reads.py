@@ -50,4 +50,6 @@ _VIEWS: Final = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
 def is_attribute_access(func: Any) -> bool:
     """Return whether a function gets or sets an attribute that says nothing about the content, such as `p.grad`."""
-    return getattr(func, "__name__", "") in {"__get__", "__set__"} and func.__self__.__name__ not in _VIEWS
+    return (
+        getattr(func, "__name__", "") in {"__get__", "__set__"} and getattr(func.__self__, "__name__", "") not in _VIEWS
+    )

@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.device import numeric_environment
+from torchdelta._torch.modes import Quietly
 from torchdelta.errors import NativeError
 from torchdelta.native.tape import new_tape
 from torchdelta.runtime.interrupts import shielded
@@ -90,7 +91,8 @@ class NativeLane:
     def before_write(self, tensor: torch.Tensor) -> None:
         """Keep what the tape knows of the storage of a tensor that is about to be written."""
         if self.is_on and self._tape is not None:
-            self._tape.before_write(tensor)
+            with Quietly():
+                self._tape.before_write(tensor)
 
     def end_forward(self) -> bool:
         """Record no op from now on. Return whether replays give the same bits as under the settings of the forward."""

@@ -1,15 +1,18 @@
-"""Sees what the program's Python code writes in a backward where the recorder is off.
+"""Sees what the program's Python code writes in a backward while the recorder is off.
 
-The recorder is off between the nodes of a backward, and in all of an unwatched one. Python code runs there in hooks on
-tensors and nodes, in the backward of custom Functions, and where checkpoints recompute. What it writes may be read by a
-replay later in the same backward, so the old content has to be kept before. A function mode finds the calls of such
-code, which costs nothing where there is none. A dispatch mode that is on for the call finds what the call writes,
-including writes through `.data`.
+The recorder is off between the nodes of a backward, and during all of an unwatched one. Python code runs there: hooks
+on tensors and nodes, the backward of custom Functions, and what checkpoints recompute. It may write a tensor that a
+replay reads later in the same backward, and the replay needs the content from before that write. So a function mode is
+on: it is called for each torch function that Python code calls, and for nothing else. A dispatch mode, which is on
+during such a call, finds the ops that write, including those that write through `.data`.
+
+Not seen are writes by TorchScript, by C++ extensions, by collectives, by NumPy, and by threads that a hook starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,18 +20,23 @@ import torch
 from torchdelta._torch.modes import (
     FunctionMode,
     TorchDispatchMode,
+    mode_stack,
     pop_function_mode,
+    pop_mode,
     push_function_mode,
+    push_mode,
     remove_function_mode,
     top_function_mode,
-    top_mode,
 )
+from torchdelta._torch.ops import OpOverload, execute
 from torchdelta.aten.facts import Kind, facts_of, written_tensors
+from torchdelta.runtime.record.capture import statistics_of
 from torchdelta.runtime.record.gap_reads import is_attribute_access
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.record.recorder import Recorder
 
 __all__ = ["PythonWrites"]
@@ -38,32 +46,37 @@ _RUNS_ENGINE: Final = frozenset({torch.Tensor.backward, torch.autograd.grad})
 
 
 class PythonWrites(FunctionMode):
-    """Records ops of the program's Python code that write what the ledger or the tape knows.
+    """Gives the recorder the ops of Python code that write what replays may read.
 
     Args:
         recorder: Records them.
+        before_record: Called before it does.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, before_record: Callable[[], object]) -> None:
         super().__init__()
         self.before_write: Callable[[torch.Tensor], None] | None = None  # tells the native tape, if there is one
-        self.is_off = False  # Dynamo would compile functions again that hooks call under a function mode
+        self.is_off = False  # compiled code has run: see `_num_compiled`
         self._num_backwards = 0
+        self._num_compiled = _num_compiled()
         self._recorder = recorder
-        self._watch = _Watch(recorder, self)
+        self._writers = _Writers(recorder, self, before_record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function. The signature is torch's."""
         del types
-        if is_attribute_access(func) or func in _RUNS_ENGINE or top_mode() is self._recorder:
+        if is_attribute_access(func) or func in _RUNS_ENGINE or self._recorder in mode_stack():
             return func(*args, **(kwargs or {}))
-        with self._watch:
+        push_mode(self._writers)
+        try:
             return func(*args, **(kwargs or {}))
+        finally:
+            pop_mode()
 
     @contextlib.contextmanager
-    def watching(self) -> Generator[None]:
-        """Watch a backward, which may be inside of another one."""
-        if self.is_off or top_function_mode() is self:
+    def on(self) -> Generator[None]:
+        """Be on during a backward, which may be inside of another one."""
+        if self.is_off or _num_compiled() != self._num_compiled or top_function_mode() is self:
             yield
             return
         push_function_mode(self)
@@ -74,51 +87,81 @@ class PythonWrites(FunctionMode):
             self._num_backwards -= 1
             remove_function_mode(self)
 
-    def begin_gap(self) -> None:
-        """Go on after a node of a backward whose nodes run under the recorder."""
-        if self._num_backwards and not self.is_off:
+    def begin_program(self) -> None:
+        """Be on from here on: code of the program runs next. Only in a backward for which it is on."""
+        if self._num_backwards:
             push_function_mode(self)
 
-    def end_gap(self) -> None:
-        """Watch nothing from here on: a node runs, or the library itself."""
+    def begin_library(self) -> None:
+        """Be off from here on: the library itself calls torch functions next, or the recorder goes on."""
         if top_function_mode() is self:
             pop_function_mode()
 
     def run_nested(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward that Python code starts inside of a watched one."""
+        """Run a backward that Python code starts in a backward for which this mode is on."""
         if not self._num_backwards:
             return original(outputs, *args, **kwargs)
-        with self.watching():
+        with self.on():
             return original(outputs, *args, **kwargs)
 
 
-class _Watch(TorchDispatchMode):
-    """Gives an op to the recorder if it writes a known storage, or belongs to a tensor subclass."""
+class _Writers(TorchDispatchMode):
+    """Gives an op to the recorder if it writes a known storage, or if it is that of a tensor subclass."""
 
-    def __init__(self, recorder: Recorder, writes: PythonWrites) -> None:
+    supports_higher_order_operators = True
+
+    # As in the recorder: without these, Dynamo would be asked before each op.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: Dynamo then runs compiled code under this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, recorder: Recorder, writes: PythonWrites, before_record: Callable[[], object]) -> None:
         super().__init__()
         self._recorder = recorder
         self._writes = writes
+        self._before_record = before_record
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one op. The signature is torch's."""
-        if types or self._may_write_known(func, args, kwargs):
-            with self._recorder:
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _may_write_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        if not isinstance(func, OpOverload):
+            return func(*args, **(kwargs or {}))
         facts = facts_of(func)
+        if not types and not self._writes_known(facts, args, kwargs):
+            return execute(func, facts, args, kwargs)
+        self._before_record()
+        push_mode(self._recorder)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            pop_mode()
+
+    def _writes_known(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         if facts.keeps_statistics:
-            return True
-        if facts.kind not in (Kind.WRITE, Kind.REPLACE):
+            written = statistics_of(facts, args)
+        elif facts.kind in (Kind.WRITE, Kind.REPLACE):
+            written = written_tensors(facts, args, kwargs)
+        else:
             return False
-        found = False
-        for tensor in written_tensors(facts, args, kwargs):
+        found = facts.bumps_inside  # torch does not count these writes under a dispatch mode, but the recorder does
+        for tensor in written:
             if self._writes.before_write is not None:
                 self._writes.before_write(tensor)
-            record = self._recorder.ledger.find(tensor)
+            try:
+                record = self._recorder.ledger.find(tensor)
+            except RuntimeError:  # it has no storage
+                continue
             found = found or (record is not None and record.current is not None)
         return found
+
+
+def _num_compiled() -> int:
+    """Return how many frames Dynamo has compiled. Under another function mode it would compile them again."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return getattr(dynamo, "FRAME_COUNTER", 0)

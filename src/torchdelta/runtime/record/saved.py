@@ -235,13 +235,13 @@ class SavedTensors:
         """
         outer = enter()
         mode = top_function_mode()
-        is_watched = mode is not None and mode is self.python_writes  # it would see what the library does here
-        if is_watched:
+        is_own = mode is not None and mode is self.python_writes  # for the program's code only
+        if is_own:
             pop_function_mode()
         try:
             return self._unpack(packed)
         finally:
-            if is_watched:
+            if is_own:
                 push_function_mode(mode)
             leave(outer)
 
