@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
         if writes:
             targets = written_tensors(facts, args, kwargs)
         else:
-            targets = statistics_of(facts, args) if facts.keeps_statistics and not counts_only else []
+            targets = statistics_of(facts, args) if facts.keeps_statistics and not self.only_counts else []
         entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
         if ledger.late_bytes != self._late.seen_bytes and graph_task_id() == -1:
             self._late.count_all(need.total_bytes + state_bytes, facts.name)
@@ -206,6 +206,8 @@ class Recorder(TorchDispatchMode):
         if counts_only and not writes:
             self._know(out)
             need.learn_growth(ledger.usage.live_bytes - before_bytes)
+            for tensor, old in overwritten:
+                self._write(tensor, old, None, facts, 0)
         elif writes:
             need.learn_growth(
                 self._note_written(overwritten, out, func, facts, args, kwargs, entry, counts_only=counts_only)
