@@ -71,7 +71,8 @@ docs: $(DOCS_READY)  ## build the documents into build/docs; a warning or a brok
 	$(PY) -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
 	@echo "build/docs/index.html"
 
-FOLLOWED := $(addprefix benchmarks/results/,following.json following-bert-like.json following-resnet50.json)
+# The picture of a model is that of its last file.
+FOLLOWED := $(addprefix benchmarks/results/following-native-tape,.json -1-thread.json -4-rounds.json -bert-like.json -resnet50.json)
 
 figures: $(READY)  ## put the figures of benchmarks/results/ into README, documents and pictures
 	$(PY) -m benchmarks following --picture $(FOLLOWED)

@@ -2,8 +2,8 @@
 
 A paragraph, list item or table with figures is followed by a comment that says where each one stands, in their order:
 
-    - GPT-2-like takes 1.36x of plain's time in half of its memory ([raw](benchmarks/results/following.json)).
-      <!-- figures: 1.36x = ratio: following.json > gpt2-like > reactive @ 50% -->
+    - GPT-2-like takes 1.39x of plain's time in half of its memory ([raw](benchmarks/results/NAME.json)).
+      <!-- figures: 1.39x = ratio: NAME.json > gpt2-like > reactive @ 50% -->
 
 Several sources are separated by semicolons or stand in lines of their own.
 
