@@ -23,6 +23,7 @@ class ChainOwner {
   virtual ~ChainOwner() = default;
   virtual void make_room(int64_t size_bytes, bool is_optional) = 0;  // throws where there is none
   virtual void raise_changed(const Content& content, bool is_optional) = 0;  // throws
+  virtual void on_replayed(const ContentPtr& content, const c10::Storage& storage) = 0;  // it is there now
   virtual void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) = 0;
 
   int64_t num_replayed = 0;
@@ -203,6 +204,7 @@ class Chain {
       } else {
         content->pass(storage);
       }
+      owner_->on_replayed(content, storage);
       owner_->replayed_bytes += content->size_bytes;
       keep(content.get(), storage);
       State& state = states_[content.get()];

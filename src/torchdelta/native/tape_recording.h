@@ -430,6 +430,11 @@ class NativeTape final : public Tape, private ChainOwner {
                        content.version));
   }
 
+  // Python code may write the new storage as well.
+  void on_replayed(const ContentPtr& content, const c10::Storage& storage) override {
+    slots_.insert_or_assign(storage.unsafeGetStorageImpl(), Slot{storage.getWeakStorageImpl(), WeakContent(content)});
+  }
+
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) override {
     const WithoutInterpreter guard;
     op.redispatchBoxed(below, stack);

@@ -37,11 +37,41 @@ class _Dropping(Loop):
 
 
 def _write(loop: Loop, *, hides: bool) -> None:
-    """Write what every layer reads. Through `.data`, the version does not tell."""
+    """Write what every layer reads. A write through `.data` does not change the version."""
     if isinstance(loop, _Dropping):
         drop_all()
     read = loop.read.data if hides else loop.read
     read.mul_(1.01)
+
+
+class _WritesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        x.data.mul_(1.5)
+        return grads[0] * 2
+
+
+class _Wrapper(torch.Tensor):
+    """A subclass that unwraps itself in each op."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:  # noqa: PYI034
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        return func(*[a.inner if isinstance(a, _Wrapper) else a for a in args], **(kwargs or {}))
 
 
 def _in_function(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tensor:
@@ -158,8 +188,9 @@ def _step(loop: Loop, writer: Any, *, hides: bool) -> None:
 @pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 @pytest.mark.usefixtures("one_thread_and_the_tape")
 def test_written_in_every_followed_step(writer: Any, hides: bool) -> None:
-    """With and without the tape: it is used once the backward is known."""
-    same_bits(lambda loop, _index: _step(loop, writer, hides=hides))
+    """Recorded in Python at first, and on the tape once the backward is known."""
+    counts = same_bits(lambda loop, _index: _step(loop, writer, hides=hides), num_steps=24)
+    assert counts[-1] > 0
     assert num_modes() == 0
     assert top_function_mode() is None
 
@@ -237,6 +268,59 @@ def test_statistics_that_a_batch_norm_writes_in_the_backward() -> None:
     same_bits(body)
 
 
+@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
+@pytest.mark.usefixtures("one_thread_and_the_tape")
+def test_a_write_to_what_was_replayed() -> None:
+    """Another saved tensor is replayed later, and reads the content from before the write."""
+
+    def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+        if layer not in {2, 3}:
+            return x
+        y = x * 1.5
+        kept = x + y.sigmoid().tanh() + y.pow(2) * 0.01
+        return kept + _WritesWhatItSaved.apply(y) * 0.1  # pyright: ignore[reportOperatorIssue]
+
+    def body(loop: Loop, _index: int) -> None:
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[-1] > 0
+
+
+@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
+@pytest.mark.usefixtures("one_thread_and_the_tape")
+def test_a_write_by_an_op_of_a_subclass() -> None:
+    """Only one argument of the op is of the subclass; what it writes is plain."""
+
+    def body(loop: Loop, index: int) -> None:
+        def hook(_grad: torch.Tensor) -> None:
+            if index >= CHANGES_AT:
+                loop.read.data.mul_(_Wrapper(torch.tensor(1.01)))
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer == 3:
+                x.register_hook(hook)
+            return x
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[CHANGES_AT - 1] > 0
+
+
+def test_a_hook_that_calls_compiled_code() -> None:
+    """Dynamo traces the mode when it compiles the function for the first time in the hook."""
+    torch.compiler.reset()
+    halve = torch.compile(lambda grad: grad * 0.5, backend="eager", fullgraph=True)
+    try:
+        seen = _gradients(halve, 2**40)
+        assert seen == _gradients(lambda grad: grad * 0.5, None)
+    finally:
+        torch.compiler.reset()
+
+
 def _gradients(hook: Callable[[torch.Tensor], torch.Tensor | None], budget: int | None) -> list[Any]:
     """Return the bits of gradients that a hook sees and may change."""
     seed_everything()
@@ -286,18 +370,23 @@ def test_a_sparse_gradient_may_be_written_in_a_hook() -> None:
     assert embedding.weight.grad.to_dense().sum() == 4 * 6 * 0.5
 
 
-def test_a_hook_that_raises_leaves_no_mode() -> None:
-    """Neither between the nodes nor in an unwatched backward."""
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_hook_that_raises_leaves_no_mode(is_recorded: bool) -> None:
+    """Neither between the nodes nor in a backward without hooks on its nodes."""
+    fails = False
 
-    def fail(_grad: torch.Tensor) -> None:
-        raise ValueError("from the hook")
+    def hook(_grad: torch.Tensor) -> None:
+        if fails:
+            raise ValueError("from the hook")
 
+    w = torch.randn(WIDTH, WIDTH, requires_grad=True)
     with MemoryBudget("1TiB", Config(tier="memory")):
-        for _ in range(_NUM_REACTIVE_STEPS):
-            x = torch.randn(ROWS, WIDTH, requires_grad=True)
-            y = x.exp()
-            y.register_hook(fail)
-            with pytest.raises(ValueError, match="from the hook"):
+        if is_recorded:
+            running_session().pause.forbid()
+        for fails in (False,) * 4 + (True, False, True):
+            y = (torch.ones(ROWS, WIDTH) @ w).exp()
+            y.register_hook(hook)
+            with pytest.raises(ValueError, match="from the hook") if fails else contextlib.nullcontext():
                 y.sum().backward()
             assert top_function_mode() is None
     assert num_modes() == 0

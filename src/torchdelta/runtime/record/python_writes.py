@@ -1,10 +1,11 @@
 """Sees what the program's Python code writes in a backward while the recorder is off.
 
-The recorder is off between the nodes of a backward, and during all of an unwatched one. Python code runs there: hooks
-on tensors and nodes, the backward of custom Functions, and what checkpoints recompute. It may write a tensor that a
-replay reads later in the same backward, and the replay needs the content from before that write. So a function mode is
-on: it is called for each torch function that Python code calls, and for nothing else. A dispatch mode, which is on
-during such a call, finds the ops that write, including those that write through `.data`.
+The recorder is off between the nodes of a backward, and during all of a backward without hooks on its nodes
+(headroom.py). Python code runs there: hooks on tensors and nodes, the backward of custom Functions, and what
+checkpoints recompute. It may write a tensor that a replay reads later in the same backward, and the replay needs the
+content from before that write. So a function mode is on: it is called for each torch function that Python code calls,
+and for nothing else. A dispatch mode, which is on during such a call, finds the ops that write, including those that
+write through `.data`.
 
 Not seen are writes by TorchScript, by C++ extensions, by collectives, by NumPy, and by threads that a hook starts.
 """
@@ -65,6 +66,8 @@ class PythonWrites(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function. The signature is torch's."""
         del types
+        if torch.compiler.is_compiling():  # Dynamo traces this: a hook has called a function that it compiles
+            return func(*args, **(kwargs or {}))
         if is_attribute_access(func) or func in _RUNS_ENGINE or self._recorder in mode_stack():
             return func(*args, **(kwargs or {}))
         push_mode(self._writers)
@@ -133,7 +136,8 @@ class _Writers(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return func(*args, **(kwargs or {}))
         facts = facts_of(func)
-        if not types and not self._writes_known(facts, args, kwargs):
+        writes_known = self._writes_known(facts, args, kwargs)
+        if not types and not writes_known:
             return execute(func, facts, args, kwargs)
         self._before_record()
         push_mode(self._recorder)
