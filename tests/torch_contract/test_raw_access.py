@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchdelta._torch.modes import (
+    DispatchMode,
     FunctionMode,
     pop_function_mode,
     push_function_mode,
@@ -98,3 +99,9 @@ def test_what_reads_memory_is_patched_and_restored() -> None:
     assert {"numpy", "_str", "_save", "__reduce_ex__", "nbytes"} <= set(seen)
     assert before == {name: getattr(torch.Tensor, name) for name in before}
     assert tensor.untyped_storage().nbytes() == 12
+
+
+def test_dynamo_runs_compiled_code_under_a_dispatch_mode_that_says_so() -> None:
+    """What Dynamo asks the class of a mode."""
+    assert DispatchMode.ignore_compile_internals()
+    assert not DispatchMode._should_skip_dynamo()

@@ -67,6 +67,22 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 
 
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode under which Dynamo goes on with running compiled code.
+
+    Without these two methods Dynamo stops doing so, permanently, and every op pays a Dynamo check.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: Dynamo then runs compiled code under this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 FunctionMode = torch.overrides.TorchFunctionMode
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack

@@ -100,18 +100,25 @@ PyObject* tape_end_forward(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* tape_before_write(PyObject* self, PyObject* tensor) {
-  if (!THPVariable_Check(tensor)) Py_RETURN_NONE;
+// Run a function, and return what it returns; null, with Python's error, if it throws.
+template <typename Function>
+PyObject* with_errors(const Function& function) {
   try {
-    tape_of(self)->tape->before_write_of(THPVariable_Unpack(tensor));
+    return function();
   } catch (python_error& error) {
     error.restore();
-    return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
   }
-  Py_RETURN_NONE;
+  return nullptr;
+}
+
+PyObject* tape_before_write(PyObject* self, PyObject* tensor) {
+  if (!THPVariable_Check(tensor)) Py_RETURN_NONE;
+  return with_errors([self, tensor] {
+    tape_of(self)->tape->before_write_of(THPVariable_Unpack(tensor));
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* tape_clear(PyObject* self, PyObject*) {
@@ -125,20 +132,14 @@ PyObject* tape_act(PyObject* self, PyObject* arguments) {
   long long number;
   int is_unpack;
   if (!PyArg_ParseTuple(arguments, "Lp", &number, &is_unpack)) return nullptr;
-  try {
+  return with_errors([self, number, is_unpack] {
     if (is_unpack) {
       tape_of(self)->tape->replay_at(number);
     } else {
       tape_of(self)->tape->drop_at(number);
     }
-  } catch (python_error& error) {
-    error.restore();
-    return nullptr;
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
-  Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* tape_describe_saves(PyObject*, PyObject* arguments) {
@@ -150,14 +151,7 @@ PyObject* tape_describe_saves(PyObject*, PyObject* arguments) {
     if (save == nullptr) return nullptr;
     saves.push_back(SavePtr::reclaim_copy(save));
   }
-  try {
-    return describe(saves, builder);
-  } catch (python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  return with_errors([&saves, builder] { return describe(saves, builder); });
 }
 
 PyObject* tape_capsule(PyObject* self, PyObject*) {

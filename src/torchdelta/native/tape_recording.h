@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -39,7 +40,10 @@ struct Lane {
 // All has been handed over to Python, which `ensure` has asked for room: caught by every function that gate.cpp or
 // saved_hooks.cpp call.
 struct HandedOver {};
-struct NotNow {};  // a replay that can wait is left out
+// There is no room. A replay that can wait is left out.
+struct NotNow : std::runtime_error {
+  NotNow() : std::runtime_error("torchdelta: there is no room to keep a tensor that is about to be written") {}
+};
 
 struct WithInterpreter {
   PyGILState_STATE state = PyGILState_Ensure();
@@ -144,7 +148,6 @@ class NativeTape final : public Tape, private ChainOwner {
     try {
       end_content(tensor);
     } catch (const HandedOver&) {
-    } catch (const NotNow&) {
     }
   }
 

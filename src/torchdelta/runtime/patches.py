@@ -151,9 +151,9 @@ def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Ca
         if session is None:
             return original(*args, **kwargs)
         session.partial.end("a compiled region runs")
-        session.backward.python_writes.is_off = True
         session.pause.forbid()
-        return session.compiled.call(original, inputs_of(args, kwargs), args, kwargs)
+        with session.backward.python_writes.off():
+            return session.compiled.call(original, inputs_of(args, kwargs), args, kwargs)
 
     return call_compiled
 

@@ -12,10 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.runtime.parts import running_session
 from tests.runtime.record.partly import ROWS, WIDTH, drop_all
 from tests.runtime.record.taped import (  # noqa: F401 - a fixture
-    NUM_STEPS,
     Loop,
     one_thread_and_the_tape,
-    outcome,
     same_bits,
 )
 from tests.same_bits.judge import bits_of, seed_everything
@@ -74,6 +72,15 @@ class _Wrapper(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         return func(*[a.inner if isinstance(a, _Wrapper) else a for a in args], **(kwargs or {}))
+
+
+def _gradient_of_another_graph(loop: Loop, *, hides: bool) -> torch.Tensor:
+    """Run another backward, in which a hook writes."""
+    with torch.enable_grad():
+        inner = torch.ones(3, requires_grad=True)
+        outer = inner * 2
+        outer.register_hook(lambda _grad: _write(loop, hides=hides))
+        return torch.autograd.grad(outer.sum(), inner)[0]
 
 
 def _in_function(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tensor:
@@ -136,12 +143,7 @@ def _in_hook_after_a_fill(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.
 
 def _in_backward_of_a_hook(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Tensor:
     def hook(grad: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            inner = torch.ones(3, requires_grad=True)
-            outer = inner * 2
-            outer.register_hook(lambda _grad: _write(loop, hides=hides))
-            (found,) = torch.autograd.grad(outer.sum(), inner)
-        return grad * found[0]
+        return grad * _gradient_of_another_graph(loop, hides=hides)[0]
 
     x.register_hook(hook)
     return x
@@ -157,12 +159,7 @@ def _in_nested_backward(loop: Loop, x: torch.Tensor, *, hides: bool) -> torch.Te
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             del ctx
-            with torch.enable_grad():
-                inner = torch.ones(3, requires_grad=True)
-                outer = inner * 2
-                outer.register_hook(lambda _grad: _write(loop, hides=hides))
-                (found,) = torch.autograd.grad(outer.sum(), inner)
-            return grads[0] * found[0]
+            return grads[0] * _gradient_of_another_graph(loop, hides=hides)[0]
 
     return Nesting.apply(x)  # pyright: ignore[reportReturnType]
 
@@ -319,6 +316,40 @@ def test_a_hook_that_calls_compiled_code() -> None:
     try:
         seen = _gradients(halve, 2**40)
         assert seen == _gradients(lambda grad: grad * 0.5, None)
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Dynamo, also in plain training
+@pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.parametrize("writer", [_in_tensor_hook, _in_recomputation])
+def test_written_beside_a_compiled_module(writer: Any, backend: str) -> None:
+    """Its backward is compiled code, and a checkpoint calls it again."""
+
+    def train() -> list[Any]:
+        loop = _Dropping()
+        inner = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU())
+        compiled = torch.compile(inner, backend=backend)
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer == 3:
+                return writer(loop, x, hides=True)
+            if layer == 2:
+                return checkpoint(compiled, x, use_reentrant=False)
+            return x
+
+        for _ in range(_NUM_REACTIVE_STEPS):
+            loss = loop.forward(between)
+            loss.backward()
+            loop.update(loss)
+        return [*loop.seen, bits_of(loop.read), bits_of([p.grad for p in inner.parameters()])]
+
+    torch.compiler.reset()
+    try:
+        plain = train()
+        with MemoryBudget("1TiB", Config(tier="memory")) as budget:
+            assert train() == plain
+        assert budget.summary().num_recomputed_ops > 0
     finally:
         torch.compiler.reset()
 

@@ -13,14 +13,13 @@ Not seen are writes by TorchScript, by C++ extensions, by collectives, by NumPy,
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from torchdelta._torch.modes import (
+    DispatchMode,
     FunctionMode,
-    TorchDispatchMode,
     mode_stack,
     pop_function_mode,
     pop_mode,
@@ -57,16 +56,14 @@ class PythonWrites(FunctionMode):
     def __init__(self, recorder: Recorder, before_record: Callable[[], object]) -> None:
         super().__init__()
         self.before_write: Callable[[torch.Tensor], None] | None = None  # tells the native tape, if there is one
-        self.is_off = False  # compiled code has run: see `_num_compiled`
         self._num_backwards = 0
-        self._num_compiled = _num_compiled()
         self._recorder = recorder
         self._writers = _Writers(recorder, self, before_record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function. The signature is torch's."""
         del types
-        if torch.compiler.is_compiling():  # Dynamo traces this: a hook has called a function that it compiles
+        if torch.compiler.is_compiling():  # Dynamo traces this for a function that a hook calls
             return func(*args, **(kwargs or {}))
         if is_attribute_access(func) or func in _RUNS_ENGINE or self._recorder in mode_stack():
             return func(*args, **(kwargs or {}))
@@ -79,7 +76,7 @@ class PythonWrites(FunctionMode):
     @contextlib.contextmanager
     def on(self) -> Generator[None]:
         """Be on during a backward, which may be inside of another one."""
-        if self.is_off or _num_compiled() != self._num_compiled or top_function_mode() is self:
+        if top_function_mode() is self:
             yield
             return
         push_function_mode(self)
@@ -100,6 +97,18 @@ class PythonWrites(FunctionMode):
         if top_function_mode() is self:
             pop_function_mode()
 
+    @contextlib.contextmanager
+    def off(self) -> Generator[None]:
+        """Be off for a while, if it is on: the library or compiled code calls torch functions."""
+        was_on = top_function_mode() is self
+        if was_on:
+            pop_function_mode()
+        try:
+            yield
+        finally:
+            if was_on:
+                push_function_mode(self)
+
     def run_nested(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward that Python code starts in a backward for which this mode is on."""
         if not self._num_backwards:
@@ -108,20 +117,10 @@ class PythonWrites(FunctionMode):
             return original(outputs, *args, **kwargs)
 
 
-class _Writers(TorchDispatchMode):
+class _Writers(DispatchMode):
     """Gives an op to the recorder if it writes a known storage, or if it is that of a tensor subclass."""
 
     supports_higher_order_operators = True
-
-    # As in the recorder: without these, Dynamo would be asked before each op.
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: Dynamo then runs compiled code under this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, recorder: Recorder, writes: PythonWrites, before_record: Callable[[], object]) -> None:
         super().__init__()
@@ -163,9 +162,3 @@ class _Writers(TorchDispatchMode):
                 continue
             found = found or (record is not None and record.current is not None)
         return found
-
-
-def _num_compiled() -> int:
-    """Return how many frames Dynamo has compiled. Under another function mode it would compile them again."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return getattr(dynamo, "FRAME_COUNTER", 0)

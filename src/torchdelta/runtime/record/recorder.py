@@ -13,7 +13,7 @@ import torch
 
 from torchdelta._torch.compiled import is_in_compiled_region
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import TorchDispatchMode, num_modes
+from torchdelta._torch.modes import DispatchMode, num_modes
 from torchdelta._torch.ops import execute
 from torchdelta._torch.storages import storage_address, storage_behind
 from torchdelta._torch.tensors import version_of
@@ -46,7 +46,7 @@ _Overwritten = list[tuple[torch.Tensor, "Buffer | None"]]
 IDLE_OPS: Final = 1024
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Sees the ops of one thread, and on an accelerator those of the engine's threads in backward.
 
     Args:
@@ -55,16 +55,6 @@ class Recorder(TorchDispatchMode):
         subclasses: Decides what happens to ops on tensor subclasses.
         other_streams: Runs ops on other streams; None where the device has one queue.
     """
-
-    # Without these two methods Dynamo stops running compiled code, permanently, and every op pays a Dynamo check.
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: Dynamo then runs compiled code under this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(
         self,
