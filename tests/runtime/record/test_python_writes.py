@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -265,6 +266,40 @@ def test_statistics_that_a_batch_norm_writes_in_the_backward() -> None:
         loop.seen.append(bits_of(norm.state_dict()))
 
     same_bits(body)
+
+
+def test_saved_statistics_that_a_batch_norm_writes_in_the_backward() -> None:
+    """A saved tensor shows what its storage holds at its unpack: the new statistics, as in plain training."""
+
+    def train() -> list[Any]:
+        loop = _Dropping()
+        norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
+
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            drop_all()
+            with torch.no_grad():
+                norm(grad * 1e4)
+            return grad
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer == 3:
+                x.register_hook(hook)
+            return x * (norm.running_var + 0) * norm.running_var  # pyright: ignore[reportOptionalOperand]
+
+        for _ in range(_NUM_REACTIVE_STEPS):
+            loss = loop.forward(between)
+            loss.backward()
+            loop.update(loss)
+        return [*loop.seen, bits_of(norm.state_dict())]
+
+    plain = train()
+    with (
+        mock.patch("torchdelta.runtime.session.LEAST_EVICTION_BYTES", 1),
+        MemoryBudget("1TiB", Config(tier="memory")) as budget,
+    ):
+        running_session().pause.forbid()
+        assert train() == plain
+    assert budget.summary().num_recomputed_ops > 0
 
 
 @pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
