@@ -11,7 +11,7 @@ from torch import nn
 from tests.same_bits.judge import Scope, assert_same_bits, inside_budget, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Compilation warns about itself and about what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,11 +36,13 @@ def has_compiler() -> bool:
         return False
 
 
-def compiled_block_step(backend: str) -> Any:
+def compiled_block_step(
+    backend: str, block: nn.Module | None = None, compile_block: Callable[..., Any] = torch.compile
+) -> Any:
     """Make a step whose middle is compiled, in one scope and after it."""
-    block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    block = nn.Sequential(nn.Linear(8, 8), nn.GELU()) if block is None else block
     weights = {name: value.clone() for name, value in block.state_dict().items()}
-    compiled = torch.compile(block, backend=backend)
+    compiled = compile_block(block, backend=backend)
 
     def step(scope: Scope) -> dict[str, Any]:
         block.load_state_dict(weights)
@@ -62,9 +64,32 @@ def compiled_block_step(backend: str) -> Any:
     return step
 
 
+def compile_in_place(block: nn.Module, backend: str) -> nn.Module:
+    """Compile a module by its own method."""
+    block.compile(backend=backend)
+    return block
+
+
+class Block(nn.Sequential):
+    """A block of the user's own: Dynamo compiles it, unlike those of torch.nn, whose frames it leaves as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers, with a graph break between them."""
+        x = self[0](x).sin()
+        torch._dynamo.graph_break()  # noqa: SLF001 - torch documents it so
+        return self[1](x)
+
+
 def test_compiled_with_eager_kernels() -> None:
     """Dynamo and AOTAutograd, whose kernels are eager ones."""
     assert_same_bits(compiled_block_step("aot_eager"))
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Block])
+def test_compiled_in_place(kind: type[nn.Sequential]) -> None:
+    """Dynamo looks at the frames below a module that was compiled by its own method, but not at the library's."""
+    block = kind(nn.Linear(8, 8), nn.GELU())
+    assert_same_bits(compiled_block_step("aot_eager", block, compile_in_place))
 
 
 def test_scope_does_not_stop_the_compiler() -> None:

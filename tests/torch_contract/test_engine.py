@@ -184,6 +184,25 @@ print(len(calls))
     assert int(after) == both
 
 
+@pytest.mark.rest
+def test_packages_kept_out_of_compiled_code() -> None:
+    """Dynamo compiles no function of such a package, whether it is imported before the rule is made or after it."""
+    code = """
+from torchdelta._torch.compiled import keep_out_of_compiled_code
+keep_out_of_compiled_code("numbers")()
+undo = keep_out_of_compiled_code("fractions")
+import fractions, numbers, torch
+from torch._dynamo import trace_rules
+assert trace_rules.check(fractions.Fraction.limit_denominator)
+keep_out_of_compiled_code("numbers")
+assert trace_rules.check(numbers.Complex.__bool__)
+count = len(trace_rules.SKIP_DIRS)
+keep_out_of_compiled_code("numbers")
+assert len(trace_rules.SKIP_DIRS) == count
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_input_sizes_bytes() -> None:
     """An autograd node tells the shapes and dtypes of the gradients that flow into it."""
     x = torch.ones(3, 5, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Compiled code: the two doors to it, and whether it runs. See `__init__.py` for the rules."""
+"""Compiled code: the two doors to it, what is kept out of it, whether it runs. See `__init__.py` for the rules."""
 
 # torch's stubs do not have all that is here.
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -52,6 +52,22 @@ def patch_compiled_call(make: Callable[[Callable[..., Any], InputsOf], Callable[
     return undo
 
 
+def keep_out_of_compiled_code(package: str) -> Callable[[], None]:
+    """Have Dynamo run the functions of a package as they are, and never compile them; returns what undoes it.
+
+    Where Dynamo leaves a frame as it is, as those of `torch.nn`, it still looks at every Python function that is called
+    below, saved-tensor hooks among them. The rule stays after the undoing if Dynamo has been imported by then.
+    """
+
+    def add_rule(rules: Any) -> None:
+        if package not in _kept_out:
+            _kept_out.add(package)
+            rules.add(package)
+
+    return patch_when_imported("torch._dynamo.trace_rules", add_rule)
+
+
+_kept_out: set[str] = set()
 _region_codes: set[Any] = set()
 
 

@@ -8,7 +8,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from torchdelta._torch.compiled import patch_compiled_call
+from torchdelta._torch.compiled import keep_out_of_compiled_code, patch_compiled_call
 from torchdelta._torch.doors import (
     patch_fsdp_backward,
     patch_functorch_guard,
@@ -52,6 +52,7 @@ def patch() -> None:
                 _undo.append(patch_run_backward(_make_run_backward))
                 _undo.append(patch_functorch_guard(_make_functorch_guard))
                 _undo.append(patch_compiled_call(_make_compiled_call))
+                _undo.append(keep_out_of_compiled_code("torchdelta"))
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
                 _undo.append(patch_swap_tensors(_make_swap_tensors))
             except BaseException:
