@@ -73,11 +73,11 @@ def compile_in_place(block: nn.Module, backend: str) -> nn.Module:
 class Block(nn.Sequential):
     """A block of the user's own: Dynamo compiles it, unlike those of torch.nn, whose frames it leaves as they are."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Run the layers, with a graph break between them."""
-        x = self[0](x).sin()
+        hidden = self[0](input).sin()
         torch._dynamo.graph_break()  # noqa: SLF001 - torch documents it so
-        return self[1](x)
+        return self[1](hidden)
 
 
 def test_compiled_with_eager_kernels() -> None:

@@ -31,9 +31,11 @@ class Subject:
     task: str = ""
 
 
-# The two steps of a subject by these names; the second may be missing where autocast makes no sense.
+# The steps of a subject by these names; only the first is always there. The last one trains the same model each time it
+# runs, with the values of its first run: what recognises a step by its parameters sees the same step again.
 PLAIN = "plain"
 AUTOCAST = "plain autocast"
+REPEATED = "plain repeated"
 Steps = Mapping[str, "Step"]
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.same_bits import judge
 from tools.sweep import tiny_configs, training_inputs
-from tools.sweep.subjects import AUTOCAST, PLAIN, NotConstructibleError, Subject
+from tools.sweep.subjects import AUTOCAST, PLAIN, REPEATED, NotConstructibleError, Subject
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -105,7 +105,11 @@ def build(subject: Subject) -> tuple[dict[str, Step], dict[str, Any]]:
             reasons.append(describe(error))
             continue
         if inputs is not None:
-            steps = {PLAIN: make_step(template, inputs), AUTOCAST: make_step(template, inputs, autocast=True)}
+            steps = {
+                PLAIN: make_step(template, inputs),
+                AUTOCAST: make_step(template, inputs, autocast=True),
+                REPEATED: make_repeated_step(template, inputs),
+            }
             return steps, {
                 "model_type": template.config.model_type,
                 "num_parameters": num_parameters,
@@ -163,17 +167,40 @@ def make_step(template: Any, inputs: dict[str, Any], *, autocast: bool = False) 
     """Make a training step of a copy of a model."""
 
     def step(scope: Scope) -> dict[str, Any]:
-        model = copy.deepcopy(template)
-        fresh = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, inputs)
-        with scope():
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = loss_of(model(**fresh))
-            loss.backward()
-        if all(parameter.grad is None for parameter in model.parameters()):
-            raise NotConstructibleError("no parameter gets a gradient")
-        return judge.state_of(model, loss=loss)
+        return train(copy.deepcopy(template), inputs, scope, autocast=autocast)
 
     return step
+
+
+def make_repeated_step(template: Any, inputs: dict[str, Any]) -> Step:
+    """Make a training step of one copy of a model, which begins with the same values each time."""
+    model = copy.deepcopy(template)
+
+    def step(scope: Scope) -> dict[str, Any]:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for own, value in zip(state_tensors(model), state_tensors(template), strict=True):
+                own.copy_(value)
+        return train(model, inputs, scope)
+
+    return step
+
+
+def state_tensors(model: Any) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a model."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def train(model: Any, inputs: dict[str, Any], scope: Scope, *, autocast: bool = False) -> dict[str, Any]:
+    """Run one training step, and return what can be observed afterwards."""
+    fresh = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, inputs)
+    with scope():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model(**fresh))
+        loss.backward()
+    if all(parameter.grad is None for parameter in model.parameters()):
+        raise NotConstructibleError("no parameter gets a gradient")
+    return judge.state_of(model, loss=loss)
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -383,6 +383,20 @@ def test_saved_tensor_names_what_backward_reads() -> None:
     assert not [saved for saved in trace.saved_tensors if trace.buffers[saved.buffer_id].death_op == rrelu.index]
 
 
+def test_statistics_that_no_module_is_known_to_have() -> None:
+    """The collector lists no frozen module: its running statistics are first met where a batch norm saves them."""
+    norm, x = nn.BatchNorm1d(4), torch.randn(8, 4, requires_grad=True)
+    gc.collect()
+    gc.freeze()
+    try:
+        trace = trace_of(lambda: norm(x * 2).square().sum().backward())
+    finally:
+        gc.unfreeze()
+    (op,) = ops_named(trace, "aten.native_batch_norm.default")
+    assert [buffer.kind for buffer in trace.buffers if buffer.birth_op == op.index].count("input") >= 2
+    assert all(saved.op >= trace.buffers[saved.buffer_id].birth_op for saved in trace.saved_tensors)
+
+
 def test_file_round_trip(tmp_path: Path) -> None:
     """A recorded trace comes back from its file as it was."""
     trace = trace_of(Program("gpt2", "adamw").step)

@@ -134,7 +134,7 @@ class Draft:
             if saved.op < self.end_of_op:
                 break
             if saved.version is old:
-                saved.version = version
+                saved.version, saved.op = version, index  # pseudo-ops may lie between
         return version
 
     def _version(self, storage: PlainStorage, size_bytes: int, birth_op: int) -> PlainVersion:
