@@ -140,6 +140,7 @@ def test_training_below_what_persists(make: Any, optimizer_of: Any, tier: Any) -
     assert len(summary.steps) == NUM_STEPS
     assert all(step.peak_bytes <= scope.budget_bytes for step in summary.steps[1:])
     assert max(step.peak_bytes for step in summary.steps) > 0.9 * scope.budget_bytes  # the measure is alive
+    assert summary.peak_bytes == max(step.peak_bytes for step in summary.steps)  # not that of the scope's end
 
 
 @pytest.mark.parametrize("optimizer_of", [adamw, adam])

@@ -34,7 +34,8 @@ def summarize(
     evicted_bytes = counters.swapped_out_bytes + counters.dropped_bytes
     return Summary(
         budget_bytes=room.budget_bytes,
-        peak_bytes=max(steps.peak_bytes, room.usage.peak_bytes),
+        # Once the scope has ended, there is no budget any more, and what had left it comes back.
+        peak_bytes=steps.peak_bytes if room.ledger.is_closing else max(steps.peak_bytes, room.usage.peak_bytes),
         kept_bytes=max(0, counters.saved_bytes - evicted_bytes),
         swapped_out_bytes=counters.swapped_out_bytes,
         swapped_in_bytes=counters.swapped_in_bytes,
