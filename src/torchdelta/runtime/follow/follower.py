@@ -87,7 +87,7 @@ class Follower:
         self.num_diverged_steps = 0  # a program was begun and none carried the step out to its end
         self.reasons: Counter[str] = Counter()  # why
         self.latest_reason = ""
-        self.on_first_save: Callable[[], None] | None = None
+        self.on_first_save: Callable[[Buffer, View], None] | None = None
         self._running: Program | None = None  # what this step carries out
         self._is_exact = False
         self._was_watched = True
@@ -113,6 +113,11 @@ class Follower:
         return self._running is not None
 
     @property
+    def is_recorded_in_part(self) -> bool:
+        """Whether the next step may be recorded in part."""
+        return self.on_begin is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether this step has saved all that the traced one saved, and nothing else."""
         return self._running is not None and self.position.num_saves == self._running.schedule.num_saves
@@ -121,7 +126,7 @@ class Follower:
         """Return whether a backward is known to fit: its program held the budget when the same one ran watched.
 
         Args:
-            graph: What its growth depends on beside the step: its nodes, which leaves have gradients, the ops known.
+            graph: What its growth depends on beside the step: its nodes, which leaves have gradients.
             start_bytes: The bytes in use before it.
         """
         program, budget_bytes = self._running, self.room.budget_bytes
@@ -174,7 +179,7 @@ class Follower:
         running = self._running
         if save == 0 or (running is not None and not running.agrees(position, exactly=self._is_exact)):
             if save == 0 and self.on_first_save is not None:
-                self.on_first_save()
+                self.on_first_save(buffer, view)
             self._choose(save)
             running = self._running
         if running is not None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.device.op_timer import OpTimer
     from torchdelta.runtime.follow.programs import Programs
     from torchdelta.runtime.observe.trace_output import TraceOutput
+    from torchdelta.runtime.state.buffer import Buffer, View
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.steps import StepTracker
     from torchdelta.summary import PlainPeak
@@ -45,6 +46,7 @@ class StepTraces:
         self._is_first = True  # whether the running trace is that of the first step
         self._plain_peak: PlainPeak | None = None  # of the first step, once it was asked for
         self._readers: list[Programs | TraceOutput] = []  # who wants the trace of the running step
+        self._waits = False  # whether the trace of this step begins at its first save, if at all
         programs.follower.on_first_save = self._on_first_save
 
     def begin(self) -> None:
@@ -54,13 +56,22 @@ class StepTraces:
         scan_storages(self._ledger)
 
     def begin_later(self) -> None:
-        """Begin the trace of a step after the first one, if anybody wants it."""
+        """Begin the trace of a step after the first one, if anybody wants it.
+
+        While steps are recorded in part, only the first save of a step tells whether it needs a trace for its program.
+        To trace it from its start, recording in part would have to end, also if the step turns out to have a program.
+        So the trace begins at that save. What the step made before is then part of its start.
+        """
         self._is_first = False
         self._readers = [reader for reader in (self._programs, self._output) if reader.wants_trace]
+        self._waits = self._readers == [self._programs] and self._programs.follower.is_recorded_in_part
+        if self._readers and not self._waits:
+            self._begin_for_readers()
+
+    def _begin_for_readers(self) -> None:
         for reader in self._readers:
             reader.on_trace_begin()
-        if self._readers:
-            self.begin()
+        self.begin()
 
     def end(self) -> None:
         """End the trace of a step that is complete, and hand it out."""
@@ -84,6 +95,7 @@ class StepTraces:
 
     def drop(self) -> None:
         """End a trace without handing it out: the step will not be complete."""
+        self._waits = False
         if self._builder is not None:
             self._builder = None
             self._ledger.observing.observer = Observer()
@@ -106,7 +118,12 @@ class StepTraces:
             self.drop()
         self._output.on_stop()
 
-    def _on_first_save(self) -> None:
-        if self._builder is not None and self._readers == [self._programs] and not self._programs.needs_trace():
+    def _on_first_save(self, buffer: Buffer, view: View) -> None:
+        if self._waits:
+            self._waits = False
+            if self._programs.needs_trace():
+                self._begin_for_readers()
+                self._ledger.observing.observer.on_save(buffer, view)
+        elif self._builder is not None and self._readers == [self._programs] and not self._programs.needs_trace():
             self.drop_later()
             self._programs.on_trace_dropped()

@@ -78,6 +78,7 @@ class Backward:
         self._gaps = Gaps(recorder.room)
         self.python_writes = recorder.saved.python_writes = PythonWrites(recorder, self._gaps.end)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
+        self._num_needs = 0  # how many op needs were known after the latest backward
         self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
 
     @shielded
@@ -85,12 +86,7 @@ class Backward:
         """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
         self.observing.observer.on_backward_start(args[0] if args else kwargs.get("grad_tensors"))
         num_before = num_modes()
-        keeps_graph = bool(
-            (len(args) > 1 and args[1])
-            or (len(args) > 2 and args[2])
-            or kwargs.get("retain_graph")
-            or kwargs.get("create_graph")
-        )
+        keeps_graph = any(args[1:3]) or bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         usage, budget_bytes = self.usage, self.room.budget_bytes
         usage.ask_counter(fresh=True)
         start_bytes, earlier_peak_bytes, num_handles = usage.total_bytes, usage.peak_bytes, self.ledger.num_handles
@@ -103,11 +99,12 @@ class Backward:
         self.latest_known = None
         if graph is not None and follows:
             grads = tuple(leaf.grad is None for leaf in graph.leaves)
-            follows_as = hash((graph.signature, grads, self.recorder.needs.num_made))
-            is_watched = graph.has_hooks or self.observing.observer.wants_every_op
+            follows_as = hash((graph.signature, grads))
+            is_new = self.recorder.needs.num_made != self._num_needs  # an op of this step had new shapes
+            is_watched = is_new or graph.has_hooks or self.observing.observer.wants_every_op
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
                 follower.on_unwatched()
-                self.latest_known = KnownBackward(graph, grads, follows_as, self.recorder.needs.num_made)
+                self.latest_known = KnownBackward(graph, grads, follows_as)
                 return self._run_unwatched(original, graph.leaves, 0, outputs, *args, **kwargs)
         elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
@@ -119,7 +116,11 @@ class Backward:
             )
             if expected_bytes is not None:
                 return self._run_unwatched(original, graph.leaves, expected_bytes, outputs, *args, **kwargs)
-        collected_bytes, num_waits = self.room.collected_bytes, self.room.num_waits
+        collected_bytes, num_waits, num_needs = (
+            self.room.collected_bytes,
+            self.room.num_waits,
+            self.recorder.needs.num_made,
+        )
         leaving_bytes = follower.leaving_bytes() if follows else 0
         usage.peak_bytes = start_bytes
         if budget_bytes is None:
@@ -156,7 +157,8 @@ class Backward:
             # fake tensors of a survey that began in between take no memory.
             is_measured = error is None and not self.ledger.surveys and collected_bytes == self.room.collected_bytes
             if graph is not None and is_measured and follows:
-                if num_waits == self.room.num_waits:  # an unwatched one would not wait there
+                # An unwatched one would not wait, and room was made for the estimated needs of ops that are new here.
+                if num_waits == self.room.num_waits and num_needs == self.recorder.needs.num_made:
                     follower.measured(
                         follows_as,
                         Proof(start_bytes=start_bytes, leaving_bytes=leaving_bytes, peak_bytes=usage.peak_bytes),
@@ -176,6 +178,7 @@ class Backward:
             del self._leaves[num_outer_leaves:]
             if self._depth:
                 self._leaves.extend(leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
+            self._num_needs = self.recorder.needs.num_made
             try:
                 self._on_end(keeps_graph=keeps_graph, is_outermost=self._depth == 0, leaves=leaves, error=error)
             finally:
@@ -244,6 +247,7 @@ class Backward:
                 if not usage.has_exact_peak:
                     usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
             self._leaves.clear()
+            self._num_needs = self.recorder.needs.num_made
             try:
                 self._on_end(keeps_graph=False, is_outermost=True, leaves=leaves, error=error)
             finally:

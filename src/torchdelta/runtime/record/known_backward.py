@@ -26,12 +26,10 @@ class KnownBackward:
         graph: Its graph.
         has_no_gradient: By leaf: whether it had no gradient at the start.
         name: The name under which its program keeps the proof for it.
-        num_needs: How many op needs were known.
     """
 
-    def __init__(self, graph: Graph, has_no_gradient: tuple[bool, ...], name: int, num_needs: int) -> None:
+    def __init__(self, graph: Graph, has_no_gradient: tuple[bool, ...], name: int) -> None:
         self.name = name
-        self.num_needs = num_needs
         self._has_no_gradient = has_no_gradient
         self._leaves = [weakref.ref(leaf) for leaf in graph.leaves]
 
@@ -39,10 +37,8 @@ class KnownBackward:
         """Return the leaves that still exist."""
         return [leaf for reference in self._leaves if (leaf := reference()) is not None]
 
-    def is_same(self, num_needs: int) -> bool:
+    def is_same(self) -> bool:
         """Return whether the leaves are as they were; that the nodes are the same follows from the step's outline."""
-        if num_needs != self.num_needs:
-            return False
         for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):
             leaf = reference()
             if leaf is None or (leaf.grad is None) != has_no_gradient or post_accumulate_hooks_of(leaf):
@@ -67,13 +63,13 @@ class KnownBackwards:
         """Return whether a backward of a program is known."""
         return bool(self._known.get(program))
 
-    def find(self, program: Program, outputs: Any, num_needs: int) -> KnownBackward | None:
+    def find(self, program: Program, outputs: Any) -> KnownBackward | None:
         """Return the known backward of a step that was like the outline of its program, if it starts there, too."""
         self._roots = tuple(
             (node.name(), node_number(node) - self._first_node) for node in roots_of(outputs) if node is not None
         )
         for roots, known in self._known.get(program, ()):
-            if roots == self._roots and known.is_same(num_needs):  # else another result of the same ops, for example
+            if roots == self._roots and known.is_same():  # else another result of the same ops, for example
                 return known
         return None
 

@@ -290,7 +290,7 @@ class PartialRecording:
                 return self._backward.run(original, outputs, *args, **kwargs)
             self._room.transfers.reap()
             self._follower.complete_outlined()
-            known = self._known.find(self._program, outputs, self._recorder.needs.num_made)
+            known = self._known.find(self._program, outputs)
         elif self._learning is not None:
             self._learning.on_forward_end()
             self._recorder.learning = self._follower.learning = None
