@@ -42,12 +42,16 @@ def train(model, optimizer, hook=None):
 @contextlib.contextmanager
 def notebook_shell() -> Iterator[InteractiveShell]:
     """Return a shell with the extension and the functions above; at the end, nothing that its cells made is left."""
-    shell = InteractiveShell()
+    main = sys.modules["__main__"]
+    shell = InteractiveShell()  # becomes `__main__`, without a `__spec__`: no test after it could start a process
     shell.history_manager.enabled = False
     shell.run_line_magic("colors", "nocolor")
     for cell in ("%load_ext torchdelta", SETUP):
         assert shell.run_cell(cell).success
-    yield shell
+    try:
+        yield shell
+    finally:
+        sys.modules["__main__"] = main
     assert shell.run_cell("%unload_ext torchdelta").success
     assert MemoryBudget.current() is None
     shell.history_manager.end_session()
