@@ -87,4 +87,3 @@ def test_a_step_that_is_traced_from_its_first_save_on_is_that_step() -> None:
     seen, _ = outcome(body, budget_of_usual_steps(), num_steps)
     assert plain == seen
     assert lengths[-1] - lengths[3] == len(lengths) - 4  # the second time it is traced, and then it is followed
-

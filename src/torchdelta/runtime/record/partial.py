@@ -142,7 +142,7 @@ class PartialRecording:
         """Go on with recording after an optimizer's step."""
         if self._phase is _Phase.OFF:
             self.begin_if_followed()
-        elif self._must_end or not is_quiet(self._recorder):
+        elif graph_task_id() == -1 and (self._must_end or not is_quiet(self._recorder)):  # not inside a backward
             self.end("a step is recorded as a whole")
         elif self._phase is _Phase.PAUSED:
             self._room.usage.clear_limit()
