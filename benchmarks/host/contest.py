@@ -50,7 +50,7 @@ def contest(model: str, num_rounds: int) -> dict[str, Any]:
     """Return the rounds: by contender, the processor time of the training thread in each timed step."""
     torch.manual_seed(0)
     subject = {**SUBJECTS, **PRESSED}[model]()
-    for _ in range(_NUM_WARM_STEPS):
+    for _ in range(_NUM_WARM_STEPS * subject.num_kinds):
         subject.step()
     budget_bytes = _pressing_budget(subject) if model in PRESSED else _UNBOUNDED_BYTES
     refused: dict[str, str] = {}
@@ -70,8 +70,8 @@ def contest(model: str, num_rounds: int) -> dict[str, Any]:
 def _pressing_budget(subject: Subject) -> int:
     with MemoryBudget(_UNBOUNDED_BYTES) as budget:
         rest_bytes = budget._session.ledger.usage.total_bytes
-        subject.step()
-        subject.step()
+        for _ in range(2 * subject.num_kinds):
+            subject.step()
     return rest_bytes + int(_SHARE * (budget.summary().peak_bytes - rest_bytes))
 
 
@@ -88,7 +88,7 @@ def _times(subject: Subject, name: str, budget_bytes: int) -> list[float]:
     with scope:
         if name == RECORDING:
             scope._session.pause.forbid()  # so that every step is recorded
-        for _ in range(_NUM_WARM_STEPS):
+        for _ in range(_NUM_WARM_STEPS * subject.num_kinds):
             subject.step()
         return [_thread_time(subject) for _ in range(subject.num_steps)]
 
@@ -96,10 +96,10 @@ def _times(subject: Subject, name: str, budget_bytes: int) -> list[float]:
 def _followed_times(subject: Subject, budget_bytes: int) -> list[float]:
     with MemoryBudget(budget_bytes, Config(planner="torchdelta")) as budget:
         session = budget._session
-        for _ in range(_NUM_WARM_STEPS):
+        for _ in range(_NUM_WARM_STEPS * subject.num_kinds):
             subject.step()
             session.programs.wait(_PLANNING_S)
-        for _ in range(_NUM_FOLLOWED_STEPS):
+        for _ in range(_NUM_FOLLOWED_STEPS * subject.num_kinds):
             subject.step()
         if not session.partial.num_steps:
             raise RuntimeError(f"no step was followed and recorded in part: {session.programs.why_no_plan}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
 
 NUM_TINY_OPS = 20_000
 _LENGTH = 40
+_LENGTHS = (32, 28, 30, 24, 26)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A step, and how many are run for one measurement."""
+    """A step, how many are run for one measurement, and how many kinds of steps take turns."""
 
     step: Callable[[], object]
     num_steps: int = 10
+    num_kinds: int = 1
 
 
 def gpt2(num_rows: int = 1, num_tokens: int = 16) -> Subject:
@@ -36,6 +39,23 @@ def gpt2(num_rows: int = 1, num_tokens: int = 16) -> Subject:
     tokens = torch.randint(0, 128, (num_rows, num_tokens))
     model = transformers.GPT2LMHeadModel(config)
     return _training(model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+
+
+def gpt2_of_lengths(num_rows: int = 8) -> Subject:
+    """Train the same GPT-2 on sequences of five lengths in turn."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=64, n_head=2, vocab_size=128, n_positions=32, attn_implementation="eager"
+    )
+    batches = itertools.cycle([torch.randint(0, 128, (num_rows, length)) for length in _LENGTHS])
+    model = transformers.GPT2LMHeadModel(config)
+
+    def loss() -> torch.Tensor:
+        tokens = next(batches)
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return replace(_training(model, loss), num_kinds=len(_LENGTHS))
 
 
 def bert(num_rows: int = 1, num_tokens: int = 16) -> Subject:
@@ -132,6 +152,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 # The activations of the steps above are smaller than the gradients: no budget presses them. At these batches some do.
 PRESSED: dict[str, Callable[[], Subject]] = {
     "gpt2-8x32": functools.partial(gpt2, 8, 32),
+    "gpt2-5-lengths": gpt2_of_lengths,
     "bert-8x32": functools.partial(bert, 8, 32),
     "resnet50-8": functools.partial(resnet50, 8),
     "unet-8": functools.partial(unet, 8, 16),
