@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 NUM_TINY_OPS = 20_000
 _LENGTH = 40
-_LENGTHS = (32, 28, 30, 24, 26)
+_LENGTHS = range(32, 16, -1)
+_NUM_USUAL_LENGTHS = 4  # half of the steps have one of these
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A step, how many are run for one measurement, and how many kinds of steps take turns."""
+    """A step, how many are run for one measurement, and how many kinds of steps it usually is."""
 
     step: Callable[[], object]
     num_steps: int = 10
@@ -42,20 +43,22 @@ def gpt2(num_rows: int = 1, num_tokens: int = 16) -> Subject:
 
 
 def gpt2_of_lengths(num_rows: int = 8) -> Subject:
-    """Train the same GPT-2 on sequences of five lengths in turn."""
+    """Train the same GPT-2 on sequences of 16 lengths, some of which are rare, in a drawn order."""
     import transformers
 
     config = transformers.GPT2Config(
         n_layer=12, n_embd=64, n_head=2, vocab_size=128, n_positions=32, attn_implementation="eager"
     )
-    batches = itertools.cycle([torch.randint(0, 128, (num_rows, length)) for length in _LENGTHS])
+    rng = random.Random(0)
+    batches = [torch.randint(0, 128, (num_rows, length)) for length in _LENGTHS]
+    weights = [1 / (rank + 1) for rank in range(len(_LENGTHS))]
     model = transformers.GPT2LMHeadModel(config)
 
     def loss() -> torch.Tensor:
-        tokens = next(batches)
+        (tokens,) = rng.choices(batches, weights)
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    return replace(_training(model, loss), num_kinds=len(_LENGTHS))
+    return replace(_training(model, loss, num_steps=40), num_kinds=_NUM_USUAL_LENGTHS)
 
 
 def bert(num_rows: int = 1, num_tokens: int = 16) -> Subject:
@@ -152,7 +155,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 # The activations of the steps above are smaller than the gradients: no budget presses them. At these batches some do.
 PRESSED: dict[str, Callable[[], Subject]] = {
     "gpt2-8x32": functools.partial(gpt2, 8, 32),
-    "gpt2-5-lengths": gpt2_of_lengths,
+    "gpt2-16-lengths": gpt2_of_lengths,
     "bert-8x32": functools.partial(bert, 8, 32),
     "resnet50-8": functools.partial(resnet50, 8),
     "unet-8": functools.partial(unet, 8, 16),
