@@ -16,9 +16,13 @@ from tests.runtime.record.taped import (
     same_bits,
     usual,
 )
+from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.runtime.current import current_session
 
-pytestmark = pytest.mark.usefixtures("one_thread_and_the_tape")
+pytestmark = [
+    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
+    pytest.mark.usefixtures("one_thread_and_the_tape"),
+]
 _NUM_STEPS = 60
 _LENGTHS = 4
 
