@@ -78,7 +78,6 @@ class Backward:
         self._gaps = Gaps(recorder.room)
         self.python_writes = recorder.saved.python_writes = PythonWrites(recorder, self._gaps.end)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
-        self._num_needs = 0  # how many op needs were known after the latest backward
         self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
 
     @shielded
@@ -86,7 +85,7 @@ class Backward:
         """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
         self.observing.observer.on_backward_start(args[0] if args else kwargs.get("grad_tensors"))
         num_before = num_modes()
-        keeps_graph = any(args[1:3]) or bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
         usage, budget_bytes = self.usage, self.room.budget_bytes
         usage.ask_counter(fresh=True)
         start_bytes, earlier_peak_bytes, num_handles = usage.total_bytes, usage.peak_bytes, self.ledger.num_handles
@@ -99,9 +98,8 @@ class Backward:
         self.latest_known = None
         if graph is not None and follows:
             grads = tuple(leaf.grad is None for leaf in graph.leaves)
-            follows_as = hash((graph.signature, grads))
-            is_new = self.recorder.needs.num_made != self._num_needs  # an op of this step had new shapes
-            is_watched = is_new or graph.has_hooks or self.observing.observer.wants_every_op
+            follows_as = hash((graph.signature, grads, self.recorder.forward_hash))
+            is_watched = graph.has_hooks or self.observing.observer.wants_every_op
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
                 follower.on_unwatched()
                 self.latest_known = KnownBackward(graph, grads, follows_as)
@@ -178,7 +176,8 @@ class Backward:
             del self._leaves[num_outer_leaves:]
             if self._depth:
                 self._leaves.extend(leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
-            self._num_needs = self.recorder.needs.num_made
+            if self._depth == 0 and not keeps_graph:
+                self.recorder.forward_hash = 0
             try:
                 self._on_end(keeps_graph=keeps_graph, is_outermost=self._depth == 0, leaves=leaves, error=error)
             finally:
@@ -196,6 +195,7 @@ class Backward:
     ) -> Any:
         """Run a backward for which `runs_known` has returned True."""
         self.follower.on_unwatched()
+        self.latest_known = known
         return self._run_unwatched(original, known.leaves(), None, outputs, *args, **kwargs)
 
     def _may_fit(self) -> bool:
@@ -247,7 +247,7 @@ class Backward:
                 if not usage.has_exact_peak:
                     usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
             self._leaves.clear()
-            self._num_needs = self.recorder.needs.num_made
+            self.recorder.forward_hash = 0
             try:
                 self._on_end(keeps_graph=False, is_outermost=True, leaves=leaves, error=error)
             finally:

@@ -30,6 +30,7 @@ class KnownBackward:
 
     def __init__(self, graph: Graph, has_no_gradient: tuple[bool, ...], name: int) -> None:
         self.name = name
+        self.start_hash = 0  # `Recorder.forward_hash` at the first saved tensor of its step
         self._has_no_gradient = has_no_gradient
         self._leaves = [weakref.ref(leaf) for leaf in graph.leaves]
 
@@ -38,7 +39,7 @@ class KnownBackward:
         return [leaf for reference in self._leaves if (leaf := reference()) is not None]
 
     def is_same(self) -> bool:
-        """Return whether the leaves are as they were; that the nodes are the same follows from the step's outline."""
+        """Return whether the leaves are as they were; that the nodes are the same follows from outline and start."""
         for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):
             leaf = reference()
             if leaf is None or (leaf.grad is None) != has_no_gradient or post_accumulate_hooks_of(leaf):
@@ -53,15 +54,21 @@ class KnownBackwards:
         # By program: for each backward its roots, and what tells that another one is the same.
         self._known: weakref.WeakKeyDictionary[Program, list[tuple[Any, KnownBackward]]] = weakref.WeakKeyDictionary()
         self._first_node = 0  # the number of the first autograd node from which on steps are known to run the same ops
+        self._start_hash = 0  # of the running step
         self._roots: Any = None  # of the running backward
 
-    def begin(self) -> None:
-        """Note that from here on the step is compared with an outline."""
+    def begin(self, forward_hash: int) -> None:
+        """Note that from here on the step is compared with an outline.
+
+        Args:
+            forward_hash: `Recorder.forward_hash`: what was made before, with which no outline is compared.
+        """
         self._first_node = next_node_number()
+        self._start_hash = forward_hash
 
     def has_any(self, program: Program) -> bool:
-        """Return whether a backward of a program is known."""
-        return bool(self._known.get(program))
+        """Return whether a backward of a program is known, after the same start."""
+        return any(known.start_hash == self._start_hash for _, known in self._known.get(program, ()))
 
     def find(self, program: Program, outputs: Any) -> KnownBackward | None:
         """Return the known backward of a step that was like the outline of its program, if it starts there, too."""
@@ -69,7 +76,8 @@ class KnownBackwards:
             (node.name(), node_number(node) - self._first_node) for node in roots_of(outputs) if node is not None
         )
         for roots, known in self._known.get(program, ()):
-            if roots == self._roots and known.is_same():  # else another result of the same ops, for example
+            # The roots may be another result of the same ops, for example.
+            if known.start_hash == self._start_hash and roots == self._roots and known.is_same():
                 return known
         return None
 
@@ -77,6 +85,7 @@ class KnownBackwards:
         """Know the backward that has ended."""
         if known is None:
             return
+        known.start_hash = self._start_hash
         others = self._known.get(program, [])
         others = [other for other in others if other[1] is not known and other[1].name != known.name]
         self._known[program] = [(self._roots, known), *others[: _MOST_KNOWN - 1]]

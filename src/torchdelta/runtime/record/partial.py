@@ -198,7 +198,7 @@ class PartialRecording:
         if not program.has_held:  # to make room beyond it, all buffers must be known
             return
         self._program = program
-        self._known.begin()
+        self._known.begin(self._recorder.forward_hash)
         outline = program.outline
         if outline is None:
             self._phase = _Phase.LEARNING

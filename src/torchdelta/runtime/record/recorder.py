@@ -81,6 +81,9 @@ class Recorder(DispatchMode):
         self.only_counts = False  # inside transforms, see transforms.py
         self.persistents = restorer.room.persistents
         self.learning: Learning | None = None  # while the outline of a step is learned
+        # Of the sizes of what recorded ops made from tensors that require gradients, since the latest backward that
+        # freed its graph: what a backward takes depends on sizes that no saved tensor shows.
+        self.forward_hash = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,6 +218,8 @@ class Recorder(DispatchMode):
             entry.output_bytes = 0 if writes else size_bytes
             # Its replay sets the random state back, and holds the state of that moment meanwhile.
             entry.workspace_bytes = workspace_bytes + (RANDOM_STATE_BYTES if entry.random_state is not None else 0)
+        if records and grad_enabled and _is_differentiated(args):
+            self.forward_hash = hash((self.forward_hash, need.output_bytes))
         if self.learning is not None:
             self.learning.on_op(entry, need.total_bytes, [old for _, old in overwritten if old is not None])
         observer = self.observing.observer
@@ -360,6 +365,14 @@ class Recorder(DispatchMode):
                 self.ledger.stay_resizable(buffer.record)
         elif may_be_under_way(func, args, kwargs):
             self.ledger.stay(buffer, Stays.IN_FLIGHT)
+
+
+def _is_differentiated(args: tuple[Any, ...]) -> bool:
+    for argument in args:
+        for item in argument if argument.__class__ is list or argument.__class__ is tuple else (argument,):
+            if isinstance(item, torch.Tensor) and item.requires_grad:
+                return True
+    return False
 
 
 def _records_gradients() -> bool:
