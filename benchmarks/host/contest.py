@@ -70,6 +70,7 @@ def contest(model: str, num_rounds: int) -> dict[str, Any]:
 def _pressing_budget(subject: Subject) -> int:
     with MemoryBudget(_UNBOUNDED_BYTES) as budget:
         rest_bytes = budget._session.ledger.usage.total_bytes
+        subject.restart()
         for _ in range(2 * subject.num_kinds):
             subject.step()
     return rest_bytes + int(_SHARE * (budget.summary().peak_bytes - rest_bytes))
@@ -90,7 +91,7 @@ def _times(subject: Subject, name: str, budget_bytes: int) -> list[float]:
             scope._session.pause.forbid()  # so that every step is recorded
         for _ in range(_NUM_WARM_STEPS * subject.num_kinds):
             subject.step()
-        return [_thread_time(subject) for _ in range(subject.num_steps)]
+        return _thread_times(subject)
 
 
 def _followed_times(subject: Subject, budget_bytes: int) -> list[float]:
@@ -103,7 +104,7 @@ def _followed_times(subject: Subject, budget_bytes: int) -> list[float]:
             subject.step()
         if not session.partial.num_steps:
             raise RuntimeError(f"no step was followed and recorded in part: {session.programs.why_no_plan}")
-        return [_thread_time(subject) for _ in range(subject.num_steps)]
+        return _thread_times(subject)
 
 
 def _traced_time(subject: Subject) -> float:
@@ -113,6 +114,11 @@ def _traced_time(subject: Subject) -> float:
     ):
         subject.step()
         return _thread_time(subject)
+
+
+def _thread_times(subject: Subject) -> list[float]:
+    subject.restart()  # all contenders run the same steps
+    return [_thread_time(subject) for _ in range(subject.num_steps)]
 
 
 def _thread_time(subject: Subject) -> float:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NUM_TINY_OPS = 20_000
 _LENGTH = 40
 _LENGTHS = range(32, 16, -1)
-_NUM_USUAL_LENGTHS = 4  # half of the steps have one of these
+_NUM_USUAL_LENGTHS = 4  # most steps have one of these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Subject:
     step: Callable[[], object]
     num_steps: int = 10
     num_kinds: int = 1
+    restart: Callable[[], object] = lambda: None  # begins the order of the steps anew
 
 
 def gpt2(num_rows: int = 1, num_tokens: int = 16) -> Subject:
@@ -49,7 +50,7 @@ def gpt2_of_lengths(num_rows: int = 8) -> Subject:
     config = transformers.GPT2Config(
         n_layer=12, n_embd=64, n_head=2, vocab_size=128, n_positions=32, attn_implementation="eager"
     )
-    rng = random.Random(0)
+    rng = random.Random()
     batches = [torch.randint(0, 128, (num_rows, length)) for length in _LENGTHS]
     weights = [1 / (rank + 1) for rank in range(len(_LENGTHS))]
     model = transformers.GPT2LMHeadModel(config)
@@ -58,7 +59,8 @@ def gpt2_of_lengths(num_rows: int = 8) -> Subject:
         (tokens,) = rng.choices(batches, weights)
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    return replace(_training(model, loss, num_steps=40), num_kinds=_NUM_USUAL_LENGTHS)
+    training = _training(model, loss, num_steps=40)
+    return replace(training, num_kinds=_NUM_USUAL_LENGTHS, restart=lambda: rng.seed(0))
 
 
 def bert(num_rows: int = 1, num_tokens: int = 16) -> Subject:

@@ -136,7 +136,8 @@ class FollowSummary:
         divergences: How many steps diverged, by the most frequent reasons.
         latest_divergence: The latest reason in full; empty if no step diverged.
         why_no_plan: Why there is no plan, or no further one; empty if nothing went wrong.
-        predicted_time_s: Predicted seconds of a step under its plan, median of the followed steps; None without a
+        predicted_time_s: Predicted seconds of a step under its plan, of what its trace has (it may begin at the first
+            saved tensor), median of the followed steps; None without a
             prediction, as for a plan from a file.
         time_s: Median wall time of the followed steps, from step end to step end, so that it includes loading data.
         predicted_peak_bytes: Predicted peak of a step under its plan, with bytes outside of known tensors; also a

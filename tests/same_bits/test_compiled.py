@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.same_bits.judge import Scope, assert_same_bits, inside_budget, state_of
+from tests.same_bits.judge import UNLIMITED, Scope, assert_same_bits, inside_budget, state_of
+from torchdelta import Config, MemoryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,6 +91,46 @@ def test_compiled_in_place(kind: type[nn.Sequential]) -> None:
     """Dynamo looks at the frames below a module that was compiled by its own method, but not at the library's."""
     block = kind(nn.Linear(8, 8), nn.GELU())
     assert_same_bits(compiled_block_step("aot_eager", block, compile_in_place))
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+def test_compiled_optimizer_steps(is_method: bool) -> None:
+    """Dynamo restores the dispatch keys after each call: no mode may come or go in between."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_once() -> None:
+        optimizer.step()
+
+    step = torch.compile(optimizer.step if is_method else step_once, backend="eager")
+    with MemoryBudget(UNLIMITED):
+        for _ in range(6):
+            model(torch.ones(4, 8)).sum().backward()
+            step()
+            optimizer.zero_grad()
+            assert torch.ones(3).sum() == 3
+    assert torch.ones(3).sum() == 3
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_larger_steps_of_a_compiled_model(in_place: bool) -> None:
+    """Recording does not pause where a compiled function runs: it could not resume in there."""
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(8, 256), *blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    call = compile_in_place(model, "eager") if in_place else torch.compile(run, backend="eager", dynamic=True)
+    budget_bytes = 22_000_000
+    with MemoryBudget(budget_bytes, Config(tier="memory")) as budget:
+        for num_rows in [64] * 5 + [2048] * 3:
+            call(torch.ones(num_rows, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert budget.summary().peak_bytes <= budget_bytes
+    assert budget.summary().swapped_out_bytes + budget.summary().recomputed_bytes > 0
 
 
 def test_scope_does_not_stop_the_compiler() -> None:

@@ -185,19 +185,54 @@ print(len(calls))
 
 
 @pytest.mark.rest
+def test_calls_of_compiled_functions() -> None:
+    """Each call is told before Dynamo looks at the dispatch keys, of functions compiled before the patch as well."""
+    code = """
+import torch
+import torch._dynamo
+from torchdelta._torch.compiled import is_in_compiled_call, patch_compiled_functions
+seen = []
+def backend(graph, inputs):
+    def run(*args):
+        seen.append(is_in_compiled_call())
+        return graph.forward(*args)
+    return run
+compiled = torch.compile(lambda x: x * 2, backend=backend)
+module = torch.nn.Linear(2, 2)
+module.compile(backend=backend)
+x = torch.ones(2)
+undo = patch_compiled_functions(lambda: seen.append("call"))
+compiled(x), torch.compile(lambda x: x + 1, backend=backend)(x)
+assert seen == ["call", True] * 2, seen
+assert not is_in_compiled_call()
+seen.clear()
+module(x)
+assert seen[0] == "call" and not is_in_compiled_call()
+undo()
+seen.clear()
+compiled(x)
+assert seen == [False]
+undo = patch_compiled_functions(lambda: seen.append("call"))
+compiled(x)
+assert seen == [False, "call", True]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.rest
 def test_packages_kept_out_of_compiled_code() -> None:
     """Dynamo compiles no function of such a package, whether it is imported before the rule is made or after it."""
     code = """
 from torchdelta._torch.compiled import keep_out_of_compiled_code
-keep_out_of_compiled_code("numbers")()
-undo = keep_out_of_compiled_code("fractions")
+keep_out_of_compiled_code(["numbers"])()
+undo = keep_out_of_compiled_code(["fractions"])
 import fractions, numbers, torch
 from torch._dynamo import trace_rules
 assert trace_rules.check(fractions.Fraction.limit_denominator)
-keep_out_of_compiled_code("numbers")
+keep_out_of_compiled_code(["numbers"])
 assert trace_rules.check(numbers.Complex.__bool__)
 count = len(trace_rules.SKIP_DIRS)
-keep_out_of_compiled_code("numbers")
+keep_out_of_compiled_code(["numbers"])
 assert len(trace_rules.SKIP_DIRS) == count
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Compiled code: the two doors to it, what is kept out of it, whether it runs. See `__init__.py` for the rules."""
+"""Compiled code: the three doors to it, what is kept out of it, whether it runs. See `__init__.py` for the rules."""
 
 # torch's stubs do not have all that is here.
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchdelta._torch.doors import patch_when_imported, replace
@@ -52,19 +53,75 @@ def patch_compiled_call(make: Callable[[Callable[..., Any], InputsOf], Callable[
     return undo
 
 
-def keep_out_of_compiled_code(package: str) -> Callable[[], None]:
-    """Have Dynamo run the functions of a package as they are, and never compile them; returns what undoes it.
+def patch_compiled_functions(on_call: Callable[[], None]) -> Callable[[], None]:
+    """Call `on_call` before each call of a function that `torch.compile` returned; returns what undoes it.
+
+    Dynamo notes which dispatch keys are on when such a call begins, and restores them when it ends: a mode that comes
+    or goes meanwhile leaves the thread unable to run any op. What must come or go has to do so in `on_call`.
+    `is_in_compiled_call` tells whether such a call runs.
+    """
+
+    def patch(module: Any) -> Callable[[], None] | None:
+        context = module._TorchDynamoContext
+        is_on = True
+
+        def enter() -> Callable[[], None]:
+            if not is_on:
+                return _do_nothing
+            on_call()
+            _calls.num_running = getattr(_calls, "num_running", 0) + 1
+            return leave
+
+        def leave() -> None:
+            _calls.num_running -= 1
+
+        # Each context keeps its list under the same name, and calls what is in it before it looks at the keys.
+        def hooks_of(self: Any) -> list[Any]:
+            hooks: list[Any] = vars(self)["enter_exit_hooks"]
+            if is_on and enter not in hooks:
+                hooks.append(enter)
+            return hooks
+
+        context.enter_exit_hooks = property(
+            hooks_of, lambda self, hooks: vars(self).__setitem__("enter_exit_hooks", hooks)
+        )
+
+        def undo() -> None:
+            nonlocal is_on
+            is_on = False
+            del context.enter_exit_hooks
+
+        return undo
+
+    return patch_when_imported("torch._dynamo.eval_frame", patch)
+
+
+def is_in_compiled_call() -> bool:
+    """Return whether this thread runs a call of a function that `torch.compile` returned."""
+    return getattr(_calls, "num_running", 0) > 0
+
+
+def _do_nothing() -> None:
+    pass
+
+
+_calls = threading.local()
+
+
+def keep_out_of_compiled_code(packages: Iterable[str]) -> Callable[[], None]:
+    """Have Dynamo run the functions of packages as they are, and never compile them; returns what undoes it.
 
     Where Dynamo leaves a frame as it is, as those of `torch.nn`, it still looks at every Python function that is called
     below, saved-tensor hooks among them. The rule stays after the undoing if Dynamo has been imported by then.
     """
 
-    def add_rule(rules: Any) -> None:
-        if package not in _kept_out:
-            _kept_out.add(package)
-            rules.add(package)
+    def add_rules(rules: Any) -> None:
+        for package in packages:
+            if package not in _kept_out:
+                _kept_out.add(package)
+                rules.add(package)
 
-    return patch_when_imported("torch._dynamo.trace_rules", add_rule)
+    return patch_when_imported("torch._dynamo.trace_rules", add_rules)
 
 
 _kept_out: set[str] = set()

@@ -178,7 +178,8 @@ class SavedTensor(
 
     Attributes:
         op: Index of the op that was next to run when autograd packed it, `num_ops` if none followed. An op's inputs are
-            packed before the op runs (so `op` is its index), its outputs after it (so `op` is one more).
+            packed before the op runs (so `op` is its index), its outputs after it (so `op` is one more). Of one that
+            the op then writes, `op` is the index of that op.
         buffer_id: The buffer whose content backward reads: where an op overwrites what it has just saved, unseen by
             autograd's version counter, the later version.
         shape: Elements along each dimension.

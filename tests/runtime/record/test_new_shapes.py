@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import msgspec
 import pytest
 import torch
 
+from tests.following import drawn_plan, follow_anyway, planned_here
 from tests.runtime.parts import running_session
 from tests.runtime.record.partly import CHANGES_AT, NUM_LAYERS, ROWS, WIDTH
 from tests.runtime.record.taped import (
@@ -16,8 +22,15 @@ from tests.runtime.record.taped import (
     same_bits,
     usual,
 )
+from tests.same_bits.judge import seed_everything
+from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.runtime.current import current_session
+
+if TYPE_CHECKING:
+    from torchdelta.machine.model import Machine
+    from torchdelta.plan.model import Plan
+    from torchdelta.trace.model import Trace
 
 pytestmark = [
     pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
@@ -48,6 +61,65 @@ def test_an_op_of_a_new_shape_before_each_step() -> None:
 
     counts = same_bits(body)
     assert counts[-1] - counts[CHANGES_AT - 1] == NUM_STEPS - CHANGES_AT
+
+
+class _Averages(torch.nn.Module):
+    """Averages embeddings: what the length makes larger is not among the saved tensors that a plan numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 8192)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        x = self.embedding(tokens).mean(1).view(-1, 512).repeat(4, 1)
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+def _recompute_most(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
+    plan = drawn_plan(trace, 2)
+    leaving = sorted(plan.absences, key=lambda absence: absence.last_use_op)[2:]
+    return msgspec.structs.replace(
+        plan, absences=tuple(msgspec.structs.replace(absence, action="recompute") for absence in leaving)
+    )
+
+
+@pytest.mark.parametrize("reads_gradients_first", [False, True])
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_no_backward_is_taken_for_that_of_a_smaller_forward(has_gate: bool, reads_gradients_first: bool) -> None:
+    """Steps that save the same tensors may differ in what they make: such a step passes no budget unseen."""
+    seed_everything()
+    model, budget_bytes = _Averages(), 31_500_000
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    peaks: list[int] = []
+
+    def train(length: int) -> None:
+        loss = model(torch.randint(0, 64, (16, length)))
+        if reads_gradients_first:
+            torch.autograd.grad(loss, [model.layers[-1].weight], retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(running_session().steps.last_peak_bytes)
+
+    with (
+        planned_here(_recompute_most),
+        mock.patch("torchdelta.runtime.follow.programs._MAX_RETRACES", 0),
+        MemoryBudget(budget_bytes, Config(planner="torchdelta", tier="memory")),
+    ):
+        session = running_session()
+        follow_anyway(session)
+        session.partial._can_have_gate &= has_gate  # noqa: SLF001 - as before torch 2.13
+        for _ in range(10):
+            train(2)
+        assert not session.follower.ended.was_watched
+        with contextlib.suppress(BudgetError):
+            for _ in range(3):
+                train(31)
+    assert max(peaks) <= budget_bytes
 
 
 def _resumed_and_programs() -> tuple[int, int]:

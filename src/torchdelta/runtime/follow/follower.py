@@ -113,7 +113,7 @@ class Follower:
         return self._running is not None
 
     @property
-    def is_recorded_in_part(self) -> bool:
+    def may_record_in_part(self) -> bool:
         """Whether the next step may be recorded in part."""
         return self.on_begin is not None
 

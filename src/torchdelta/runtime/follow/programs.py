@@ -153,7 +153,7 @@ class Programs:
         )
 
     def needs_trace(self) -> bool:
-        """Return, at its first save, whether the step that is being traced may be one without a program."""
+        """Return, at its first save, whether the running step may be one without a program."""
         if self.given is not None:
             return True
         first = self.follower.position.first

@@ -3,9 +3,10 @@
 [Note: when a step is traced]
 Tracing costs time, and only the end of a step tells which one it was. So steps are traced from their start on as long
 as one of the latest had no program of its own. The first save tells whether the running step may be one of these or a
-new one; if not, its trace is dropped there. If `MOST_FRUITLESS_TRACES` traces turn out to be of steps that have
-programs, tracing stops until the step without a program is seen again. Each trace takes a token, and new tokens come
-slowly, so a loop in which no two steps are alike is not traced forever.
+new one; if not, its trace is dropped there. While steps are recorded in part, a trace begins only at that save. If
+`MOST_FRUITLESS_TRACES` traces turn out to be of steps that have programs, tracing stops until the step without a
+program is seen again. Each trace takes a token, and new tokens come slowly, so a loop in which no two steps are alike
+is not traced forever.
 """
 
 from __future__ import annotations

@@ -64,8 +64,14 @@ class StepTraces:
         """
         self._is_first = False
         self._readers = [reader for reader in (self._programs, self._output) if reader.wants_trace]
-        self._waits = self._readers == [self._programs] and self._programs.follower.is_recorded_in_part
+        self._waits = self._readers == [self._programs] and self._programs.follower.may_record_in_part
         if self._readers and not self._waits:
+            self._begin_for_readers()
+
+    def stop_waiting(self) -> None:
+        """Begin a trace that waits for the first save: from here on the step is recorded as a whole."""
+        if self._waits:
+            self._waits = False
             self._begin_for_readers()
 
     def _begin_for_readers(self) -> None:

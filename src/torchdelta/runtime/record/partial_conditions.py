@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from torchdelta._torch.compiled import is_in_compiled_call
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import position_of_mode
 
@@ -39,6 +40,7 @@ def may_begin(recorder: Recorder, ended: EndedStep | None) -> bool:
         and is_quiet(recorder)
         and recorder.ledger.num_handles == 0
         and recorder.persistents is None
+        and not is_in_compiled_call()
         and threading.current_thread() is threading.main_thread()
         and position_of_mode(recorder) != -1
     )
