@@ -11,6 +11,7 @@ from torchdelta._torch.modes import mode_stack
 
 if TYPE_CHECKING:
     from torchdelta.runtime.device.device import Device
+    from torchdelta.runtime.observe.step_traces import StepTraces
     from torchdelta.runtime.record.backward import Backward
     from torchdelta.runtime.record.compiled import CompiledRegions
     from torchdelta.runtime.record.partial import PartialRecording
@@ -30,6 +31,7 @@ class Running(Protocol):
     partial: PartialRecording
     pause: Pause
     recorder: Recorder
+    traces: StepTraces
     transforms: Transforms
 
     def leave_child(self) -> None:
