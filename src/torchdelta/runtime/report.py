@@ -34,7 +34,7 @@ def summarize(
     evicted_bytes = counters.swapped_out_bytes + counters.dropped_bytes
     return Summary(
         budget_bytes=room.budget_bytes,
-        # Once the scope has ended, there is no budget any more, and what had left it comes back.
+        # From the end of the scope on there is no budget any more, and what had left comes back.
         peak_bytes=steps.peak_bytes if room.ledger.is_closing else max(steps.peak_bytes, room.usage.peak_bytes),
         kept_bytes=max(0, counters.saved_bytes - evicted_bytes),
         swapped_out_bytes=counters.swapped_out_bytes,
