@@ -117,3 +117,24 @@ def test_execute(inside: str) -> None:
         assert torch.add(x, x, alpha=2).tolist() == [3, 3]
         assert x.neg().tolist() == [-1, -1]
     assert seen.count("aten.add.Tensor") == seen.count("aten.neg.default") == 1
+
+
+def test_modes_see_which_arguments_require_gradients() -> None:
+    """A dispatch mode gets the tensors themselves, leaves and others, also inside of lists."""
+    seen: list[tuple[str, list[bool]]] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            flat = [item for argument in args for item in (argument if isinstance(argument, list) else [argument])]
+            seen.append((str(func), [item.requires_grad for item in flat if isinstance(item, torch.Tensor)]))
+            return func(*args, **(kwargs or {}))
+
+    leaf, plain = torch.ones(2, requires_grad=True), torch.ones(2)
+    with Sees():
+        torch.cat([leaf * plain, plain]).sin()
+    assert seen == [
+        ("aten.mul.Tensor", [True, False]),
+        ("aten.cat.default", [True, False]),
+        ("aten.sin.default", [True]),
+    ]

@@ -215,6 +215,13 @@ assert seen == [False]
 undo = patch_compiled_functions(lambda: seen.append("call"))
 compiled(x)
 assert seen == [False, "call", True]
+undo()
+context = torch.compile(torch.nn.Linear(2, 2), backend=backend).dynamo_ctx
+own = list(context.enter_exit_hooks)
+undo = patch_compiled_functions(lambda: None)
+context.enter_exit_hooks.append(None)
+undo()
+assert context.enter_exit_hooks == [*own, None]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -224,15 +231,15 @@ def test_packages_kept_out_of_compiled_code() -> None:
     """Dynamo compiles no function of such a package, whether it is imported before the rule is made or after it."""
     code = """
 from torchdelta._torch.compiled import keep_out_of_compiled_code
-keep_out_of_compiled_code(["numbers"])()
-undo = keep_out_of_compiled_code(["fractions"])
+keep_out_of_compiled_code("numbers")()
+undo = keep_out_of_compiled_code("fractions")
 import fractions, numbers, torch
 from torch._dynamo import trace_rules
 assert trace_rules.check(fractions.Fraction.limit_denominator)
-keep_out_of_compiled_code(["numbers"])
+keep_out_of_compiled_code("numbers")
 assert trace_rules.check(numbers.Complex.__bool__)
 count = len(trace_rules.SKIP_DIRS)
-keep_out_of_compiled_code(["numbers"])
+keep_out_of_compiled_code("numbers")
 assert len(trace_rules.SKIP_DIRS) == count
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchdelta._torch.doors import patch_when_imported, replace
@@ -53,6 +53,24 @@ def patch_compiled_call(make: Callable[[Callable[..., Any], InputsOf], Callable[
     return undo
 
 
+class _Hooks:
+    """What a compiling context calls before and after each call: its own list, and one more function.
+
+    The list itself stays as it is: it outlives the patch, and may be pickled with a compiled module.
+    """
+
+    def __init__(self, own: list[Any], enter: Callable[[], Callable[[], None]]) -> None:
+        self._own = own
+        self._enter = enter
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._enter
+        yield from self._own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
 def patch_compiled_functions(on_call: Callable[[], None]) -> Callable[[], None]:
     """Call `on_call` before each call of a function that `torch.compile` returned; returns what undoes it.
 
@@ -61,39 +79,32 @@ def patch_compiled_functions(on_call: Callable[[], None]) -> Callable[[], None]:
     `is_in_compiled_call` tells whether such a call runs.
     """
 
-    def patch(module: Any) -> Callable[[], None] | None:
-        context = module._TorchDynamoContext
-        is_on = True
+    def enter() -> Callable[[], None]:
+        on_call()
+        _calls.num_running = getattr(_calls, "num_running", 0) + 1
+        return _leave
 
-        def enter() -> Callable[[], None]:
-            if not is_on:
-                return _do_nothing
-            on_call()
-            _calls.num_running = getattr(_calls, "num_running", 0) + 1
-            return leave
+    # Each context keeps its list under the name of the property, and calls what is in it before it looks at the keys.
+    hooks = property(
+        lambda context: _Hooks(vars(context)["enter_exit_hooks"], enter),
+        lambda context, own: vars(context).__setitem__("enter_exit_hooks", own),
+    )
 
-        def leave() -> None:
-            _calls.num_running -= 1
-
-        # Each context keeps its list under the same name, and calls what is in it before it looks at the keys.
-        def hooks_of(self: Any) -> list[Any]:
-            hooks: list[Any] = vars(self)["enter_exit_hooks"]
-            if is_on and enter not in hooks:
-                hooks.append(enter)
-            return hooks
-
-        context.enter_exit_hooks = property(
-            hooks_of, lambda self, hooks: vars(self).__setitem__("enter_exit_hooks", hooks)
-        )
+    def patch(module: Any) -> Callable[[], None]:
+        kind = module._TorchDynamoContext
+        kind.enter_exit_hooks = hooks
 
         def undo() -> None:
-            nonlocal is_on
-            is_on = False
-            del context.enter_exit_hooks
+            if vars(kind).get("enter_exit_hooks") is hooks:
+                del kind.enter_exit_hooks
 
         return undo
 
     return patch_when_imported("torch._dynamo.eval_frame", patch)
+
+
+def _leave() -> None:
+    _calls.num_running -= 1
 
 
 def is_in_compiled_call() -> bool:
@@ -101,27 +112,22 @@ def is_in_compiled_call() -> bool:
     return getattr(_calls, "num_running", 0) > 0
 
 
-def _do_nothing() -> None:
-    pass
-
-
 _calls = threading.local()
 
 
-def keep_out_of_compiled_code(packages: Iterable[str]) -> Callable[[], None]:
-    """Have Dynamo run the functions of packages as they are, and never compile them; returns what undoes it.
+def keep_out_of_compiled_code(package: str) -> Callable[[], None]:
+    """Have Dynamo run the functions of a package as they are, and never compile them; returns what undoes it.
 
     Where Dynamo leaves a frame as it is, as those of `torch.nn`, it still looks at every Python function that is called
     below, saved-tensor hooks among them. The rule stays after the undoing if Dynamo has been imported by then.
     """
 
-    def add_rules(rules: Any) -> None:
-        for package in packages:
-            if package not in _kept_out:
-                _kept_out.add(package)
-                rules.add(package)
+    def add_rule(rules: Any) -> None:
+        if package not in _kept_out:
+            _kept_out.add(package)
+            rules.add(package)
 
-    return patch_when_imported("torch._dynamo.trace_rules", add_rules)
+    return patch_when_imported("torch._dynamo.trace_rules", add_rule)
 
 
 _kept_out: set[str] = set()

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     import torch
 
     from torchdelta._torch.compiled import InputsOf
+    from torchdelta.runtime.current import Running
 
 __all__ = ["leave_child", "num_sessions", "patch", "unpatch"]
 
-# What torch calls from anywhere: hooks, dispatch modes and replaced functions, and what these call.
-_HOOKS = ("torchdelta._torch", "torchdelta.aten", "torchdelta.native", "torchdelta.runtime")
 _lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
 _num_sessions = 0
@@ -55,7 +54,7 @@ def patch() -> None:
                 _undo.append(patch_functorch_guard(_make_functorch_guard))
                 _undo.append(patch_compiled_call(_make_compiled_call))
                 _undo.append(patch_compiled_functions(_before_compiled_function))
-                _undo.append(keep_out_of_compiled_code(_HOOKS))
+                _undo.append(keep_out_of_compiled_code("torchdelta"))
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
                 _undo.append(patch_swap_tensors(_make_swap_tensors))
             except BaseException:
@@ -154,9 +153,7 @@ def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Ca
         session = current_session()
         if session is None:
             return original(*args, **kwargs)
-        session.partial.end("a compiled region runs")
-        session.traces.stop_waiting()
-        session.pause.forbid()
+        _record_as_a_whole(session)
         with session.backward.python_writes.off():
             return session.compiled.call(original, inputs_of(args, kwargs), args, kwargs)
 
@@ -167,9 +164,13 @@ def _before_compiled_function() -> None:
     """Have the recorder on the stack before a compiled function is called, and leave it there."""
     session = current_session()
     if session is not None:
-        session.partial.end("a compiled function runs")
-        session.traces.stop_waiting()
-        session.pause.forbid()
+        _record_as_a_whole(session)
+
+
+def _record_as_a_whole(session: Running) -> None:
+    session.partial.end("compiled code runs")
+    session.traces.stop_waiting()
+    session.pause.forbid()
 
 
 def _make_fsdp_backward(original: Callable[..., Any]) -> Callable[..., Any]:

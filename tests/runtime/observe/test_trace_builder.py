@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
-import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import build_optimizer, seed_everything
-from benchmarks.networks.vision import Bottleneck
-from tests.runtime.parts import running_session
-from tests.runtime.programs import Attention, mlp, running
+from tests.runtime.observe.traced import MODELS, Program
+from tests.runtime.programs import Attention, running
 from tests.sampling import sample
-from torchdelta import Config, MemoryBudget
 from torchdelta.cli.allocator_peak import AllocatorPeak
-from torchdelta.errors import ScopeError
 from torchdelta.native.build import is_switched_off
-from torchdelta.runtime.observe import step_draft
 from torchdelta.runtime.observe.draft import Draft
-from torchdelta.runtime.state.observer import Observer
 from torchdelta.trace.file import read_trace, write_trace
 from torchdelta.trace.model import Buffer, Op, Trace, counts, load_curve, peak
 from torchdelta.trace.validate import validate
@@ -32,51 +24,6 @@ from torchdelta.trace.validate import validate
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-SEQUENCE, VOCABULARY = 64, 300
-
-
-def _language_model(kind: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
-    if kind == "gpt2":
-        sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": SEQUENCE}
-        model: nn.Module = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
-    else:
-        sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 2}
-        model = BertForMaskedLM(BertConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE))
-    tokens = torch.randint(VOCABULARY, (4, SEQUENCE))
-    return model.train(), lambda model: model(input_ids=tokens, labels=tokens).loss
-
-
-def _resnet() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    blocks = [Bottleneck(16, 16, 1), Bottleneck(64, 16, 1), Bottleneck(64, 16, 2), Bottleneck(64, 16, 2)]
-    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
-    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-    pictures, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
-    return model.train(), lambda model: nn.functional.cross_entropy(model(pictures), labels)
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]] = {
-    "gpt2": lambda: _language_model("gpt2"),
-    "bert": lambda: _language_model("bert"),
-    "resnet": _resnet,
-}
-
-
-class Program:
-    """A model with its batch and its optimizer, always made alike."""
-
-    def __init__(self, model_name: str, optimizer_name: str) -> None:
-        seed_everything(0)
-        self.model, self.loss = MODELS[model_name]()
-        self.optimizer = build_optimizer(optimizer_name, self.model)
-
-    def step(self) -> None:
-        """Train once."""
-        self.loss(self.model).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def trace_of(run: Callable[[], Any], budget: int | str = "1TiB", **options: Any) -> Trace:
@@ -403,106 +350,3 @@ def test_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "step.trace"
     write_trace(trace, path)
     assert read_trace(path) == trace
-
-
-def test_first_complete_step_is_traced_and_no_other() -> None:
-    """There is no trace before the first step has ended; the following steps leave it alone and cost nothing."""
-    program = Program("resnet", "sgd")
-    budget = MemoryBudget("1TiB", Config(tier="memory"))
-    with pytest.raises(ScopeError, match="no trace"):
-        budget.trace()
-    with budget:
-        session = running_session()
-        loss = program.loss(program.model)
-        builder = weakref.ref(session.ledger.observing.observer)
-        with pytest.raises(ScopeError, match="one complete training step"):
-            budget.trace()
-        loss.backward()
-        assert session.trace() is None
-        program.optimizer.step()
-        trace = session.trace()
-        assert trace is budget.trace()
-        assert session.ledger.observing.observer.__class__ is Observer
-        assert builder() is None, "the builder goes with its step"
-        program.step()
-        assert budget.trace() is trace
-    assert budget.trace() is trace
-
-
-def test_loop_without_an_optimizer_is_traced_up_to_its_stop() -> None:
-    """A single forward and backward is a step as well."""
-    model = mlp()
-    with running() as (budget, _):
-        model(torch.randn(8, 64)).sum().backward()
-    assert {op.phase for op in budget.trace().ops} == {"forward", "backward"}
-
-
-def test_evaluation_is_no_step() -> None:
-    """A scope in which nothing is trained has no trace."""
-    model = mlp()
-    with running() as (budget, _), torch.no_grad():
-        model(torch.randn(8, 64))
-    with pytest.raises(ScopeError):
-        budget.trace()
-
-
-def test_tracing_that_fails_breaks_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """An error inside the tracing drops the trace and says so once; the training goes on with the same bits."""
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    plain, traced = Program("gpt2", "sgd"), Program("gpt2", "sgd")
-    torch.manual_seed(1)
-    plain.step()
-    monkeypatch.setattr(Draft, "overwritten", fail)
-    caplog.set_level(logging.WARNING, "torchdelta")
-    torch.manual_seed(1)
-    with running() as (budget, session):
-        traced.step()
-        assert session.ledger.observing.observer.__class__ is Observer
-    assert [record.message for record in caplog.records] == ["the trace of a step was dropped: ZeroDivisionError: "]
-    for expected, found in zip(plain.model.parameters(), traced.model.parameters(), strict=True):
-        assert torch.equal(expected, found)
-    with pytest.raises(ScopeError):
-        budget.trace()
-
-
-def test_invalid_trace_is_dropped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What does not pass the validator is no trace."""
-    monkeypatch.setattr(Draft, "sources_of_sum", lambda *_: [10**6])
-    weight, x = torch.randn(16, 16, requires_grad=True), torch.randn(8, 16)
-    with running() as (budget, _):
-        ((x @ weight).relu() + x @ weight).sum().backward()
-    assert ["unknown buffer 1000000" in record.message for record in caplog.records] == [True]
-    with pytest.raises(ScopeError):
-        budget.trace()
-
-
-def test_endless_forward_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Tracing a scope that does not train does not grow for ever."""
-    monkeypatch.setattr(step_draft, "MAX_OPS", 20)
-    x = torch.randn(4)
-    with running() as (_, session):
-        for _ in range(30):
-            x = x + 1
-        assert session.ledger.observing.observer.__class__ is Observer
-    assert len(caplog.records) == 1
-
-
-def test_traced_step_holds_nothing() -> None:
-    """What the program drops during the traced step is freed at once, and afterwards all is as before."""
-    x = torch.randn(64, 64)
-    gc.collect()
-    gc.disable()
-    try:
-        with running() as (_, session):
-            before_bytes = session.ledger.usage.live_bytes
-            y = (x * 2).relu()
-            reference = weakref.ref(y.untyped_storage())
-            assert session.ledger.usage.live_bytes == before_bytes + x.nbytes
-            del y
-            assert reference() is None
-            assert session.ledger.usage.live_bytes == before_bytes
-    finally:
-        gc.enable()

@@ -126,7 +126,8 @@ class Follower:
         """Return whether a backward is known to fit: its program held the budget when the same one ran watched.
 
         Args:
-            graph: What its growth depends on beside the step: its nodes, which leaves have gradients.
+            graph: What its growth depends on beside the step: its nodes, which leaves have gradients, and
+                what its forward made.
             start_bytes: The bytes in use before it.
         """
         program, budget_bytes = self._running, self.room.budget_bytes

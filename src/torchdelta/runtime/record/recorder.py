@@ -81,7 +81,7 @@ class Recorder(DispatchMode):
         self.only_counts = False  # inside transforms, see transforms.py
         self.persistents = restorer.room.persistents
         self.learning: Learning | None = None  # while the outline of a step is learned
-        # Of the sizes of what recorded ops made from tensors that require gradients, since the latest backward that
+        # While plans are followed: of the sizes of what ops made from tensors that require gradients, since the latest backward that
         # freed its graph: what a backward takes depends on sizes that no saved tensor shows.
         self.forward_hash = 0
 
@@ -218,7 +218,7 @@ class Recorder(DispatchMode):
             entry.output_bytes = 0 if writes else size_bytes
             # Its replay sets the random state back, and holds the state of that moment meanwhile.
             entry.workspace_bytes = workspace_bytes + (RANDOM_STATE_BYTES if entry.random_state is not None else 0)
-        if records and grad_enabled and _is_differentiated(args):
+        if grad_enabled and not counts_only and self.saved.follower.is_on and _is_differentiated(args):
             self.forward_hash = hash((self.forward_hash, need.output_bytes))
         if self.learning is not None:
             self.learning.on_op(entry, need.total_bytes, [old for _, old in overwritten if old is not None])
