@@ -81,8 +81,8 @@ class Recorder(DispatchMode):
         self.only_counts = False  # inside transforms, see transforms.py
         self.persistents = restorer.room.persistents
         self.learning: Learning | None = None  # while the outline of a step is learned
-        # While plans are followed: of the sizes of what ops made from tensors that require gradients, since the latest backward that
-        # freed its graph: what a backward takes depends on sizes that no saved tensor shows.
+        # While plans are followed: a hash of the sizes of what ops made from tensors that require gradients, since the
+        # latest backward that freed its graph. What a backward takes depends on sizes that no saved tensor shows.
         self.forward_hash = 0
 
     def __torch_dispatch__(
