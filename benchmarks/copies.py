@@ -1,6 +1,7 @@
 """What copies take from a training that runs beside them, in seconds of its steps for each gigabyte.
 
-On a CPU, copies take the cores that compute, and more time from a step than the copying threads run. A thread swaps
+On a CPU, copies take the cores that compute, and more time from a step than the copying threads run: interrupts and, in
+a virtual machine, the disk's work on the host ("stolen") take time, too. A thread swaps
 buffers of its own through the disk tier at a fixed rate, while a model trains plainly: no budget, nothing of the
 training is moved. *In place* buffers begin at a page, as blocks of the caching allocator do (from Linux 5.8 on, where
 the swap directory has direct I/O); *staged* ones do not, as blocks of glibc's heap.
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.turns import timed_steps
+from torchdelta.host import read_stolen_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -83,24 +85,30 @@ class _Buffers:
 
 def _lost(train: Callable[[], None], buffers: _Buffers, way: str) -> dict[str, float]:
     """Return what copies take from steps, beside steps right before and after without copies; per gigabyte."""
-    before_s = _block_s(train)
+    before_s, stolen_before_s = _block_s(train)
     with _copying(buffers, way) as moved_bytes:
         began_bytes = sum(moved_bytes)
-        beside_s = _block_s(train)
+        beside_s, stolen_beside_s = _block_s(train)
         size_bytes = sum(moved_bytes) - began_bytes
-    plain_s = (before_s + _block_s(train)) / 2
+    after_s, stolen_after_s = _block_s(train)
+    plain_s = (before_s + after_s) / 2
+    stolen_s = stolen_beside_s - (stolen_before_s + stolen_after_s) / 2
     tier = buffers.tier
     cpu_s_per_byte = tier.read_cpu_s_per_byte if way == "read" else tier.write_cpu_s_per_byte
     return {
         "lost_s_per_gb": (beside_s - plain_s) / size_bytes * GB,
         "cpu_s_per_gb": cpu_s_per_byte * GB,
-        "lost_s_per_cpu_s": (beside_s - plain_s) / (size_bytes * cpu_s_per_byte),
+        "stolen_s_per_gb": stolen_s / size_bytes * GB,
+        "lost_s_per_taken_s": (beside_s - plain_s) / (size_bytes * cpu_s_per_byte + stolen_s),
         "gb_per_step": size_bytes / NUM_STEPS / GB,
     }
 
 
-def _block_s(train: Callable[[], None]) -> float:
-    return sum(timed_steps(train, NUM_STEPS)["times_s"])
+def _block_s(train: Callable[[], None]) -> tuple[float, float]:
+    """Return the seconds of some steps, and the processor time that was stolen meanwhile."""
+    began_s = read_stolen_s() or 0.0
+    time_s = sum(timed_steps(train, NUM_STEPS)["times_s"])
+    return time_s, (read_stolen_s() or 0.0) - began_s
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
-"""The memory of the host is read as a container sees it."""
+"""The memory of the host is read as a container sees it, and the processor time that others take."""
 
-from torchdelta.host import HostMemory, read_host_memory
+import os
+
+from torchdelta.host import HostMemory, read_host_memory, read_stolen_s
 
 MEMINFO = "MemTotal:       8000000 kB\nMemFree:         100 kB\nMemAvailable:   6000000 kB\nHugePages_Total:       0\n"
 
@@ -92,3 +94,33 @@ def test_without_a_limit_what_is_available_is_free(tmp_path):
     assert (host.cgroup_left_bytes, host.free_bytes) == (None, 6_144_000_000)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 8000000 kB\n")
     assert read_host_memory(tmp_path).free_bytes == 8_192_000_000
+
+
+STAT = """cpu  9 9 9 9 9 999 999 999 0 0
+cpu0 100 0 50 900 7 3 4 5 0 0
+cpu{other} 100 0 50 900 7 100 100 100 0 0
+intr 12345 6 7
+"""
+
+
+def test_stolen_time_is_that_of_interrupts_and_the_hypervisor_on_our_processors(tmp_path, monkeypatch):
+    """The sum over all processors, and processors that this process may not use, do not count."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(STAT.format(other=1))
+    assert read_stolen_s(tmp_path) == 12 / os.sysconf("SC_CLK_TCK")
+
+
+def test_stolen_time_is_unknown_where_the_kernel_does_not_tell(tmp_path):
+    """No such file, and a kernel without these columns."""
+    assert read_stolen_s(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text("cpu0 100 0 50 900 7\n")
+    assert read_stolen_s(tmp_path) is None
+
+
+def test_stolen_time_of_this_machine_never_falls():
+    """The real file gives something sensible."""
+    first_s = read_stolen_s()
+    assert first_s is not None
+    assert 0.0 <= first_s <= (read_stolen_s() or 0.0)

@@ -22,7 +22,6 @@ from torchdelta import Config, MemoryBudget
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
 from torchdelta.runtime.current import current_session
-from torchdelta.runtime.follow.measured_machine import measured_machine
 from torchdelta.runtime.follow.program import Program
 
 if TYPE_CHECKING:
@@ -140,8 +139,7 @@ class Race:
                     "peak_bytes": program.answer.peak_bytes + program.unseen_bytes,
                 }
                 self._programs[label] = program
-                machine = measured_machine(session.room.transfers.tier, session.ledger.device, self.budgets[label])
-                self._measured[label] = step[0], machine, self.budgets[label] - program.unseen_bytes
+                self._measured[label] = step[0], programs.machine.now(), self.budgets[label] - program.unseen_bytes
         return block
 
     def _follow_without_prefetch(self, label: str) -> Block:

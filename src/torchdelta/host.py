@@ -1,4 +1,6 @@
-"""Reads how much memory this process can use: RAM, and the limit set by a container or a job scheduler.
+"""Reads what this process can use of its machine: memory, and processor time.
+
+Memory is RAM, or the limit set by a container or a job scheduler.
 
 "80%" of a CPU is 80 % of the lesser of the two; inside a container the RAM alone would be far too much. What is free is
 the lesser of what the kernel calls available and of what each group has left under its limit. The page cache of files
@@ -10,10 +12,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HostMemory", "num_processes_here", "read_host_memory", "share_bytes"]
+__all__ = ["HostMemory", "num_processes_here", "read_host_memory", "read_stolen_s", "share_bytes"]
 
 # cgroup v1 writes "no limit" as the largest multiple of a page below 2**63.
 _UNLIMITED_FROM_BYTES = 2**60
+_NUM_STOLEN_COLUMNS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +79,29 @@ def num_processes_here() -> int:
 def share_bytes(size_bytes: int | None) -> int | None:
     """Return this process's share of bytes that all training processes of this machine share; None is no limit."""
     return None if size_bytes is None else max(1, size_bytes // num_processes_here())
+
+
+def read_stolen_s(root: Path = Path("/")) -> float | None:
+    """Return the processor time that interrupts took and that a hypervisor gave to others ("steal"), in seconds.
+
+    It counts from the start of the machine, over the processors that this process may use, in steps of 10 ms.
+
+    Args:
+        root: The directory that contains /proc; tests pass another one.
+
+    Returns:
+        The seconds; None where the kernel does not tell.
+    """
+    processors = {f"cpu{index}" for index in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
+    counts = [
+        # The columns after the name: user, nice, system, idle, iowait, irq, softirq, steal, ...
+        [int(word) for word in words[6:9]]
+        for line in _read_text(root / "proc/stat").splitlines()
+        if (words := line.split()) and words[0] in processors and all(word.isdecimal() for word in words[6:9])
+    ]
+    if not counts or any(len(count) < _NUM_STOLEN_COLUMNS for count in counts):
+        return None
+    return sum(map(sum, counts)) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_meminfo(path: Path) -> dict[str, int]:

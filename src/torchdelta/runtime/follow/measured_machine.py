@@ -1,58 +1,117 @@
-"""The machine that steps are planned for, as measured by this session."""
+"""The machine that steps are planned for, as measured by this session.
+
+[Note: what copies take from kernels]
+On a CPU, copies run on the cores that compute. If kernels use all cores, they lose about the processor time that the
+copies take: the other cores wait at the end of each kernel. This time is that of the copying threads, and a part that
+no thread's time shows: interrupts, and in a virtual machine the disk's work on the host, which shows as "steal". For
+copies in place with direct I/O, the second part is the larger one by far.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from torchdelta.host import read_stolen_s
 from torchdelta.machine.model import Machine
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.tiers.base import Tier
+    from torchdelta.runtime.memory.transfers import Transfers
 
-__all__ = ["measured_machine"]
+__all__ = ["MeasuredMachine"]
 
-# Seconds of compute lost per second of processor time that copies take. Steps of a GPT-2 on 2 cores of an AMD EPYC,
-# beside copies of other memory at 0.4 GB/s, lost 4.3 to 4.9 times the processor time of copies in place, and 1.7 to 2.0
-# times that of staged ones (benchmarks/results/overheads-copies.json; 3.6 to 5.2 times in an earlier run): the other
-# core waits at the end of each kernel, caches are cold, and the kernel's disk work is not counted in any thread's time.
-# With 1 thread, measured on another processor, a core is free, and the lost time was a fifth of the processor time.
-_LOST_ON_ALL_CORES: Final = 4.0
-_LOST_BESIDE_FREE_CORES: Final = 0.3
+# Seconds of compute lost per second of processor time that copies take: what steps of a GPT-2 lost on 2 cores of an AMD
+# EPYC, with 2 threads and, beside a free core, with 1 (benchmarks/results/overheads-copies*.json).
+_LOST_ON_ALL_CORES: Final = 0.85
+_LOST_BESIDE_FREE_CORES: Final = 0.4
+# The same where the kernel does not tell what interrupts and the hypervisor take: then for each second of processor
+# time that the copying threads alone take.
+_LOST_IF_UNKNOWN: Final = 4.0
 # What the runtime itself takes of the training thread, for a swap (one copy each way, between which threads hand over
-# the interpreter's lock) and for an op that is replayed, from its recording in forward to its replay. Steps of a BERT
-# and a GPT-2 whose kernels take next to nothing lost 0.4 to 0.7 ms for each swap, and 0.1 to 0.2 ms for each replayed
-# op.
+# the interpreter's lock) and for an op that is replayed from the native tape. Steps of a BERT and a GPT-2 whose kernels
+# take next to nothing lost 0.4 to 0.7 ms for each swap. Python replays take 0.1 to 0.2 ms an op more, but most replays
+# of a followed step are native: a small ResNet-50 was faster with plans made for 0.05 ms than with those for 0.15 ms.
 _COPY_COMPUTE_S: Final = 2.5e-4
-_REPLAY_COMPUTE_S: Final = 1.5e-4
+_REPLAY_COMPUTE_S: Final = 5e-5
+
+_SHORTEST_S: Final = 0.5  # between two readings: the kernel counts in steps of 10 ms
+_MEMORY_BYTES: Final = 256 << 20  # after so many more bytes, what was read before counts for a third
 
 
-def measured_machine(tier: Tier, device: torch.device, budget_bytes: int) -> Machine:
-    """Return the machine of a session.
+class MeasuredMachine:
+    """The links of a session's tier, and what copies take from its kernels. Mutable.
 
     Args:
-        tier: Where buffers are swapped to; its links run as its transfers did.
+        transfers: Moves buffers to the tier and back.
         device: Where the training runs.
         budget_bytes: The budget.
     """
-    lost_s_per_s = copy_compute_s = replay_compute_s = 0.0
-    if device.type == "cpu":
-        copy_compute_s, replay_compute_s = _COPY_COMPUTE_S, _REPLAY_COMPUTE_S
-        uses_all = torch.get_num_threads() >= len(os.sched_getaffinity(0))
-        lost_s_per_s = _LOST_ON_ALL_CORES if uses_all else _LOST_BESIDE_FREE_CORES
-    return Machine(
-        name="measured",
-        memory_bytes=budget_bytes,
-        flops_per_s={"float32": 1e12},  # not used: op times are those of the trace
-        memory_bytes_per_s=1e10,  # not used
-        swaps_to="disk" if tier.name == "disk" else "host",
-        host_out_bytes_per_s=tier.write_bytes_per_s,
-        host_in_bytes_per_s=tier.read_bytes_per_s,
-        out_compute_s_per_byte=tier.write_cpu_s_per_byte * lost_s_per_s,
-        in_compute_s_per_byte=tier.read_cpu_s_per_byte * lost_s_per_s,
-        copy_compute_s=copy_compute_s,
-        replay_compute_s=replay_compute_s,
-        host_memory_bytes=tier.capacity_bytes,
-    )
+
+    def __init__(self, transfers: Transfers, device: torch.device, budget_bytes: int) -> None:
+        self._transfers = transfers
+        self._device = device
+        self._budget_bytes = budget_bytes
+        self._stolen_s_per_byte: float | None = None
+        self._idle_rate = 0.0  # seconds stolen in a second without copies
+        self._read_s = -math.inf  # the time of the latest reading
+        self._read_bytes = 0  # what had been moved by then
+        self._read_stolen_s: float | None = None
+
+    def observe(self) -> None:
+        """Read what copies took since the latest reading, if that was some time ago. Call this between steps."""
+        now_s = time.perf_counter()
+        if self._device.type != "cpu" or now_s - self._read_s < _SHORTEST_S:
+            return
+        stolen_s, counters = read_stolen_s(), self._transfers.counters
+        moved_bytes = counters.swapped_out_bytes + counters.swapped_in_bytes
+        if stolen_s is not None and self._read_stolen_s is not None:
+            self._add(stolen_s - self._read_stolen_s, moved_bytes - self._read_bytes, now_s - self._read_s)
+        self._read_s, self._read_bytes, self._read_stolen_s = now_s, moved_bytes, stolen_s
+
+    def _add(self, stolen_s: float, moved_bytes: int, time_s: float) -> None:
+        if not moved_bytes:
+            self._idle_rate += (stolen_s / time_s - self._idle_rate) / 2
+            return
+        s_per_byte = max(0.0, stolen_s - self._idle_rate * time_s) / moved_bytes
+        if self._stolen_s_per_byte is None:
+            self._stolen_s_per_byte = s_per_byte
+        else:
+            weight = -math.expm1(-moved_bytes / _MEMORY_BYTES)
+            self._stolen_s_per_byte += weight * (s_per_byte - self._stolen_s_per_byte)
+
+    def now(self) -> Machine:
+        """Return the machine as it has run so far. Opens the tier.
+
+        See [Note: what copies take from kernels].
+        """
+        tier = self._transfers.tier
+        out_s = in_s = copy_compute_s = replay_compute_s = 0.0
+        if self._device.type == "cpu":
+            self.observe()
+            copy_compute_s, replay_compute_s = _COPY_COMPUTE_S, _REPLAY_COMPUTE_S
+            uses_all = torch.get_num_threads() >= len(os.sched_getaffinity(0))
+            lost_s_per_s = _LOST_ON_ALL_CORES if uses_all else _LOST_BESIDE_FREE_CORES
+            if self._stolen_s_per_byte is None and uses_all:
+                lost_s_per_s = _LOST_IF_UNKNOWN
+            # A copy takes at most all of a core while it runs, and as much again elsewhere.
+            stolen_s = self._stolen_s_per_byte or 0.0
+            out_s = (tier.write_cpu_s_per_byte + min(stolen_s, 1.0 / tier.write_bytes_per_s)) * lost_s_per_s
+            in_s = (tier.read_cpu_s_per_byte + min(stolen_s, 1.0 / tier.read_bytes_per_s)) * lost_s_per_s
+        return Machine(
+            name="measured",
+            memory_bytes=self._budget_bytes,
+            flops_per_s={"float32": 1e12},  # not used: op times are those of the trace
+            memory_bytes_per_s=1e10,  # not used
+            swaps_to="disk" if tier.name == "disk" else "host",
+            host_out_bytes_per_s=tier.write_bytes_per_s,
+            host_in_bytes_per_s=tier.read_bytes_per_s,
+            out_compute_s_per_byte=out_s,
+            in_compute_s_per_byte=in_s,
+            copy_compute_s=copy_compute_s,
+            replay_compute_s=replay_compute_s,
+            host_memory_bytes=tier.capacity_bytes,
+        )

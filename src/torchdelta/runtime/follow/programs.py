@@ -19,7 +19,7 @@ from torchdelta.notices import warn_once
 from torchdelta.plan.request import Answer
 from torchdelta.runtime.follow.asked import Asked
 from torchdelta.runtime.follow.automatic import PLANNER, Automatic, may_plan
-from torchdelta.runtime.follow.measured_machine import measured_machine
+from torchdelta.runtime.follow.measured_machine import MeasuredMachine
 from torchdelta.runtime.follow.other_budgets import OtherBudgets
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.program import Program
@@ -29,7 +29,6 @@ from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.config import Config
-    from torchdelta.machine.model import Machine
     from torchdelta.runtime.follow.follower import EndedStep, Follower
     from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.runtime.follow.planning import Planned
@@ -73,6 +72,7 @@ class Programs:
         elif config.planner == "auto":
             config = replace(config, planner=None)
         self.planning = Planning(config) if config.planner is not None else None
+        self.machine = MeasuredMachine(follower.transfers, follower.ledger.device, budget_bytes)
         self.latest: Program | None = None  # the program of the latest followed step
         self._name = given.name if given is not None else config.planner or ""
         self.num_programs = 0
@@ -86,6 +86,8 @@ class Programs:
         self._is_traced = False
         if self.planning is not None and self.automatic is None and find_spec("numba") is None:
             self._end("numba is not installed: pip install 'torchdelta[plan]'")
+        if self.planning is not None:
+            self.machine.observe()
 
     @property
     def name(self) -> str:
@@ -196,6 +198,7 @@ class Programs:
     def on_unrecorded_step(self) -> None:
         """Take a program that is ready; where there is none, the helper ends once it has been idle for long."""
         if self.planning is not None:
+            self.machine.observe()
             self._take(self.planning)
 
     def on_step_refused(self) -> None:
@@ -282,14 +285,11 @@ class Programs:
         if self.planning is None:
             return
         try:
-            self.planning.ask(asked, asked.step[0], self._machine(), self.budget_bytes - asked.margin_bytes)
+            self.planning.ask(asked, asked.step[0], self.machine.now(), self.budget_bytes - asked.margin_bytes)
         except (OSError, TierError, TraceFileError) as error:
             self._end(str(error))
             return
         self._asked.append(asked)
-
-    def _machine(self) -> Machine:
-        return measured_machine(self.follower.transfers.tier, self.follower.ledger.device, self.budget_bytes)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the programs that were asked for. Return whether there is any. For tests and measurements."""
@@ -335,7 +335,7 @@ class Programs:
         )
         self._add_program(program)
         if self.planning is not None and self.num_programs == 1:
-            self.other_budgets.ask(self.planning, asked, self._machine(), planned.answer)
+            self.other_budgets.ask(self.planning, asked, self.machine.now(), planned.answer)
         _logger.log(
             logging.INFO if self.num_programs == 1 else logging.DEBUG,  # one line a run, not one for each kind of step
             "plan: following %s: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",

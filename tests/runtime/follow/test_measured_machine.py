@@ -1,0 +1,133 @@
+"""What copies take from kernels is measured beside the steps, and priced by the planner's machine."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchdelta.runtime.follow import measured_machine
+from torchdelta.runtime.follow.measured_machine import MeasuredMachine
+from torchdelta.runtime.state.counters import Counters
+
+GB = 10**9
+CPU = torch.device("cpu")
+
+
+class Clocks:
+    """The time, the stolen time and the bytes moved so far, as a test sets them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time_s = 100.0
+        self.stolen_s: float | None = 7.0
+        self.counters = Counters()
+        monkeypatch.setattr(measured_machine, "read_stolen_s", lambda: self.stolen_s)
+        monkeypatch.setattr(measured_machine.time, "perf_counter", lambda: self.time_s)
+
+    def machine(self, device: torch.device = CPU) -> MeasuredMachine:
+        """Return a machine with a tier that moves 1 GB/s, and whose copying threads take 0.1 s for a GB."""
+        tier = SimpleNamespace(
+            name="disk",
+            write_bytes_per_s=1.0 * GB,
+            read_bytes_per_s=1.0 * GB,
+            write_cpu_s_per_byte=0.1 / GB,
+            read_cpu_s_per_byte=0.1 / GB,
+            capacity_bytes=None,
+        )
+        transfers = SimpleNamespace(tier=tier, counters=self.counters)
+        return MeasuredMachine(transfers, device, budget_bytes=GB)  # pyright: ignore[reportArgumentType]
+
+    def step(self, machine: MeasuredMachine, *, stolen_s: float, out_bytes: int = 0, in_bytes: int = 0) -> None:
+        """End a step of a second."""
+        self.time_s += 1.0
+        if self.stolen_s is not None:
+            self.stolen_s += stolen_s
+        self.counters.swapped_out_bytes += out_bytes
+        self.counters.swapped_in_bytes += in_bytes
+        machine.observe()
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    """Return clocks that stand still between steps, on a machine whose kernels lose what copies take."""
+    monkeypatch.setattr(measured_machine, "_LOST_ON_ALL_CORES", 1.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return Clocks(monkeypatch)
+
+
+def test_stolen_time_counts_like_that_of_the_copying_threads(clocks):
+    """Kernels on all cores lose all of it."""
+    machine = clocks.machine()
+    machine.observe()
+    clocks.step(machine, stolen_s=0.4, out_bytes=GB // 2, in_bytes=GB // 2)
+    now = machine.now()
+    assert now.out_compute_s_per_byte == now.in_compute_s_per_byte == pytest.approx(0.5 / GB)
+
+
+def test_kernels_beside_a_free_core_lose_less(clocks, monkeypatch):
+    """One thread of two cores."""
+    machine = clocks.machine()
+    machine.observe()
+    clocks.step(machine, stolen_s=0.4, out_bytes=GB)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert 0.0 < machine.now().out_compute_s_per_byte < 0.5 / GB
+
+
+def test_what_is_stolen_without_copies_is_not_theirs(clocks):
+    """A neighbour of a virtual machine takes a share all the time."""
+    machine = clocks.machine()
+    machine.observe()
+    for _ in range(20):
+        clocks.step(machine, stolen_s=0.3)
+    clocks.step(machine, stolen_s=0.5, out_bytes=GB)
+    assert machine.now().out_compute_s_per_byte == pytest.approx(0.3 / GB, rel=0.01)
+
+
+def test_a_busy_neighbour_makes_a_copy_at_most_one_core_dearer(clocks):
+    """Few bytes in a second of which the neighbour takes half."""
+    machine = clocks.machine()
+    machine.observe()
+    clocks.step(machine, stolen_s=0.5, out_bytes=GB // 1000)
+    assert machine.now().out_compute_s_per_byte == pytest.approx(1.1 / GB)
+
+
+def test_without_stolen_time_more_than_the_thread_time_is_lost(clocks):
+    """The kernel does not tell, or no step has ended yet."""
+    clocks.stolen_s = None
+    machine = clocks.machine()
+    machine.observe()
+    clocks.step(machine, stolen_s=0.0, out_bytes=GB)
+    assert machine.now().out_compute_s_per_byte > 0.1 / GB
+
+
+def test_the_newest_copies_count_most(clocks):
+    """A disk that other jobs have left."""
+    machine = clocks.machine()
+    machine.observe()
+    clocks.step(machine, stolen_s=0.8, out_bytes=GB)
+    for _ in range(4):
+        clocks.step(machine, stolen_s=0.2, out_bytes=GB)
+    assert machine.now().out_compute_s_per_byte == pytest.approx(0.3 / GB, rel=0.01)
+
+
+def test_readings_are_some_time_apart(clocks, monkeypatch):
+    """Steps of a millisecond do not read a file of the kernel each."""
+    machine = clocks.machine()
+    readings = []
+    monkeypatch.setattr(measured_machine, "read_stolen_s", lambda: readings.append(0) or 0.0)
+    for _ in range(1000):
+        clocks.time_s += 0.001
+        machine.observe()
+    assert 1 <= len(readings) <= 3
+
+
+def test_copies_of_other_devices_take_nothing_from_kernels(clocks):
+    """They have engines of their own."""
+    machine = clocks.machine(torch.device("cuda", 0))
+    machine.observe()
+    clocks.step(machine, stolen_s=0.4, out_bytes=GB)
+    now = machine.now()
+    assert now.out_compute_s_per_byte == now.in_compute_s_per_byte == now.copy_compute_s == 0.0
