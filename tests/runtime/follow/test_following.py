@@ -91,6 +91,19 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     assert all(overhead <= overheads[0] + 0.01 for overhead in overheads)
 
 
+def test_a_step_without_room_for_the_usual_margin_is_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan holds in a tenth of the budget; there is one with all of it."""
+    rows = [NUM_ROWS] * 6
+    expected, plain_peaks, _ = _train(UNLIMITED, rows)
+    budget = int(0.6 * max(plain_peaks[1:]))
+    monkeypatch.setattr(programs, "_MARGIN_SHARE", 0.9)
+    found, peaks, session = _train(budget, rows, "torchdelta", "memory", _wait)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert max(peaks) <= budget
+    assert session.follower.num_followed_steps == 4
+    assert session.programs.why_no_plan == ""
+
+
 def test_a_step_of_small_tensors_is_followed() -> None:
     """No saved tensor of it has the size from which on buffers leave where there are larger ones."""
     rows = [NUM_ROWS // 4] * 6

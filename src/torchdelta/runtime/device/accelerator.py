@@ -30,6 +30,7 @@ from torchdelta.aten.order import is_fixed_here
 from torchdelta.runtime.device.counter import DeviceCounter
 from torchdelta.runtime.device.device import Device
 from torchdelta.runtime.device.op_timer import NUM_SAMPLES, EventTimer
+from torchdelta.runtime.device.reserve import Reserve
 from torchdelta.runtime.device.streams import Streams
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ _COPIES: Final = frozenset({"_to_copy", "copy_", "copy"})
 # large one takes the rest of its block if that is small.
 _ROUNDING_BYTES: Final = 4 * 512
 _LARGE_BYTES: Final = 1 << 20
-_NEAR: Final = 0.85  # above this share of the budget, the allocator's statistics are read before every op
 
 # A forked child (a DataLoader worker) inherits the dispatch mode, but may not use the accelerator.
 _is_child = False
@@ -76,6 +76,7 @@ class Accelerator(Device):
         self._lock = threading.RLock()
         self.is_capturing = capture_reader(device)
         self._is_measuring = False
+        self._reserve = Reserve()
 
     def is_off(self) -> bool:
         """Return whether ops pass through unrecorded: in a forked child, and while a graph is captured."""
@@ -97,10 +98,9 @@ class Accelerator(Device):
         """Return the most bytes that the caching allocator takes for a request."""
         return size_bytes + (_ROUNDING_BYTES if size_bytes <= _LARGE_BYTES else _LARGE_BYTES)
 
-    def ask_counter_near(self, usage: Usage, size_bytes: int, budget_bytes: int) -> None:
-        """Read the allocator if the request comes close to the budget; see [Note: active bytes] in counter.py."""
-        if usage.total_bytes + size_bytes > budget_bytes * _NEAR:
-            usage.ask_counter(fresh=True)
+    def begin_request(self, usage: Usage, size_bytes: int, budget_bytes: int) -> None:
+        """Read the allocator if the latest reading is too old. See [Note: reading seldom] in reserve.py."""
+        self._reserve.add(usage, self.rounded_bytes(size_bytes) - size_bytes, budget_bytes)
 
     def mark(self, need: Need, usage: Usage) -> None:
         """Start to measure an op, on its first few runs only: reading the allocator's statistics is expensive."""

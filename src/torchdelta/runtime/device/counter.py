@@ -7,9 +7,9 @@ stream. The allocator's cache (reserved bytes) is not included: the allocator fr
 Besides the known storages, active bytes include the rounding, cuBLAS's workspaces (one for each thread and stream that
 multiplies matrices, never freed), and tensors of other threads of the process.
 
-Reading the statistics costs tens of microseconds. Far from the budget they are read only when something new may have
-happened: when an op is measured (its first few runs), and when a backward or a step begins. Near the budget they are
-read before every op.
+Reading the statistics costs tens of microseconds. They are read when something new may have happened: when an op is
+measured (its first few runs), and when a backward or a step begins. Between these they are read once in some requests;
+see [Note: reading seldom] in reserve.py.
 
 The workspace of an op is what it allocates and frees while it runs: the difference of the total freed bytes. This does
 not reset the peak, which is one for the process and has other readers, and it leaves out what the op keeps (cuBLAS's

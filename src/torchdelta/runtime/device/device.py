@@ -58,8 +58,8 @@ class Device:
         """Return the bytes that the allocator takes for a request."""
         return size_bytes
 
-    def ask_counter_near(self, usage: Usage, size_bytes: int, budget_bytes: int) -> None:
-        """Read the counter again if the last reading may be too old for this request."""
+    def begin_request(self, usage: Usage, size_bytes: int, budget_bytes: int) -> None:
+        """Read the counter again if the latest reading is too old; update `usage.uncertain_bytes`."""
 
     def mark(self, need: Need, usage: Usage) -> None:
         """Start to measure what an op allocates, outputs included."""

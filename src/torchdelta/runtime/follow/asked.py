@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,3 +34,7 @@ class Asked:
     num_plans: int
     num_retraces: int
     unseen_bytes: int
+
+    def without_margin(self) -> Asked | None:
+        """Return this request for all of the budget that a plan can use; None if it is not the first one."""
+        return replace(self, margin_bytes=self.unseen_bytes, num_plans=2) if self.num_plans == 1 else None

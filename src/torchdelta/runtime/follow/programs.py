@@ -2,7 +2,7 @@
 
 The planner's inputs are measured: op times and bytes come from the trace, and the speed of the links from the tier's
 transfers. The planner gets less than the budget: memory outside of known storages, which no trace shows, and half a
-percent are subtracted, and more if a program needed room beyond its plan when it was carried out.
+percent (nothing where there is no such plan) are subtracted, and more if a program needed room beyond its plan.
 """
 
 from __future__ import annotations
@@ -137,11 +137,9 @@ class Programs:
         if self.given is not None:
             self._follow_given(self.given, trace, log, unseen_bytes)
             return
-        num_retraces = 0
         if known is not None:
             known.wants_trace = False
-            num_retraces = known.num_retraces + 1
-        margin_bytes = unseen_bytes + self._margin()
+        margin_bytes = unseen_bytes + int(self.budget_bytes * _MARGIN_SHARE)
         self._ask(
             Asked(
                 key=key,
@@ -149,7 +147,7 @@ class Programs:
                 step=(trace, log),
                 margin_bytes=margin_bytes if known is None else max(margin_bytes, known.margin_bytes),
                 num_plans=1 if known is None else known.num_plans + 1,
-                num_retraces=num_retraces,
+                num_retraces=0 if known is None else known.num_retraces + 1,
                 unseen_bytes=unseen_bytes,
             )
         )
@@ -161,13 +159,12 @@ class Programs:
         first = self.follower.position.first
         return self._wanted.begins(first) or not self.cache.begins(first)
 
-    def _is_asked(self, key: Key, start_bytes: int) -> bool:
-        return any(asked.key == key and self.cache.covers(asked.start_bytes, start_bytes) for asked in self._asked)
-
     def _has_program(self, key: Key, start_bytes: int) -> bool:
         """Return whether a step has a program that need not be made anew, or will have one."""
         program = self.cache.find(key, start_bytes)
-        return (program is not None and not program.wants_trace) or self._is_asked(key, start_bytes)
+        return (program is not None and not program.wants_trace) or any(
+            asked.key == key and self.cache.covers(asked.start_bytes, start_bytes) for asked in self._asked
+        )
 
     # -- steps
 
@@ -259,9 +256,6 @@ class Programs:
 
     # -- plans
 
-    def _margin(self) -> int:
-        return int(self.budget_bytes * _MARGIN_SHARE)
-
     def _ask_again(self, program: Program) -> None:
         """Have a step planned with a larger margin: from its trace, or from a new one."""
         if program.num_plans >= _MAX_PLANS:
@@ -316,6 +310,10 @@ class Programs:
 
     def _add(self, planned: Planned, asked: Asked) -> None:
         if planned.plan is None:
+            without_margin = asked.without_margin()
+            if without_margin is not None:
+                self._ask(without_margin)
+                return
             level = logging.DEBUG if self.why_no_plan else logging.INFO  # once, not for each kind of step
             _logger.log(level, "plan: none is followed: %s", planned.answer.error)
             self.why_no_plan = planned.answer.error

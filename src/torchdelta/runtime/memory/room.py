@@ -115,15 +115,19 @@ class Room:
             return
         usage = self.usage
         if not self.device.counts_exactly:
+            self.device.begin_request(usage, size_bytes, budget_bytes)
             size_bytes = self.device.rounded_bytes(size_bytes)
-            self.device.ask_counter_near(usage, size_bytes, budget_bytes)
         self.largest_request_bytes = max(self.largest_request_bytes, size_bytes)
         size_bytes += self.reserved_bytes
         usage.ask_counter()
-        if usage.total_bytes + size_bytes <= budget_bytes:
+        if usage.total_bytes + usage.uncertain_bytes + size_bytes <= budget_bytes:
             return
-        self._evict_down_to(budget_bytes - size_bytes)
+        if usage.uncertain_bytes and self.is_followed:  # what a program does is not made up for without need
+            usage.ask_counter(fresh=True)
+        self._evict_down_to(budget_bytes - size_bytes - usage.uncertain_bytes)
         usage.ask_counter()
+        if usage.uncertain_bytes and usage.total_bytes + usage.uncertain_bytes + size_bytes > budget_bytes:
+            usage.ask_counter(fresh=True)
         if usage.total_bytes + size_bytes > budget_bytes and not self.ledger.surveys:
             self.ledger.sweep()
             self.collect_garbage()

@@ -20,6 +20,8 @@ class Usage:
     def __init__(self) -> None:
         self.live_bytes = 0  # of the known storages
         self.unseen_bytes = 0  # what the counter had beyond them when it was last asked
+        self.uncertain_bytes = 0  # by how much an expensive counter may have risen since (device/reserve.py)
+        self.num_readings = 0  # of an expensive counter
         self.counter: Counter | None = None  # at the allocator, if it exists (native/counting.py)
         self.is_counting = False  # false in a survey, whose storages take no memory
         self._sees_peaks = True  # whether the counter measures peaks; otherwise they are computed from known sizes
@@ -37,7 +39,7 @@ class Usage:
 
     def stop(self) -> None:
         """Stop counting, and reset the byte counts."""
-        self.live_bytes = self.unseen_bytes = 0
+        self.live_bytes = self.unseen_bytes = self.uncertain_bytes = 0
         self.is_counting = False
         self.counter = None
 
@@ -76,6 +78,9 @@ class Usage:
         """
         if self.is_counting and self.counter is not None and (fresh or self._is_cheap):
             self.unseen_bytes = self.counter.live_bytes() - self.live_bytes
+            if not self._is_cheap:
+                self.uncertain_bytes = 0
+                self.num_readings += 1
             self._raise_peak(self.live_bytes)
 
     @property
@@ -107,8 +112,8 @@ class Usage:
         self._raise_peak(self.live_bytes + size_bytes)
 
     def _raise_peak(self, size_bytes: int) -> None:
-        if not self.has_exact_peak and size_bytes + self.unseen_bytes > self._peak_bytes:
-            self._peak_bytes = size_bytes + self.unseen_bytes
+        if not self.has_exact_peak:
+            self._peak_bytes = max(self._peak_bytes, size_bytes + self.unseen_bytes + self.uncertain_bytes)
 
     # -- growth, if there is a counter
 
