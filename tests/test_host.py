@@ -112,11 +112,12 @@ def test_stolen_time_is_that_of_interrupts_and_the_hypervisor_on_our_processors(
 
 
 def test_stolen_time_is_unknown_where_the_kernel_does_not_tell(tmp_path):
-    """No such file, and a kernel without these columns."""
+    """No such file, a kernel without these columns, and a sandbox that has zeros there."""
     assert read_stolen_s(tmp_path) is None
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/stat").write_text("cpu0 100 0 50 900 7\n")
-    assert read_stolen_s(tmp_path) is None
+    for line in ("cpu0 100 0 50 900 7\n", "cpu0 100 0 50 900 7 0 0 0 0 0\n"):
+        (tmp_path / "proc/stat").write_text(line)
+        assert read_stolen_s(tmp_path) is None
 
 
 def test_stolen_time_of_this_machine_never_falls():

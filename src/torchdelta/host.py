@@ -90,7 +90,7 @@ def read_stolen_s(root: Path = Path("/")) -> float | None:
         root: The directory that contains /proc; tests pass another one.
 
     Returns:
-        The seconds; None where the kernel does not tell.
+        The seconds; None where the kernel does not tell (in some sandboxes all counts are 0).
     """
     processors = {f"cpu{index}" for index in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
     counts = [
@@ -101,7 +101,7 @@ def read_stolen_s(root: Path = Path("/")) -> float | None:
     ]
     if not counts or any(len(count) < _NUM_STOLEN_COLUMNS for count in counts):
         return None
-    return sum(map(sum, counts)) / os.sysconf("SC_CLK_TCK")
+    return sum(map(sum, counts)) / os.sysconf("SC_CLK_TCK") or None
 
 
 def _read_meminfo(path: Path) -> dict[str, int]:

@@ -113,6 +113,26 @@ def test_the_newest_copies_count_most(clocks):
     assert machine.now().out_compute_s_per_byte == pytest.approx(0.3 / GB, rel=0.01)
 
 
+def test_a_few_copied_bytes_say_little(clocks):
+    """The kernel counts in steps of 10 ms: one of them beside 4 KiB is no rate."""
+    machine = clocks.machine()
+    machine.observe()
+    clocks.step(machine, stolen_s=0.01, out_bytes=4096)
+    clocks.step(machine, stolen_s=0.02, out_bytes=GB // 10)
+    assert 0.3 / GB < machine.now().out_compute_s_per_byte < 0.4 / GB
+
+
+def test_a_count_that_falls_is_left_out(clocks):
+    """The thread may use fewer processors than before."""
+    machine = clocks.machine()
+    machine.observe()
+    clocks.step(machine, stolen_s=0.2, out_bytes=GB)
+    clocks.step(machine, stolen_s=-50.0)
+    clocks.step(machine, stolen_s=-50.0, out_bytes=GB)
+    clocks.step(machine, stolen_s=0.2, out_bytes=GB)
+    assert machine.now().out_compute_s_per_byte == pytest.approx(0.3 / GB)
+
+
 def test_readings_are_some_time_apart(clocks, monkeypatch):
     """Steps of a millisecond do not read a file of the kernel each."""
     machine = clocks.machine()

@@ -1,13 +1,19 @@
 """By how many bytes the latest reading of an accelerator's allocator may be out of date.
 
 [Note: reading seldom]
-Reading the allocator's statistics costs more than an op. So it is read once in some requests, and in between the known
-storages are counted by what they asked for. What the allocator rounds up meanwhile is missing from that count. For a
-few requests, the most that it can be is reserved. For more of them that would be far too much (up to 1 MiB for each
-large one), so the reserve is never larger than what the readings so far have shown, and half as much again.
+Reading the allocator's statistics costs more than an op. So it is read once in some requests. In between, the known
+storages are counted by what they asked for; what the allocator rounds up is missing from that count. A reserve takes
+its place: the most that the requests since the reading may have been rounded up. For many large requests, each of which
+may take 1 MiB more, that would be far too much. Therefore it is limited to 1.5 times what readings have shown to be
+missing after so many requests.
+
+If more was missing than rounding explains (an op with many outputs, a library that keeps a workspace, another thread,
+memory that a stream still uses), the difference is reserved as well, for a while. The first time, it shows in the next
+reading only.
+
 The allocator is read earlier if the reserve takes more than a small share of the budget, and always before a budget is
-refused.
-What other threads allocate, or libraries that keep a workspace, shows in the next reading only.
+refused. Intervals between readings differ in length, so that what rises and falls within a long one shows in a short
+one.
 """
 
 from __future__ import annotations
@@ -19,27 +25,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Reserve"]
 
-_MOST_REQUESTS: Final = 64  # between two readings
+_INTERVALS: Final = (64, 8, 64, 24)  # requests between two readings, in turns
+_MOST_REQUESTS: Final = 64
 _LARGEST_SHARE: Final = 1 / 400  # of the budget: a quarter of a percent
 _FEWEST_COMPARED: Final = 8  # from fewer requests nothing is concluded
 _MARGIN: Final = 1.5
-_FADING: Final = 0.95  # of what was learned, for each further reading
+_FADING: Final = 0.95  # of what was learned, each time that more is learned
 
 
 class Reserve:
-    """The requests since the latest reading, and how far a reading was off at most. Mutable."""
+    """The requests since the latest reading, and how far readings were off. Mutable."""
 
     def __init__(self) -> None:
         self._num_requests = 0
         self._rounding_bytes = 0  # the most that these may take beyond what they asked for
         self._num_readings = -1
         self._unseen_bytes = 0  # in the latest reading
+        self._interval = 0
         self._num_compared = 0  # requests before the latest readings, from which nothing was concluded yet
         self._missed_bytes = 0  # by which these readings differed
         self._learned_bytes: float | None = None  # the reserve for `_MOST_REQUESTS` requests
+        self._excess_bytes = 0.0  # missed beyond all rounding
 
     def add(self, usage: Usage, rounding_bytes: int, budget_bytes: int) -> None:
-        """Read the allocator if that is due, set `usage.uncertain_bytes`, and count one more request.
+        """Read the allocator if that is due, and set `usage.uncertain_bytes` for one more request, which it includes.
 
         Args:
             usage: The bytes in use.
@@ -47,29 +56,41 @@ class Reserve:
             budget_bytes: The budget.
         """
         if not usage.is_counting:  # a survey, whose storages take no memory
-            usage.uncertain_bytes = 0
+            usage.rounding_bytes = usage.uncertain_bytes = rounding_bytes
             return
         if usage.num_readings != self._num_readings:
             self._learn(usage)
-        if self._num_requests >= _MOST_REQUESTS or usage.uncertain_bytes > budget_bytes * _LARGEST_SHARE:
+        if (
+            self._num_requests >= _INTERVALS[self._interval]
+            or usage.uncertain_bytes - usage.rounding_bytes > budget_bytes * _LARGEST_SHARE
+        ):
+            usage.rounding_bytes = 0  # the latest request was served: the reading includes it
             usage.ask_counter(fresh=True)
             self._learn(usage)
-        learned_bytes = self._learned_bytes
-        most_bytes = self._rounding_bytes if learned_bytes is None else min(self._rounding_bytes, int(learned_bytes))
-        usage.uncertain_bytes = most_bytes
+            self._interval = (self._interval + 1) % len(_INTERVALS)
+        earlier_bytes = self._rounding_bytes
+        if self._learned_bytes is not None:
+            earlier_bytes = min(earlier_bytes, int(self._learned_bytes))
+        usage.rounding_bytes = rounding_bytes
+        usage.uncertain_bytes = earlier_bytes + rounding_bytes + int(self._excess_bytes)
         self._num_requests += 1
         self._rounding_bytes += rounding_bytes
 
     def _learn(self, usage: Usage) -> None:
         """Note by how much the latest reading differed from the count."""
         if self._num_readings >= 0:
-            self._num_compared += self._num_requests
             # What was rounded up in forward is freed in backward: a fall tells how much the next rise may be.
-            self._missed_bytes += abs(usage.unseen_bytes - self._unseen_bytes)
+            missed_bytes = abs(usage.unseen_bytes - self._unseen_bytes)
+            excess_bytes = _MARGIN * max(0, missed_bytes - self._rounding_bytes)
+            self._excess_bytes = max(excess_bytes, _FADING * self._excess_bytes)
+            self._num_compared += self._num_requests
+            self._missed_bytes += missed_bytes
         if self._num_compared >= _FEWEST_COMPARED:
             needed_bytes = _MARGIN * self._missed_bytes * max(1.0, _MOST_REQUESTS / self._num_compared)
             self._learned_bytes = max(needed_bytes, _FADING * (self._learned_bytes or 0.0))
             self._num_compared = self._missed_bytes = 0
         self._num_readings = usage.num_readings
         self._unseen_bytes = usage.unseen_bytes
-        self._num_requests = self._rounding_bytes = 0
+        # The latest request may have been served after the reading.
+        self._num_requests = 1 if usage.rounding_bytes else 0
+        self._rounding_bytes = usage.rounding_bytes

@@ -4,7 +4,9 @@
 On a CPU, copies run on the cores that compute. If kernels use all cores, they lose about the processor time that the
 copies take: the other cores wait at the end of each kernel. This time is that of the copying threads, and a part that
 no thread's time shows: interrupts, and in a virtual machine the disk's work on the host, which shows as "steal". For
-copies in place with direct I/O, the second part is the larger one by far.
+copies in place with direct I/O, the second part is the larger one by far. It is read for all processes together. What
+is read while nothing is copied is taken off; without such a time, what others cause counts as the copies', up to the
+time that the copies take.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _COPY_COMPUTE_S: Final = 2.5e-4
 _REPLAY_COMPUTE_S: Final = 5e-5
 
 _SHORTEST_S: Final = 0.5  # between two readings: the kernel counts in steps of 10 ms
+_LARGEST_SHARE: Final = 1e-3  # of the time; a reading takes milliseconds on machines with hundreds of cores
 _MEMORY_BYTES: Final = 256 << 20  # after so many more bytes, what was read before counts for a third
 
 
@@ -55,33 +58,36 @@ class MeasuredMachine:
         self._transfers = transfers
         self._device = device
         self._budget_bytes = budget_bytes
-        self._stolen_s_per_byte: float | None = None
-        self._idle_rate = 0.0  # seconds stolen in a second without copies
+        self._stolen_s = self._stolen_bytes = 0.0  # beside copies, and their bytes; older ones count less
+        self._idle_rate: float | None = None  # seconds stolen in a second without copies
         self._read_s = -math.inf  # the time of the latest reading
+        self._shortest_s = _SHORTEST_S
         self._read_bytes = 0  # what had been moved by then
         self._read_stolen_s: float | None = None
 
     def observe(self) -> None:
         """Read what copies took since the latest reading, if that was some time ago. Call this between steps."""
         now_s = time.perf_counter()
-        if self._device.type != "cpu" or now_s - self._read_s < _SHORTEST_S:
+        if self._device.type != "cpu" or now_s - self._read_s < self._shortest_s:
             return
         stolen_s, counters = read_stolen_s(), self._transfers.counters
         moved_bytes = counters.swapped_out_bytes + counters.swapped_in_bytes
         if stolen_s is not None and self._read_stolen_s is not None:
             self._add(stolen_s - self._read_stolen_s, moved_bytes - self._read_bytes, now_s - self._read_s)
         self._read_s, self._read_bytes, self._read_stolen_s = now_s, moved_bytes, stolen_s
+        self._shortest_s = max(_SHORTEST_S, (time.perf_counter() - now_s) / _LARGEST_SHARE)
 
     def _add(self, stolen_s: float, moved_bytes: int, time_s: float) -> None:
-        if not moved_bytes:
-            self._idle_rate += (stolen_s / time_s - self._idle_rate) / 2
+        if stolen_s < 0.0:  # this thread may use other processors than at the latest reading
             return
-        s_per_byte = max(0.0, stolen_s - self._idle_rate * time_s) / moved_bytes
-        if self._stolen_s_per_byte is None:
-            self._stolen_s_per_byte = s_per_byte
-        else:
-            weight = -math.expm1(-moved_bytes / _MEMORY_BYTES)
-            self._stolen_s_per_byte += weight * (s_per_byte - self._stolen_s_per_byte)
+        if not moved_bytes:
+            rate = stolen_s / time_s
+            self._idle_rate = rate if self._idle_rate is None else (self._idle_rate + rate) / 2
+            return
+        kept = math.exp(-moved_bytes / _MEMORY_BYTES)
+        stolen_s = max(0.0, stolen_s - (self._idle_rate or 0.0) * time_s)
+        self._stolen_s = self._stolen_s * kept + stolen_s
+        self._stolen_bytes = self._stolen_bytes * kept + moved_bytes
 
     def now(self) -> Machine:
         """Return the machine as it has run so far. Opens the tier.
@@ -95,10 +101,10 @@ class MeasuredMachine:
             copy_compute_s, replay_compute_s = _COPY_COMPUTE_S, _REPLAY_COMPUTE_S
             uses_all = torch.get_num_threads() >= len(os.sched_getaffinity(0))
             lost_s_per_s = _LOST_ON_ALL_CORES if uses_all else _LOST_BESIDE_FREE_CORES
-            if self._stolen_s_per_byte is None and uses_all:
+            if not self._stolen_bytes and uses_all:
                 lost_s_per_s = _LOST_IF_UNKNOWN
-            # A copy takes at most all of a core while it runs, and as much again elsewhere.
-            stolen_s = self._stolen_s_per_byte or 0.0
+            # Of what others may have caused, a copy is charged no more than the time that it takes.
+            stolen_s = self._stolen_s / self._stolen_bytes if self._stolen_bytes else 0.0
             out_s = (tier.write_cpu_s_per_byte + min(stolen_s, 1.0 / tier.write_bytes_per_s)) * lost_s_per_s
             in_s = (tier.read_cpu_s_per_byte + min(stolen_s, 1.0 / tier.read_bytes_per_s)) * lost_s_per_s
         return Machine(

@@ -1,8 +1,8 @@
 """Has steps planned, compares what their programs predicted with what was measured, and has steps planned again.
 
 The planner's inputs are measured: op times and bytes come from the trace, and the speed of the links from the tier's
-transfers. The planner gets less than the budget: memory outside of known storages, which no trace shows, and half a
-percent (nothing where there is no such plan) are subtracted, and more if a program needed room beyond its plan.
+transfers. Memory outside of known storages, which no trace shows, is subtracted from the budget, and half a percent; if
+there is no plan then, only that memory. If a program needed room beyond its plan, its step is planned with less.
 """
 
 from __future__ import annotations
@@ -137,15 +137,16 @@ class Programs:
         if self.given is not None:
             self._follow_given(self.given, trace, log, unseen_bytes)
             return
-        if known is not None:
+        margin_bytes = int(self.budget_bytes * _MARGIN_SHARE)
+        if known is not None:  # it may have been planned without this margin, or with more
             known.wants_trace = False
-        margin_bytes = unseen_bytes + int(self.budget_bytes * _MARGIN_SHARE)
+            margin_bytes = known.margin_bytes - known.unseen_bytes
         self._ask(
             Asked(
                 key=key,
                 start_bytes=start_bytes,
                 step=(trace, log),
-                margin_bytes=margin_bytes if known is None else max(margin_bytes, known.margin_bytes),
+                margin_bytes=unseen_bytes + margin_bytes,
                 num_plans=1 if known is None else known.num_plans + 1,
                 num_retraces=0 if known is None else known.num_retraces + 1,
                 unseen_bytes=unseen_bytes,
@@ -195,7 +196,8 @@ class Programs:
     def on_unrecorded_step(self) -> None:
         """Take a program that is ready; where there is none, the helper ends once it has been idle for long."""
         if self.planning is not None:
-            self.machine.observe()
+            if self.automatic is None or self.automatic.is_timing:
+                self.machine.observe()
             self._take(self.planning)
 
     def on_step_refused(self) -> None:
@@ -313,11 +315,11 @@ class Programs:
             without_margin = asked.without_margin()
             if without_margin is not None:
                 self._ask(without_margin)
-                return
-            level = logging.DEBUG if self.why_no_plan else logging.INFO  # once, not for each kind of step
-            _logger.log(level, "plan: none is followed: %s", planned.answer.error)
-            self.why_no_plan = planned.answer.error
-            self._wanted.note_unplannable(asked.key, asked.start_bytes)
+            elif self.cache.find(asked.key, asked.start_bytes) is None:  # else the earlier program goes on
+                level = logging.DEBUG if self.why_no_plan else logging.INFO  # once, not for each kind of step
+                _logger.log(level, "plan: none is followed: %s", planned.answer.error)
+                self.why_no_plan = planned.answer.error
+                self._wanted.note_unplannable(asked.key, asked.start_bytes)
             return
         schedule = make_schedule(planned.plan, asked.step[1])
         program = Program(

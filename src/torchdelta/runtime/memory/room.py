@@ -116,32 +116,38 @@ class Room:
         usage = self.usage
         if not self.device.counts_exactly:
             self.device.begin_request(usage, size_bytes, budget_bytes)
-            size_bytes = self.device.rounded_bytes(size_bytes)
-        self.largest_request_bytes = max(self.largest_request_bytes, size_bytes)
+        self.largest_request_bytes = max(self.largest_request_bytes, size_bytes + usage.rounding_bytes)
         size_bytes += self.reserved_bytes
         usage.ask_counter()
-        if usage.total_bytes + usage.uncertain_bytes + size_bytes <= budget_bytes:
+        if usage.most_bytes + size_bytes <= budget_bytes:
             return
-        if usage.uncertain_bytes and self.is_followed:  # what a program does is not made up for without need
-            usage.ask_counter(fresh=True)
-        self._evict_down_to(budget_bytes - size_bytes - usage.uncertain_bytes)
+        if self.is_followed and self._fits_after_reading(size_bytes):
+            return
+        self._evict_down_to(budget_bytes - size_bytes)
         usage.ask_counter()
-        if usage.uncertain_bytes and usage.total_bytes + usage.uncertain_bytes + size_bytes > budget_bytes:
-            usage.ask_counter(fresh=True)
-        if usage.total_bytes + size_bytes > budget_bytes and not self.ledger.surveys:
+        if usage.most_bytes + size_bytes <= budget_bytes or self._fits_after_reading(size_bytes):
+            return
+        if not self.ledger.surveys:
             self.ledger.sweep()
             self.collect_garbage()
             self._evict_down_to(budget_bytes - size_bytes)  # buffers that garbage also kept alive
             usage.ask_counter()
-        if usage.total_bytes + size_bytes <= budget_bytes:
+        if usage.most_bytes + size_bytes <= budget_bytes:
             return
         if self.is_optional:
             raise NoRoomError
         if self.find_more is not None and self.find_more():
             self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
-        if usage.total_bytes + size_bytes > budget_bytes:
-            self._on_shortage(size_bytes, why)
+        if usage.most_bytes + size_bytes > budget_bytes:
+            self._on_shortage(size_bytes + usage.uncertain_bytes, why)
+
+    def _fits_after_reading(self, size_bytes: int) -> bool:
+        """Return whether bytes fit once an expensive counter has been read; False for any other."""
+        if self.device.counts_exactly or self.budget_bytes is None:
+            return False
+        self.usage.ask_counter(fresh=True)
+        return self.usage.most_bytes + size_bytes <= self.budget_bytes
 
     def try_to_make(self, size_bytes: int) -> None:
         """Evict until `size_bytes` more fit, as far as buffers can leave. A plan that is followed is left alone."""
@@ -159,13 +165,21 @@ class Room:
             return True
         with self.device.exclusive():
             self.num_waits += bool(self.transfers.leaving)
-            self.transfers.finish_leaving(budget_bytes - size_bytes - self.usage.unseen_bytes)
+            usage = self.usage
+            self.transfers.finish_leaving(budget_bytes - size_bytes - usage.unseen_bytes - usage.uncertain_bytes)
         self.usage.ask_counter()
         return self.has(size_bytes)
 
     def has(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` fit without an eviction."""
-        return self.budget_bytes is None or self.usage.total_bytes + size_bytes <= self.budget_bytes
+        if self.budget_bytes is None:
+            return True
+        usage = self.usage
+        if not self.device.counts_exactly:
+            self.device.begin_request(usage, size_bytes, self.budget_bytes)
+        if usage.most_bytes + size_bytes <= self.budget_bytes:
+            return True
+        return usage.total_bytes + size_bytes <= self.budget_bytes and self._fits_after_reading(size_bytes)
 
     def collect_garbage(self) -> int:
         """Free what only reference cycles keep alive. Return the bytes."""
@@ -192,7 +206,7 @@ class Room:
     def _evict(self, total_bytes: int, *, persistents: bool) -> None:
         usage, transfers = self.usage, self.transfers
         # Memory outside the known storages cannot be evicted, so the known ones have to make room for it.
-        target_bytes = total_bytes - usage.unseen_bytes
+        target_bytes = total_bytes - usage.unseen_bytes - usage.uncertain_bytes
         if self.is_followed:
             self.num_waits += bool(transfers.leaving)
             transfers.finish_leaving(target_bytes)  # the program waits here for a copy that it has started

@@ -20,7 +20,8 @@ class Usage:
     def __init__(self) -> None:
         self.live_bytes = 0  # of the known storages
         self.unseen_bytes = 0  # what the counter had beyond them when it was last asked
-        self.uncertain_bytes = 0  # by how much an expensive counter may have risen since (device/reserve.py)
+        self.uncertain_bytes = 0  # by how much an expensive counter may have risen since then (device/reserve.py)
+        self.rounding_bytes = 0  # what the latest request may take of that; its memory may not be allocated yet
         self.num_readings = 0  # of an expensive counter
         self.counter: Counter | None = None  # at the allocator, if it exists (native/counting.py)
         self.is_counting = False  # false in a survey, whose storages take no memory
@@ -39,7 +40,7 @@ class Usage:
 
     def stop(self) -> None:
         """Stop counting, and reset the byte counts."""
-        self.live_bytes = self.unseen_bytes = self.uncertain_bytes = 0
+        self.live_bytes = self.unseen_bytes = self.uncertain_bytes = self.rounding_bytes = 0
         self.is_counting = False
         self.counter = None
 
@@ -70,6 +71,11 @@ class Usage:
         """The bytes that count against the budget."""
         return self.live_bytes + self.unseen_bytes
 
+    @property
+    def most_bytes(self) -> int:
+        """The same with all that the latest reading of an expensive counter may lack."""
+        return self.live_bytes + self.unseen_bytes + self.uncertain_bytes
+
     def ask_counter(self, *, fresh: bool = False) -> None:
         """Update the bytes that live in no known storage. Negative: the known storages have more than the counter.
 
@@ -79,13 +85,13 @@ class Usage:
         if self.is_counting and self.counter is not None and (fresh or self._is_cheap):
             self.unseen_bytes = self.counter.live_bytes() - self.live_bytes
             if not self._is_cheap:
-                self.uncertain_bytes = 0
+                self.uncertain_bytes = self.rounding_bytes
                 self.num_readings += 1
             self._raise_peak(self.live_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest `total_bytes` since this was last set. Exact if `has_exact_peak`."""
+        """The highest `most_bytes` since this was last set. Exact if `has_exact_peak`."""
         if self.has_exact_peak and self.counter is not None:
             self._peak_bytes = max(self._peak_bytes, self.counter.take_peak_bytes())
         return self._peak_bytes
