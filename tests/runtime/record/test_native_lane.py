@@ -29,6 +29,7 @@ from tests.runtime.record.taped import (  # noqa: F401 - a fixture
     usual,
 )
 from tests.same_bits.judge import bits_of, seed_everything
+from torchdelta._torch.device import has_half_convolutions
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import ReplayError
@@ -407,7 +408,8 @@ def test_batch_norms_and_autocast(autocasts: bool) -> None:
             optimizer.zero_grad()
             if step == NUM_STEPS:
                 break
-        if limit:
+        # Elsewhere such convolutions are unfolded, and the backward is never known: those steps stay in Python.
+        if limit and (not autocasts or has_half_convolutions(torch.bfloat16)):
             assert num_native_steps() > 2
         return [bits_of(loss), bits_of(model.state_dict())]
 
