@@ -29,8 +29,8 @@ from tests.runtime.record.taped import (  # noqa: F401 - a fixture
     usual,
 )
 from tests.same_bits.judge import bits_of, seed_everything
-from torchdelta._torch.device import has_half_convolutions
 from torchdelta import Config, MemoryBudget
+from torchdelta._torch.device import has_half_convolutions
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import ReplayError
 from torchdelta.native.gate import Recorded
