@@ -16,7 +16,7 @@ from torchdelta.runtime.device.counter import DeviceCounter
 
 pytestmark = pytest.mark.accelerator
 WIDTH, DEPTH, NUM_ROWS = 250, 24, 1101  # activations of more than 1 MiB, which the allocator rounds up
-NUM_WARM_STEPS, NUM_STEPS = 3, 2
+NUM_WARM_STEPS, NUM_STEPS = 6, 2  # ops are measured in their first runs, and kernels may be late
 
 
 @pytest.mark.parametrize("policy", ["torchdelta", "recompute-only"])
@@ -66,4 +66,4 @@ def test_a_pressed_step_reads_the_allocator_seldom(
     assert max(peaks) <= summary.peak_bytes <= budget_bytes
     for num_ops, num_readings in counts:
         assert num_ops > 2 * DEPTH
-        assert num_readings * 4 < num_ops, counts  # some are of ops that are still being measured
+        assert num_readings * 8 < num_ops, counts
