@@ -14,7 +14,6 @@ from torch import nn
 from tests.runtime.parts import running_session
 from tests.runtime.record.partly import (
     CHANGES_AT,
-    MARGIN,
     drop_all,
     following,
     num_native_steps,
@@ -30,7 +29,6 @@ from tests.runtime.record.taped import (  # noqa: F401 - a fixture
 )
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
-from torchdelta._torch.device import has_half_convolutions
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import ReplayError
 from torchdelta.native.gate import Recorded
@@ -408,15 +406,15 @@ def test_batch_norms_and_autocast(autocasts: bool) -> None:
             optimizer.zero_grad()
             if step == NUM_STEPS:
                 break
-        # Elsewhere such convolutions are unfolded, and the backward is never known: those steps stay in Python.
-        if limit and (not autocasts or has_half_convolutions(torch.bfloat16)):
+        if limit:
             assert num_native_steps() > 2
         return [bits_of(loss), bits_of(model.state_dict())]
 
     plain = train(limit=False)
     with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
         train(limit=False)
-    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+    # Where half precision convolutions are unfolded, a backward after a forward on the tape needs 1.07 of this peak.
+    with following(int(unlimited.summary().peak_bytes * 1.1)):
         seen = train(limit=True)
     assert seen == plain
 
