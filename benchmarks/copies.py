@@ -3,9 +3,9 @@
 On a CPU, copies take the cores that compute, and more time from a step than the copying threads run: interrupts and, in
 a virtual machine, the disk's work on the host ("stolen") take time, too.
 
-A thread swaps buffers of its own through the disk tier at a fixed rate, while a model trains plainly: no budget, nothing
-of the training is moved. *In place* buffers begin at a page, as blocks of the caching allocator do (from Linux 5.8 on, where
-the swap directory has direct I/O); *staged* ones do not, as blocks of glibc's heap.
+A thread swaps buffers of its own through the disk tier at a fixed rate, while a model trains plainly: no budget,
+nothing of the training is moved. *In place* buffers begin at a page, as blocks of the caching allocator do (from Linux
+5.8 on, where the swap directory has direct I/O); *staged* ones do not, as blocks of glibc's heap.
 """
 
 from __future__ import annotations
