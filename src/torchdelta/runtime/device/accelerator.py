@@ -94,13 +94,10 @@ class Accelerator(Device):
             return False
         return not facts.order_varies or is_fixed_here(facts.base_name, args, kwargs)
 
-    def rounded_bytes(self, size_bytes: int) -> int:
-        """Return the most bytes that the caching allocator takes for a request."""
-        return size_bytes + (_ROUNDING_BYTES if size_bytes <= _LARGE_BYTES else _LARGE_BYTES)
-
     def begin_request(self, usage: Usage, size_bytes: int, budget_bytes: int) -> None:
         """Read the allocator if the latest reading is too old. See [Note: reading seldom] in reserve.py."""
-        self._reserve.add(usage, self.rounded_bytes(size_bytes) - size_bytes, budget_bytes)
+        rounding_bytes = _ROUNDING_BYTES if size_bytes <= _LARGE_BYTES else _LARGE_BYTES
+        self._reserve.add(usage, rounding_bytes, budget_bytes)
 
     def mark(self, need: Need, usage: Usage) -> None:
         """Start to measure an op, on its first few runs only: reading the allocator's statistics is expensive."""

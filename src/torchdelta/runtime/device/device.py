@@ -54,10 +54,6 @@ class Device:
 
     # -- memory
 
-    def rounded_bytes(self, size_bytes: int) -> int:
-        """Return the bytes that the allocator takes for a request."""
-        return size_bytes
-
     def begin_request(self, usage: Usage, size_bytes: int, budget_bytes: int) -> None:
         """Read the counter again if the latest reading is too old; update `usage.uncertain_bytes`."""
 

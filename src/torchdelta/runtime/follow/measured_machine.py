@@ -60,10 +60,10 @@ class MeasuredMachine:
         self._budget_bytes = budget_bytes
         self._stolen_s = self._stolen_bytes = 0.0  # beside copies, and their bytes; older ones count less
         self._idle_rate: float | None = None  # seconds stolen in a second without copies
+        self._shortest_s = _SHORTEST_S  # between two readings
         self._read_s = -math.inf  # the time of the latest reading
-        self._shortest_s = _SHORTEST_S
         self._read_bytes = 0  # what had been moved by then
-        self._read_stolen_s: float | None = None
+        self._read_stolen_s: float | None = None  # what it was
 
     def observe(self) -> None:
         """Read what copies took since the latest reading, if that was some time ago. Call this between steps."""

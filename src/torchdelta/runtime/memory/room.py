@@ -159,15 +159,14 @@ class Room:
 
     def wait_for(self, size_bytes: int) -> bool:
         """Wait for copies out that a program has started, if `size_bytes` do not fit. Return whether they fit then."""
-        budget_bytes = self.budget_bytes
-        self.usage.ask_counter()
+        budget_bytes, usage = self.budget_bytes, self.usage
+        usage.ask_counter()
         if budget_bytes is None or self.has(size_bytes):
             return True
         with self.device.exclusive():
             self.num_waits += bool(self.transfers.leaving)
-            usage = self.usage
             self.transfers.finish_leaving(budget_bytes - size_bytes - usage.unseen_bytes - usage.uncertain_bytes)
-        self.usage.ask_counter()
+        usage.ask_counter()
         return self.has(size_bytes)
 
     def has(self, size_bytes: int) -> bool:
