@@ -27,22 +27,29 @@ STEPS = {
 
 
 def machines():
-    """Draw links of any rates, with or without a disk."""
+    """Draw links of any rates, with or without a disk, and copies that take compute or none."""
     disk = st.sampled_from([0.0, 0.0, 1e8, 2e9])
+    taken = st.sampled_from([0.0, 0.0, 1e-10, 1e-9, 1e-8])
+    each_s = st.sampled_from([0.0, 0.0, 1e-4, 5e-3])
     return st.builds(
-        lambda out, in_, write, read, latency_s: msgspec.structs.replace(
+        lambda out, in_, write, read, latency_s, out_s, in_s, copy_s, replay_s: msgspec.structs.replace(
             MACHINE,
             host_out_bytes_per_s=out,
             host_in_bytes_per_s=in_,
             link_latency_s=latency_s,
             disk_write_bytes_per_s=write,
             disk_read_bytes_per_s=read if write else 0.0,
+            out_compute_s_per_byte=out_s,
+            in_compute_s_per_byte=in_s,
+            copy_compute_s=copy_s,
+            replay_compute_s=replay_s,
         ),
         RATES,
         RATES,
         disk,
         st.sampled_from([1e8, 4e9]),
         st.sampled_from([0.0, 1e-4]),
+        *(taken, taken, each_s, each_s),
     )
 
 

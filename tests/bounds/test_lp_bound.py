@@ -52,6 +52,28 @@ def test_one_tensor_over_the_budget_takes_its_cheaper_action():
     )
 
 
+def test_what_copies_and_replays_take_of_compute_counts():
+    """Links that never wait, on a machine whose cores also copy: both copies are paid for, or each op of a replay."""
+    trace = chain([(8 * MIB, 2e-3, 2e-4)] * 3)
+    budget_bytes = peak(trace).size_bytes - MIB
+    machine = msgspec.structs.replace(
+        MACHINE,
+        host_out_bytes_per_s=1e10,
+        host_in_bytes_per_s=1e10,
+        out_compute_s_per_byte=1e-11,
+        in_compute_s_per_byte=3e-11,
+        copy_compute_s=2e-5,
+        replay_compute_s=1e-3,
+    )
+
+    def lost_s(**changed):
+        found = bound(trace, msgspec.structs.replace(machine, **changed), budget_bytes, integral=True, num_moments=100)
+        return found.time_s - found.plain_time_s
+
+    assert lost_s() == pytest.approx(8 * MIB * 4e-11 + 2 * 2e-5)
+    assert lost_s(host_out_bytes_per_s=1e6) == pytest.approx(4e-4 + 2 * 1e-3)  # the gelu, and the dead op before it
+
+
 def test_a_replay_of_a_dead_chain_is_charged_whole():
     """The op between two saved tensors has died: recomputing the second one runs it as well."""
     trace = chain([(8 * MIB, 2e-3, 2e-4)] * 2)

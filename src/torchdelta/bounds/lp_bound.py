@@ -7,16 +7,17 @@ POET (ICML 2022) state the same problem as a MILP with one variable a tensor and
 Variables, all in [0, 1] where they are shares: `swap[i]`, `recompute[i]` for each candidate; for each candidate and
 each chosen moment `m` in its gap `gone[i, m]` (its copy out has ended), `missing[i, m]` (its copy back has not begun)
 and `away_r[i, m]` (dropped, and not there again); `rerun[o]` for each op that a replay may run; `stall[p]` and
-`replay[p]`, the stall and the time of first reruns up to breakpoint `p`. The objective is all the stall and all the
-reruns of the step.
+`replay[p]` and `copies[p]`, the stall, the time of first reruns, and what copies take of compute up to breakpoint `p`.
+The objective is all three over the step.
 
 [Note: why no plan of the class beats the bound]
 Take any plan that fits and set each variable to what happens in it. Of a swapped buffer `away_s`, which is short for
 `gone + missing - swap`, is 1 at the moments at which its memory is free, since no copy back begins before the copy out
 has ended. `rerun[o]` is 1 if a candidate with `o` in its chain is recomputed; the *first rerun* of `o` is the one in
 the first replay that brings such a candidate back. `replay[p]` is the time of first reruns before breakpoint `p`,
-`stall[p]` all other time lost before `p`: to waiting, and to reruns for whatever else. Every row below then holds, and
-the objective is the time lost. So the least objective over all values of the variables is at most that of any plan.
+`copies[p]` what the copies of swapped candidates take of compute before `p` (machine/model.py), `stall[p]` all other
+time lost before `p`: to waiting, and to reruns for whatever else. Every row below then holds, and the objective is the
+time lost. So the least objective over all values of the variables is at most that of any plan.
 
 The plans meant are those of the class *saved* as `saved_class.py` reads it: a replay runs before the op that uses its
 target, and what it brings back stays.
@@ -36,8 +37,9 @@ target, and what it brings back stays.
 7.  When first reruns happen: not before `p` where no candidate with the op in its chain is back before `p`, and before
     `p` where one is that is used before `p`. Where an op is in the chain of one candidate alone, exactly when that one
     is recomputed and there.
-
-8.  Whole tensors (with `integral`): at a moment the memory of a tensor is free or not, so what counts in row 1 is 0 or
+8.  When copies take compute: not before `p` where a buffer is used in forward at `p` or later; before `p` where it is
+    used again before `p`, and its copy out where it is gone before `p`.
+9.  Whole tensors (with `integral`): at a moment the memory of a tensor is free or not, so what counts in row 1 is 0 or
     1, and at most the shares of row 2. Two tensors that do not fit beside each other are then no longer halved.
 
 Left out are moments that were not chosen, the memory of replays and of transfers in flight, the order of the queues,
@@ -104,7 +106,7 @@ def bound(
 
     Args:
         trace: A priced trace (its ops carry `time_s`).
-        machine: Whose links carry the swaps.
+        machine: Whose links carry the swaps, and from whose compute copies and replays take.
         budget_bytes: Bytes that the device may hold at any moment.
         num_moments: Moments at which the memory is looked at; more give a higher bound and take longer.
         load_bytes: The load at each op of the plain step; by default the trace's, workspaces included.
@@ -132,9 +134,10 @@ def bound(
     nothing = msgspec.structs.replace(nothing, moments=moments)
     if not moments:
         return nothing
-    rows = Rows(trace, everyone, min_candidate_bytes, moments, integral=integral)
+    rows = Rows(trace, everyone, min_candidate_bytes, moments, machine, integral=integral)
     rows.add_memory(load, budget_bytes)
-    rows.add_links(machine)
+    rows.add_links()
+    rows.add_copies()
     rows.add_reruns()
     rows.add_parents()
     solution = rows.program.solve(integral=integral)

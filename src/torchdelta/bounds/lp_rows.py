@@ -34,10 +34,12 @@ class Rows:
         everyone: tuple[Candidate, ...],
         min_candidate_bytes: int,
         moments: tuple[int, ...],
+        machine: Machine,
         *,
         integral: bool,
     ) -> None:
         self.trace = trace
+        self.machine = machine
         self.integral = integral
         self.moments = moments
         self.everyone = everyone
@@ -56,14 +58,14 @@ class Rows:
             program.row([(self.swap[i], 1.0), (self.recompute[i], 1.0)], upper=1.0)
             self._add_gap(i)
         self.breakpoints = self._breakpoints()
-        # Time lost through the end of op `p - 1`; both never fall.
+        # Time lost through the end of op `p - 1`; none of the three ever falls.
         self.stall = {p: program.variable(math.inf) for p in self.breakpoints}
         self.replay = {p: program.variable(math.inf) for p in self.breakpoints}
-        for before, after in zip(self.breakpoints, self.breakpoints[1:], strict=False):
-            program.row([(self.stall[before], 1.0), (self.stall[after], -1.0)], upper=0.0)
-            program.row([(self.replay[before], 1.0), (self.replay[after], -1.0)], upper=0.0)
-        program.cost(self.stall[self.breakpoints[-1]], 1.0)
-        program.cost(self.replay[self.breakpoints[-1]], 1.0)
+        self.copies = {p: program.variable(math.inf) for p in self.breakpoints}
+        for lost in (self.stall, self.replay, self.copies):
+            for before, after in zip(self.breakpoints, self.breakpoints[1:], strict=False):
+                program.row([(lost[before], 1.0), (lost[after], -1.0)], upper=0.0)
+            program.cost(lost[self.breakpoints[-1]], 1.0)
 
     def _add_gap(self, i: int) -> None:
         """Add the variables of one candidate's gap, and the rows of point 2."""
@@ -128,8 +130,9 @@ class Rows:
                 terms.append((away, size))
             self.program.row(terms, lower=(load_bytes[m] - budget_bytes) / unit)
 
-    def add_links(self, machine: Machine) -> None:
+    def add_links(self) -> None:
         """Add the rows of points 3 and 4: one for each moment and breakpoint between which something crosses."""
+        machine = self.machine
         for m in self.moments:
             out: dict[int, list[_Crossing]] = {}
             back: dict[int, list[_Crossing]] = {}
@@ -166,7 +169,28 @@ class Rows:
     def _lost(self, p: int, q: int) -> list[tuple[int, float]]:
         if p == q:
             return []
-        return [(self.stall[p], 1.0), (self.replay[p], 1.0), (self.stall[q], -1.0), (self.replay[q], -1.0)]
+        kinds = (self.stall, self.replay, self.copies)
+        return [*((lost[p], 1.0) for lost in kinds), *((lost[q], -1.0) for lost in kinds)]
+
+    def add_copies(self) -> None:
+        """Add the rows of point 8: what copies take of compute by each breakpoint, at least and at most."""
+        out, back = (
+            {i: _taken_s(self.machine, self.everyone[i].size_bytes, inward=way) / self.unit_s for i in self.chosen}
+            for way in (False, True)
+        )
+        end = self.breakpoints[-1]
+        for p in self.breakpoints:
+            possible, certain = list[tuple[int, float]](), list[tuple[int, float]]()
+            for i in self.chosen:
+                candidate, both = self.everyone[i], out[i] + back[i]
+                if candidate.last_use_op < p or p == end:
+                    possible.append((self.swap[i], -both))
+                if candidate.next_use_op < p or p == end:
+                    certain.append((self.swap[i], -both))
+                elif (i, p - 1) in self.gone:  # what is gone at the op before has been copied out
+                    certain.append((self.gone[i, p - 1], -out[i]))
+            self.program.row([(self.copies[p], 1.0), *possible], upper=0.0)
+            self.program.row([(self.copies[p], 1.0), *certain], lower=0.0)
 
     def add_reruns(self) -> None:
         """Add the rows of points 5 and 7."""
@@ -175,7 +199,8 @@ class Rows:
             if self.everyone[i].recomputable:
                 for op in self.everyone[i].chain_ops:
                     users.setdefault(op, []).append(i)
-        cost = {op: self.trace.ops[op].time_s / self.unit_s for op in users}
+        extra_s = self.machine.replay_compute_s
+        cost = {op: (self.trace.ops[op].time_s + extra_s) / self.unit_s for op in users}
         rerun = {op: self.program.variable(1.0) for op in users}
         for op, needed_by in users.items():
             for i in needed_by:
@@ -213,6 +238,17 @@ class Rows:
                     if (i, m) in self.away_r:
                         terms.append((self.away_r[i, m], -1.0))
                     self.program.row(terms, upper=1.0)
+
+
+def _taken_s(machine: Machine, size_bytes: int, *, inward: bool) -> float:
+    """Return the least seconds that a copy takes of compute.
+
+    A synchronous plan waits for each copy instead, over whichever link it goes.
+    """
+    taken_s = size_bytes * (machine.in_compute_s_per_byte if inward else machine.out_compute_s_per_byte)
+    host = machine.host_in_bytes_per_s if inward else machine.host_out_bytes_per_s
+    disk = machine.disk_read_bytes_per_s if inward else machine.disk_write_bytes_per_s
+    return min(taken_s + machine.copy_compute_s, size_bytes / max(host, disk))
 
 
 def _copy_s(machine: Machine, size_bytes: int, *, inward: bool) -> float:
