@@ -1,8 +1,9 @@
 """Trains one model in turns, as a worker: the peaks of those without a budget, then one round of all.
 
 A followed block traces its second step, waits for its plan and runs some followed steps before its time counts, as a
-run of many steps would: the first ones are watched, and recorded as a whole. A block without prefetch carries out the
-same plan, but for its swap-ins: each begins when its tensor is used.
+run of many steps would: the first ones are watched, and recorded as a whole. The other contenders run as many steps
+before theirs counts: a disk, for one, is slower where a file is written for the first time. A block without prefetch
+carries out the same plan, but for its swap-ins: each begins when its tensor is used.
 """
 
 from __future__ import annotations
@@ -103,9 +104,11 @@ class Race:
                 return self._follow_without_prefetch(label)
             if label or name == RECORD_ONLY:
                 with MemoryBudget(self.budgets[label] if label else UNBOUNDED_BYTES, Config(planner=None)) as budget:
+                    self._settle()
                     block = timed_steps(self.train, self.num_steps)
                 return block | _done(budget, self.num_steps)
             with scope(name, self.workload.model):
+                self._settle()
                 return timed_steps(self.train, self.num_steps)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             self.refused[contender] = {
@@ -117,6 +120,10 @@ class Race:
         gc.collect()
         return None
 
+    def _settle(self) -> None:
+        for _ in range(_NUM_SETTLING_STEPS):
+            self.train()
+
     def _follow(self, label: str) -> Block:
         with MemoryBudget(self.budgets[label], Config(planner=self.planner)) as budget:
             self.train()
@@ -127,8 +134,7 @@ class Race:
                 raise RuntimeError(programs.why_no_plan or "no plan was asked for")
             program = next(reversed(list(programs.cache)), None)  # the one that was made last
             step = program.step if program is not None else None  # dropped when the program has held
-            for _ in range(_NUM_SETTLING_STEPS):
-                self.train()
+            self._settle()
             block = timed_steps(self.train, self.num_steps)
             block |= _done(budget, self.num_steps + _NUM_SETTLING_STEPS)  # these are held against the budget, too
             block |= _followed(session)
@@ -151,8 +157,8 @@ class Race:
             if program is not None:
                 session.follower.is_on = True
                 session.follower.programs.add(without_fetches(program))
-            for _ in range(1 + _NUM_SETTLING_STEPS):
-                self.train()
+            self.train()
+            self._settle()
             block = timed_steps(self.train, self.num_steps)
             return block | _done(budget, self.num_steps) | _followed(session)
 
