@@ -28,6 +28,11 @@ def step_s(block: Block) -> float:
     return statistics.median(block["times_s"][1:])
 
 
+def _plain_step_s(data: Data) -> float:
+    """Return the median plain step of all rounds."""
+    return statistics.median(step_s(block) for block in blocks_of(data, PLAIN))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """All about one budget of one model. Times are shares of plain's.
@@ -43,7 +48,8 @@ class Cell:
         peak_share: The highest peak of followed steps, of the budget.
         predicted_time: The predicted step time over the measured one, median of the rounds.
         predicted_peak: The predicted peak over the measured one, that of the rounds which is farthest from 1.
-        bound: The least time that any plan can take, over plain's, without what recording takes.
+        bound: The least time of any plan of the class *saved* on the measured trace, over plain's, without what
+            recording takes. None if the followed planner's class is another one.
         num_unplanned: Times that room was made beyond the plan, all rounds added.
         swapped_out_bytes: Of a followed step.
         has_plan: Whether buffers had to leave, so that there is a plan.
@@ -91,7 +97,7 @@ def cell(data: Data, label: str) -> Cell:
             key=lambda share: abs(share - 1),
             default=None,
         ),
-        bound=least["time_s"] / least["plain_time_s"] if least.get("feasible") else None,
+        bound=1 + (least["time_s"] - least["plain_time_s"]) / _plain_step_s(data) if least.get("feasible") else None,
         num_unplanned=sum(block["num_unplanned"] for block in blocks),
         swapped_out_bytes=max((block["swapped_out_bytes"] for block in blocks), default=0),
         has_plan=bool(predicted),

@@ -78,9 +78,11 @@ def _judge_overhead(outcome: Outcome, name: str, data: Data, found: Cell) -> Non
     ours, reactive = found.followed.median - recorded.median, found.reactive.median - recorded.median
     least = None if found.bound is None else found.bound - 1
     detail = f"{ours:.3f} against {reactive:.3f} of plain; recording alone {recorded.median - 1:.3f}"
+    # What was measured below the bound shows that the model's prices are too high: it then excuses nothing.
+    is_possible = least is None or least <= 0.5 * reactive or ours < least
     outcome.check(
         f"{name}: at most half of reactive's overhead beyond recording",
-        detail if least is None else f"{detail}; every plan costs {least:.3f} or more",
+        detail if least is None else f"{detail}; a plan of the class saved costs {least:.3f} or more",
         passed=ours <= 0.5 * reactive,
-        required=reactive >= LEAST_OVERHEAD and (least is None or least <= 0.5 * reactive),
+        required=reactive >= LEAST_OVERHEAD and is_possible,
     )

@@ -18,12 +18,12 @@ def combinations(problem, *, disk=False):
     return number, (np.array(codes, np.int8) for codes in product(*actions))
 
 
-def best_of_all(trace, machine, budget_bytes, *, disk=False, at_most=MAX_COMBINATIONS):
+def best_of_all(trace, machine, budget_bytes, *, disk=False, at_most=MAX_COMBINATIONS, options=None):
     """Return the least time of any decision that fits and its simulation; infinite and None if none does.
 
     None instead of both where there are too many decisions to try.
     """
-    problem = PlanningProblem.of(trace, machine, min_size_bytes=1)
+    problem = PlanningProblem.of(trace, machine, min_size_bytes=1, options=options)
     number, every = combinations(problem, disk=disk)
     if number > at_most:
         return None

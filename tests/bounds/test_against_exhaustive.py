@@ -12,6 +12,7 @@ from tests.planners.tangles import tangles
 from tests.sampling import sample
 from tests.trace.strategies import traces
 from torchdelta.bounds.lp_bound import bound, least_peak_bound
+from torchdelta.simulate.model import Options
 from torchdelta.trace.model import peak
 from torchdelta.trace.validate import validate
 
@@ -53,12 +54,13 @@ def machines():
     )
 
 
-def check(trace, machine, percent):
+def check(trace, machine, percent, *, synchronous):
     """Compare every kind of bound with the best of all decisions; return whether there was anything to compare."""
     validate(trace)
     least_bytes, most_bytes = least_peak_bound(trace), peak(trace, with_workspace=True).size_bytes
     budget_bytes = least_bytes + (most_bytes - least_bytes) * percent // 100
-    found = best_of_all(trace, machine, budget_bytes, disk=machine.disk_write_bytes_per_s > 0, at_most=3**7)
+    disk, options = machine.disk_write_bytes_per_s > 0, Options(synchronous=synchronous)
+    found = best_of_all(trace, machine, budget_bytes, disk=disk, at_most=3**7, options=options)
     if found is None:
         return False
     best_s, simulation = found
@@ -78,7 +80,8 @@ def check(trace, machine, percent):
 @given(data=st.data())
 def test_no_combination_of_decisions_beats_the_bound(steps, data):
     """Neither the linear program nor that with whole tensors, at few moments or at all."""
-    check(data.draw(STEPS[steps]), data.draw(machines()), data.draw(st.integers(0, 99)))
+    percent, synchronous = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([False, False, True]))
+    check(data.draw(STEPS[steps]), data.draw(machines()), percent, synchronous=synchronous)
 
 
 @pytest.mark.whole
@@ -87,4 +90,5 @@ def test_no_combination_of_decisions_beats_the_bound(steps, data):
 @given(data=st.data())
 def test_no_combination_of_decisions_beats_the_bound_on_ten_thousand_steps(steps, data):
     """The same on so many more: 2,200 of each of five kinds."""
-    check(data.draw(STEPS[steps]), data.draw(machines()), data.draw(st.integers(0, 99)))
+    percent, synchronous = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([False, False, True]))
+    check(data.draw(STEPS[steps]), data.draw(machines()), percent, synchronous=synchronous)

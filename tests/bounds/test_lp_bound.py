@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bounds.by_hand import time_by_hand
+from tests.bounds.exhaustive import best_of_all
 from tests.planners.chains import MACHINE, MIB, blocks, chain
 from torchdelta.bounds.lp_bound import bound, choose_moments, least_peak_bound
 from torchdelta.bounds.saved_class import saved_candidates
-from torchdelta.trace.model import load_curve, peak
+from torchdelta.simulate.model import Options
+from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, SavedTensor, Trace, load_curve, peak
 
 EQUAL = [(8 * MIB, 2e-3, 2e-4)] * 12
 
@@ -72,6 +74,53 @@ def test_what_copies_and_replays_take_of_compute_counts():
 
     assert lost_s() == pytest.approx(8 * MIB * 4e-11 + 2 * 2e-5)
     assert lost_s(host_out_bytes_per_s=1e6) == pytest.approx(4e-4 + 2 * 1e-3)  # the gelu, and the dead op before it
+
+
+@pytest.mark.parametrize(
+    ("first_s", "bytes_per_s", "synchronous", "lost_s"),
+    [
+        (0.2, 1e8, False, 1.6),  # each copy: 0.5 s of compute, a wait of 0.3 s, and 0.2 s beside an op
+        (2.0, 1e8, False, 1.3),  # the copy out has its second beside the long op, but takes compute all the same
+        (0.2, 2.5e8, True, 0.8),  # compute waits for both copies of 0.4 s, which is less than they would take
+    ],
+)
+def test_copies_take_compute_when_they_are_made(first_s, bytes_per_s, synchronous, lost_s):
+    """One tensor has to be away at one op: the bound is the time of the only plan."""
+    size_bytes = 100_000_000
+    drafts = [(1, "input", BEFORE_STEP, 5), (size_bytes, "activation", 0, 5), (size_bytes, "temporary", 2, 3)]
+    reads, writes = [(0,), (0,), (0,), (0,), (1,)], [(1,), (), (2,), (), ()]
+    trace = Trace(
+        header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
+        buffers=tuple(
+            Buffer(id=id_, storage_id=id_, size_bytes=size, kind=kind, birth_op=birth, death_op=death, saved=id_ == 1)
+            for id_, (size, kind, birth, death) in enumerate(drafts)
+        ),
+        ops=tuple(
+            Op(
+                index=index,
+                name="aten.mm.default",
+                phase="forward" if index < 2 else "backward",
+                reads=reads[index],
+                writes=writes[index],
+                time_s=time_s,
+                recomputable=False,
+            )
+            for index, time_s in enumerate([0.1, first_s, 0.0, 0.2, 0.1])
+        ),
+        saved_tensors=(SavedTensor(op=1, buffer_id=1, shape=(1,), stride=(1,), offset=0, dtype="float32"),),
+    )
+    machine = msgspec.structs.replace(
+        MACHINE,
+        host_out_bytes_per_s=bytes_per_s,
+        host_in_bytes_per_s=bytes_per_s,
+        out_compute_s_per_byte=5e-9,
+        in_compute_s_per_byte=5e-9,
+    )
+    budget_bytes = size_bytes + 1
+    found = bound(trace, machine, budget_bytes)
+    best_s, _ = best_of_all(trace, machine, budget_bytes, options=Options(synchronous=synchronous))
+    assert found.time_s - found.plain_time_s == pytest.approx(lost_s)
+    assert best_s - found.plain_time_s == pytest.approx(lost_s)
 
 
 def test_a_replay_of_a_dead_chain_is_charged_whole():

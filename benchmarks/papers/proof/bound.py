@@ -20,7 +20,8 @@ For any decisions of the class *saved* under the rules of the simulator (each li
 release and of need; replays at their first need; what a replay makes or brings back stays) some path through the states
 loses no more than the simulator says. Its order of everything is that of the path, the links begin at once, compute
 waits only if an op would not fit, so everything happens as early as it can in each half (in backward: as late). Left
-out, which makes the bound lower and never wrong: the memory of replays under way; that a copy back begins after its
+out, which makes the bound lower and never wrong: what copies and replays take of compute beside their own time; the
+memory of replays under way; that a copy back begins after its
 copy out has ended; copies back under way in forward, and copies out in backward; small candidates (away for nothing);
 of several candidates that one op uses next all copies back but two; where two replays for one op have copies brought
 back, the second one's; and a replay that held ones owe is paid when they are let go, at the latest. An op that several

@@ -85,6 +85,11 @@ _OVERWRITE: Final = frozenset(
         "geometric_",
     }
 )
+# Ops whose results code outside of torch is given to write: C++ extensions, Triton, NumPy. The write is no op and bumps
+# no version, so a replay would return the constant. (`empty` and its variants are never replayed.)
+_CONSTANT: Final = frozenset(
+    "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full zero_ fill_".split()  # noqa: SIM905
+)
 # Of `BATCH_NORMS`.
 STATISTICS_POSITIONS: Final = (3, 4)
 TRAINING_POSITION: Final = 5
@@ -100,6 +105,7 @@ class OpFacts:
         "conjugates_inside",
         "copies_strided",
         "is_collective",
+        "is_constant",
         "is_random",
         "is_recomputable",
         "keeps_statistics",
@@ -129,6 +135,7 @@ class OpFacts:
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         self.keeps_statistics = base in BATCH_NORMS
         self.overwrites = base in _OVERWRITE
+        self.is_constant = base in _CONSTANT
         self.reorders = base in _REORDERS
         self.copies_strided = base in _COPIES_STRIDED
         self.bumps_inside = bool(written) and base.startswith("_foreach_")

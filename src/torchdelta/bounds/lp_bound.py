@@ -15,9 +15,13 @@ Take any plan that fits and set each variable to what happens in it. Of a swappe
 `gone + missing - swap`, is 1 at the moments at which its memory is free, since no copy back begins before the copy out
 has ended. `rerun[o]` is 1 if a candidate with `o` in its chain is recomputed; the *first rerun* of `o` is the one in
 the first replay that brings such a candidate back. `replay[p]` is the time of first reruns before breakpoint `p`,
-`copies[p]` what the copies of swapped candidates take of compute before `p` (machine/model.py), `stall[p]` all other
-time lost before `p`: to waiting, and to reruns for whatever else. Every row below then holds, and the objective is the
-time lost. So the least objective over all values of the variables is at most that of any plan.
+`stall[p]` all other time lost before `p`: to waiting, and to reruns for whatever else. Every row below then holds, and
+the objective is the time lost. So the least objective over all values of the variables is at most that of any plan.
+
+`copies[p]` is what the copies of swapped candidates cost compute. A copy counts from the moment at which compute stood
+still for it; what follows the end of op `p - 1`, even before op `p` begins, is not before `p`. It counts for what it
+takes of compute (machine/model.py), but for no more than the faster link needs for it, because a synchronous plan waits
+for that instead. Whatever it costs beyond that is part of `stall`.
 
 The plans meant are those of the class *saved* as `saved_class.py` reads it: a replay runs before the op that uses its
 target, and what it brings back stays.
@@ -136,8 +140,8 @@ def bound(
         return nothing
     rows = Rows(trace, everyone, min_candidate_bytes, moments, machine, integral=integral)
     rows.add_memory(load, budget_bytes)
-    rows.add_links()
     rows.add_copies()
+    rows.add_links()
     rows.add_reruns()
     rows.add_parents()
     solution = rows.program.solve(integral=integral)

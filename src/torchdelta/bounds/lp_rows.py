@@ -58,14 +58,16 @@ class Rows:
             program.row([(self.swap[i], 1.0), (self.recompute[i], 1.0)], upper=1.0)
             self._add_gap(i)
         self.breakpoints = self._breakpoints()
-        # Time lost through the end of op `p - 1`; none of the three ever falls.
-        self.stall = {p: program.variable(math.inf) for p in self.breakpoints}
-        self.replay = {p: program.variable(math.inf) for p in self.breakpoints}
-        self.copies = {p: program.variable(math.inf) for p in self.breakpoints}
-        for lost in (self.stall, self.replay, self.copies):
-            for before, after in zip(self.breakpoints, self.breakpoints[1:], strict=False):
-                program.row([(lost[before], 1.0), (lost[after], -1.0)], upper=0.0)
-            program.cost(lost[self.breakpoints[-1]], 1.0)
+        self.stall, self.replay = self._time_lost(), self._time_lost()
+        self._lost_by_kind = [self.stall, self.replay]
+
+    def _time_lost(self) -> dict[int, int]:
+        """Return variables of the time that is lost through the end of op `p - 1`, which never falls, by `p`."""
+        lost = {p: self.program.variable(math.inf) for p in self.breakpoints}
+        for before, after in zip(self.breakpoints, self.breakpoints[1:], strict=False):
+            self.program.row([(lost[before], 1.0), (lost[after], -1.0)], upper=0.0)
+        self.program.cost(lost[self.breakpoints[-1]], 1.0)
+        return lost
 
     def _add_gap(self, i: int) -> None:
         """Add the variables of one candidate's gap, and the rows of point 2."""
@@ -169,15 +171,22 @@ class Rows:
     def _lost(self, p: int, q: int) -> list[tuple[int, float]]:
         if p == q:
             return []
-        kinds = (self.stall, self.replay, self.copies)
+        kinds = self._lost_by_kind
         return [*((lost[p], 1.0) for lost in kinds), *((lost[q], -1.0) for lost in kinds)]
 
     def add_copies(self) -> None:
-        """Add the rows of point 8: what copies take of compute by each breakpoint, at least and at most."""
+        """Add the rows of point 8: what copies take of compute by each breakpoint, at least and at most.
+
+        Call this before `add_links`. Where copies take nothing there is nothing to add.
+        """
         out, back = (
             {i: _taken_s(self.machine, self.everyone[i].size_bytes, inward=way) / self.unit_s for i in self.chosen}
             for way in (False, True)
         )
+        if not any(out.values()) and not any(back.values()):
+            return
+        copies = self._time_lost()
+        self._lost_by_kind.append(copies)
         end = self.breakpoints[-1]
         for p in self.breakpoints:
             possible, certain = list[tuple[int, float]](), list[tuple[int, float]]()
@@ -189,8 +198,8 @@ class Rows:
                     certain.append((self.swap[i], -both))
                 elif (i, p - 1) in self.gone:  # what is gone at the op before has been copied out
                     certain.append((self.gone[i, p - 1], -out[i]))
-            self.program.row([(self.copies[p], 1.0), *possible], upper=0.0)
-            self.program.row([(self.copies[p], 1.0), *certain], lower=0.0)
+            self.program.row([(copies[p], 1.0), *possible], upper=0.0)
+            self.program.row([(copies[p], 1.0), *certain], lower=0.0)
 
     def add_reruns(self) -> None:
         """Add the rows of points 5 and 7."""
@@ -241,10 +250,7 @@ class Rows:
 
 
 def _taken_s(machine: Machine, size_bytes: int, *, inward: bool) -> float:
-    """Return the least seconds that a copy takes of compute.
-
-    A synchronous plan waits for each copy instead, over whichever link it goes.
-    """
+    """Return the least seconds that a copy costs compute: see [Note: why no plan of the class beats the bound]."""
     taken_s = size_bytes * (machine.in_compute_s_per_byte if inward else machine.out_compute_s_per_byte)
     host = machine.host_in_bytes_per_s if inward else machine.host_out_bytes_per_s
     disk = machine.disk_read_bytes_per_s if inward else machine.disk_write_bytes_per_s

@@ -297,6 +297,8 @@ class Session:
             self.partial.begin_if_followed()
         if self.ledger.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all saved tensors were kept, so no last handle will trigger this
+        elif not self.steps.has_optimizer:
+            self.ledger.cut_unread()  # nothing else does
         if self.survey is not None and not isinstance(error, BudgetError | KeyboardInterrupt):
             if keeps_graph and error is None:
                 self.survey.had_backward = True
@@ -328,8 +330,7 @@ class Session:
             self.steps.on_optimizer_end()
             self.pause.on_optimizer_end()
             self.partial.on_optimizer_end()
-            if self.ledger.num_handles:
-                self.ledger.cut_unread()
+            self.ledger.cut_unread()
 
     def _on_step_end(self) -> None:
         self.room.digests = False

@@ -256,3 +256,30 @@ def test_gradients_of_chosen_inputs() -> None:
         assert session.ledger.usage.live_bytes == before_bytes
     assert x.grad is None
     assert w.grad is None
+
+
+def test_exception_in_backward_inside_a_mode_of_the_program() -> None:
+    """A node raises: the recorder is off the program's mode again, and on once after it."""
+
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            return func(*args, **(kwargs or {}))
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            del ctx
+            return value * 1
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            del ctx, grads
+            raise KeyError
+
+    x = torch.randn(64, 64, requires_grad=True)
+    with running() as (_, session):
+        with pytest.raises(KeyError), Passes():
+            Fails.apply(x * 2).sum().backward()
+        assert mode_stack() == [session.recorder]
+    assert mode_stack() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.runtime.programs import mlp, running
@@ -117,3 +118,24 @@ def test_a_backward_that_must_bring_back_is_watched() -> None:
         session.steps.end()
         assert budget.summary().steps[-1].peak_bytes <= budget.budget_bytes
     model.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_a_backward_to_some_inputs_says_nothing_of_the_whole(way: str) -> None:
+    """It runs some nodes only, so the first whole backward of the same graph is watched."""
+    model, x = mlp(64, 3), torch.randn(64, 64)
+    last = list(model.parameters())[-1]
+    with running() as (_, session):
+        for _ in range(3):
+            loss = model(x).pow(2).sum()
+            if way == "backward":
+                loss.backward(inputs=[last])
+            else:
+                torch.autograd.grad(loss, last)
+            del loss
+        counts = []
+        for _ in range(3):
+            before = session.counters.num_ops
+            train(model, x)
+            counts.append(session.counters.num_ops - before)
+    assert counts[0] > counts[2]

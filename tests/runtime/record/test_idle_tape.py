@@ -72,3 +72,21 @@ def test_a_trace_does_not_grow_for_ever_without_saves(monkeypatch: pytest.Monkey
         assert type(session.ledger.observing.observer) is Observer
         train(mlp(), torch.randn(8, 64))
     assert len(budget.summary().steps) == 2
+
+
+def test_a_momentum_without_an_optimizer_beside_a_graph_that_is_kept() -> None:
+    """The gradients of earlier steps are freed, although there is always a saved tensor."""
+    weight, momentum, x = torch.randn(512, 512, requires_grad=True), torch.zeros(512, 512), torch.randn(64, 512)
+    held_bytes: list[int] = []
+    with running(UNLIMITED) as (_, session):
+        kept = (x @ weight).tanh()
+        for _ in range(12):
+            (x @ weight).tanh().sum().backward()
+            assert weight.grad is not None
+            with torch.no_grad():
+                momentum = 0.9 * momentum + weight.grad
+                weight -= 1e-4 * momentum
+            weight.grad = None
+            held_bytes.append(session.ledger.usage.total_bytes)
+        del kept
+    assert held_bytes[-1] <= held_bytes[4] + weight.nbytes

@@ -117,3 +117,28 @@ def test_an_op_that_reads_the_storage_that_it_writes() -> None:
         loop.update(loss)
 
     assert same_bits(body)[-1] > 0
+
+
+def test_settings_that_differ_around_a_write_in_forward() -> None:
+    """The tape does not record the write, but ends the content that earlier replays read."""
+
+    def body(loop: Loop, index: int) -> None:
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer not in {2, 3}:
+                return x
+            halves = x * 1.5
+            kept = x + nn.functional.gelu(halves * 2) * 0.1
+            if index >= CHANGES_AT:
+                torch.set_default_dtype(torch.float64)
+            try:
+                halves.mul_(0.5)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            return kept + nn.functional.gelu(halves)
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    counts = same_bits(body)
+    assert counts[CHANGES_AT - 1] > 0

@@ -28,6 +28,7 @@ from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate
 from torchdelta.runtime.follow.program import Proof
+from torchdelta.runtime.record.backward import Backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -323,3 +324,37 @@ def test_a_known_backward_that_cannot_fit_leaves_no_fake_gradient() -> None:
         del loss
         loop.optimizer.zero_grad()
         loop.step(lambda: None)
+
+
+def test_models_of_the_same_shapes_that_train_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward is known by its own leaves, and not by those of the other model."""
+    seed_everything()
+    stacks = [Stack(), Stack()]
+    optimizers = [torch.optim.SGD(stack.parameters(), lr=0.01, momentum=0.9) for stack in stacks]
+    known_leaves: list[set[int]] = []
+    own_leaves: list[set[int]] = []
+    run_known = Backward.run_known
+
+    def train_in_turn(num_steps: int) -> None:
+        for index in range(num_steps):
+            stack, optimizer, before = stacks[index % 2], optimizers[index % 2], len(known_leaves)
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
+                x = stack.block(layer, x)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(known_leaves) > before:
+                own_leaves.append({id(parameter) for parameter in stack.parameters()})
+
+    def spy(self: Backward, original: Any, known: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        known_leaves.append({id(leaf) for leaf in known.leaves()})
+        return run_known(self, original, known, outputs, *args, **kwargs)
+
+    monkeypatch.setattr(Backward, "run_known", spy)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        train_in_turn(4)
+    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+        train_in_turn(40)
+    assert known_leaves
+    assert known_leaves == own_leaves

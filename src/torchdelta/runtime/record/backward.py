@@ -17,13 +17,14 @@ import torch
 from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes
 from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, top_mode, without_mode
 from torchdelta._torch.storages import storage_address
-from torchdelta._torch.tensors import post_accumulate_hooks_of, storage_of
+from torchdelta._torch.tensors import post_accumulate_hooks_of
 from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
 from torchdelta.runtime.record.headroom import Graph, Headroom
-from torchdelta.runtime.record.known_backward import KnownBackward, roots_of
+from torchdelta.runtime.record.known_backward import KnownBackward, first_leaf_of, roots_of
+from torchdelta.runtime.record.leaf_gradients import LeafGradients
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
 from torchdelta.runtime.record.python_writes import PythonWrites
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
@@ -72,11 +73,11 @@ class Backward:
         self._on_end = on_end
         self.persistents = recorder.persistents
         self._gap_reads = GapReads(self.persistents) if self.persistents is not None else None
-        self._pending: list[Any] = []  # leaves whose .grad may have changed since the last node
         self._depth = 0
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
         self.python_writes = recorder.saved.python_writes = PythonWrites(recorder, self._gaps.end)
+        self._gradients = LeafGradients(recorder, self.python_writes)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
         self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
 
@@ -86,13 +87,17 @@ class Backward:
         self.observing.observer.on_backward_start(args[0] if args else kwargs.get("grad_tensors"))
         num_before = num_modes()
         keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
+        # With `inputs`, only some nodes run; without `accumulate_grad`, no leaf gets a gradient.
+        is_whole = not (any(args[3:4]) or kwargs.get("inputs")) and kwargs.get("accumulate_grad", True)
         usage, budget_bytes = self.usage, self.room.budget_bytes
         usage.ask_counter(fresh=True)
         start_bytes, earlier_peak_bytes, num_handles = usage.total_bytes, usage.peak_bytes, self.ledger.num_handles
         follower = self.follower
         follows = follower.is_complete and usage.has_exact_peak
         graph = (
-            Graph(roots_of(outputs)) if self._depth == 0 and not keeps_graph and (follows or self._may_fit()) else None
+            Graph(roots_of(outputs))
+            if self._depth == 0 and is_whole and not keeps_graph and (follows or self._may_fit())
+            else None
         )
         follows_as = 0
         self.latest_known = None
@@ -102,7 +107,7 @@ class Backward:
             is_watched = graph.has_hooks or self.observing.observer.wants_every_op
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
                 follower.on_unwatched()
-                self.latest_known = KnownBackward(graph, grads, follows_as)
+                self.latest_known = KnownBackward(graph, grads, follows_as, first_leaf_of(outputs))
                 return self._run_unwatched(original, graph.leaves, 0, outputs, *args, **kwargs)
         elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(
@@ -133,6 +138,8 @@ class Backward:
                 if self._depth == 1:
                     self._gaps.restart(len(handles))
                 try:
+                    if kwargs.get("accumulate_grad", True):
+                        self._gradients.end_read(self._leaves[num_outer_leaves:])
                     gradients = args[0] if args else kwargs.get("grad_tensors")
                     with self._reading_gaps(outputs, gradients), self.python_writes.on():
                         result = call_outside(original, outputs, *args, **kwargs)
@@ -150,7 +157,7 @@ class Backward:
             self._depth -= 1
             self._gaps.end()
             self._gaps.end_unseen(failed=True)
-            self._count_leaf_gradients()
+            self._gradients.count()
             # A garbage collection in between would make the growth look too small for a start without garbage, and the
             # fake tensors of a survey that began in between take no memory.
             is_measured = error is None and not self.ledger.surveys and collected_bytes == self.room.collected_bytes
@@ -235,6 +242,7 @@ class Backward:
         error: BaseException | None = None
         self._leaves.extend(leaves)  # a survey may begin where a followed backward brings a buffer back
         try:
+            self._gradients.end_read(leaves)
             with without_mode(self.recorder), self.python_writes.on():
                 return call_outside(original, outputs, *args, **kwargs)
         except BaseException as raised:
@@ -242,8 +250,8 @@ class Backward:
             raise
         finally:
             if expected_bytes is not None:
-                self._pending.extend(leaves)
-                self._count_leaf_gradients()
+                self._gradients.pending.extend(leaves)
+                self._gradients.count()
                 if not usage.has_exact_peak:
                     usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
             self._leaves.clear()
@@ -324,7 +332,7 @@ class Backward:
         if top_mode() is self.recorder:
             pop_mode()
         node_name, self.steps.node_name = self.steps.node_name, ""
-        self._pending.extend(leaves)
+        self._gradients.pending.extend(leaves)
         self._begin_gap(leaves)
         self._gaps.begin(node_name, leaves)
         self.python_writes.begin_program()
@@ -349,7 +357,7 @@ class Backward:
         self._gaps.end_unseen()
         self._count_gradients(inputs)
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
-        self._pending.extend(leaves)
+        self._gradients.pending.extend(leaves)
         self._begin_gap(leaves)
         self._gaps.begin(name, leaves)
         self.python_writes.begin_program()
@@ -359,8 +367,8 @@ class Backward:
         self._gaps.end()
         ledger = self.ledger
         ledger.recheck_unwatched()
-        if self._pending:
-            self._count_leaf_gradients()
+        if self._gradients.pending:
+            self._gradients.count()
         records = ledger.records
         before_bytes = self.usage.live_bytes
         for gradient in gradients:
@@ -378,20 +386,3 @@ class Backward:
                 continue
         if self.usage.live_bytes > before_bytes:
             self.room.make(0, "gradient accumulation")
-
-    def _count_leaf_gradients(self) -> None:
-        """Count the `.grad` of leaves whose gradient was just accumulated."""
-        pending, self._pending = self._pending, []
-        self.ledger.recheck_unwatched()
-        for leaf in pending:
-            gradient = leaf.grad
-            if gradient is None:
-                continue
-            if gradient.__class__ is not torch.Tensor:
-                self.ledger.know_inner(gradient)
-            elif gradient.layout is torch.strided:
-                storage = storage_of(gradient)
-                if storage is None:  # torch.func's wrappers have none
-                    continue
-                self.ledger.know(storage)
-                self.observing.observer.on_leaf_gradient(leaf, gradient)

@@ -10,11 +10,12 @@ from torchdelta._torch.storages import storage_behind
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind
 from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.kinds import tensors_in
-from torchdelta.runtime.state.tape import Fresh, Scratch, capture
+from torchdelta.runtime.state.tape import Fresh, Scratch, capture, sources
 
 if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.device.device import Device
+    from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.state.ledger import Ledger
 
 __all__ = ["Capturer", "statistics_of"]
@@ -45,9 +46,11 @@ class Capturer:
         """Return the op's entry for the tape, or None if it cannot be replayed.
 
         An in-place op can be replayed if it overwrites the whole storage, or if the old content can be recomputed (the
-        replay writes a copy of it).
+        replay writes a copy of it). A constant cannot where grad mode is off: a C++ extension may be about to write it.
         """
         if not self.device.may_replay(facts, args, kwargs):
+            return None
+        if facts.is_constant and not torch.is_grad_enabled():  # as in the forward of a custom Function
             return None
         if facts.kind is Kind.COMPUTE or facts.keeps_statistics:
             return self._entry(func, facts, args, kwargs, hides=bool(targets))
@@ -73,7 +76,9 @@ class Capturer:
     def _entry(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, hides: bool
     ) -> OpEntry | None:
-        """Return the op with its arguments by value, or None if one has no storage or a resizable one.
+        """Return the op with its arguments by value, or None if it reads what a replay might not find.
+
+        That is a tensor without a storage, a storage that is freed and filled again, or memory outside of torch.
 
         With `hides`, the replay writes scratch tensors in place of batch norm's running statistics.
         """
@@ -95,7 +100,12 @@ class Capturer:
             captured_kwargs = {name: capture(a, view_of) for name, a in kwargs.items()} if kwargs else None
         except RuntimeError:
             return None
-        return OpEntry(func, facts, captured, captured_kwargs)
+        entry = OpEntry(func, facts, captured, captured_kwargs)
+        return None if ledger.has_outside and any(map(_is_outside, sources(entry))) else entry
+
+
+def _is_outside(source: Buffer) -> bool:
+    return source.record is not None and source.record.is_outside is True
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:

@@ -88,11 +88,12 @@ class NativeLane:
         self._follower.use_tape(tape, lane.rest)
         self.is_on = True
 
-    def before_write(self, tensor: torch.Tensor) -> None:
-        """Keep what the tape knows of the storage of a tensor that is about to be written."""
+    def before_write(self, *tensors: torch.Tensor) -> None:
+        """Keep what the tape knows of the storages of tensors that are about to be written."""
         if self.is_on and self._tape is not None:
             with Quietly():
-                self._tape.before_write(tensor)
+                for tensor in tensors:
+                    self._tape.before_write(tensor)
 
     def end_forward(self) -> bool:
         """Record no op from now on. Return whether replays give the same bits as under the settings of the forward."""

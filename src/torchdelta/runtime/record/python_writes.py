@@ -55,7 +55,7 @@ class PythonWrites(FunctionMode):
 
     def __init__(self, recorder: Recorder, before_record: Callable[[], object]) -> None:
         super().__init__()
-        self.before_write: Callable[[torch.Tensor], None] | None = None  # tells the native tape, if there is one
+        self.before_write: Callable[..., None] | None = None  # tells the native tape, if there is one
         self._num_backwards = 0
         self._recorder = recorder
         self._writers = _Writers(recorder, self, before_record)

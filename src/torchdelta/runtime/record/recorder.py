@@ -247,7 +247,7 @@ class Recorder(DispatchMode):
         """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""
         targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
         plain = [tensor for tensor in targets if not runs_own_ops(tensor.__class__)]
-        before = [(tensor, self._end_content(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
+        before = [(tensor, self.end_content(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
         out = self.subclasses.call(self, func, args, kwargs)
         for tensor, old in before:
             self._write(tensor, old, None, facts, 0)
@@ -271,7 +271,7 @@ class Recorder(DispatchMode):
                 continue
             if address not in overwritten:
                 try:
-                    overwritten[address] = (tensor, self._end_content(tensor))
+                    overwritten[address] = (tensor, self.end_content(tensor))
                 except BaseException:
                     self._reinstate(list(overwritten.values()))
                     raise
@@ -286,7 +286,8 @@ class Recorder(DispatchMode):
             if record is not None and old is not None:
                 self.ledger.reinstate(record, old, tensor)
 
-    def _end_content(self, tensor: torch.Tensor) -> Buffer | None:
+    def end_content(self, tensor: torch.Tensor) -> Buffer | None:
+        """End the content of a storage that is about to be written. Return it."""
         record = self.ledger.find(tensor)
         if record is None or record.current is None:
             return None

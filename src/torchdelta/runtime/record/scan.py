@@ -90,6 +90,8 @@ def _count(ledger: Ledger, tensor: torch.Tensor, leaves: list[torch.Tensor]) -> 
         return
     record = ledger.know(storage_behind(tensor))
     ledger.observing.observer.on_found(record, tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        record.is_outside = False  # also where it is seen through `.data`
     if is_trained_leaf(tensor):
         leaves.append(tensor)
 

@@ -237,6 +237,7 @@ class StorageRecord:
         "is_exported",
         "is_fake",
         "is_foreign",
+        "is_outside",
         "is_resizable",
         "on_death",
         "on_unwatched",
@@ -263,6 +264,7 @@ class StorageRecord:
         self.holders: dict[int, weakref.ref[torch.Tensor]] | None = None
         self.weak: WeakStorage | None = None  # set while `holders` are watched
         self.is_fake = False
+        self.is_outside: bool | None = None  # code outside of torch may write its memory at any time; None: not asked
         self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
         self.emptied: Emptied | None = None  # set while its memory is freed in place: `size_bytes` is 0 then
         self.spare: Emptied | None = None  # the copy from which it was refilled, until something may have written it

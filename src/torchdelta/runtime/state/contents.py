@@ -11,6 +11,7 @@ import torch
 from torchdelta._torch.modes import NoDispatch, NoFunction
 from torchdelta._torch.storages import address_of, storage_address, storage_behind, storage_num_holders
 from torchdelta._torch.tensors import (
+    base_of,
     counted_version_of,
     is_leaf,
     is_trained_leaf,
@@ -42,6 +43,7 @@ class Contents(Storages):
         self.held: dict[int, Buffer] = {}  # buffers that the runtime keeps alive: the candidates for eviction
         self.clock = 0  # number of ops so far; the unit of staleness
         self.has_resizable = False  # whether any storage was ever resized to 0 and filled again
+        self.has_outside = False  # whether an op has read memory that code outside of torch may write
         self.late_bytes = 0  # of parameters that the scan did not find (see scan.py)
         self.num_lost = 0  # contents that were overwritten while recorded ops read them: see `is_replayable`
         self.num_vacated = 0  # contents that lost their storage or copy: replays reach further up since
@@ -88,6 +90,10 @@ class Contents(Storages):
             self.hold(buffer, tensor)
             if tensor.__class__ is torch.nn.Parameter or is_trained_leaf_or_view(tensor):
                 buffer.stays |= Stays.LEAF
+        record = buffer.record
+        if record is not None and record.is_outside is None and buffer.op is None:
+            record.is_outside = _is_outside_memory(tensor)
+            self.has_outside = self.has_outside or record.is_outside
         if is_zerotensor(tensor):  # zeros without memory (forward-mode derivatives): nothing to rebuild them on
             buffer.stays |= Stays.NOT_OURS
             view.tensor = buffer.strong
@@ -348,3 +354,15 @@ class Contents(Storages):
             journal.suspended.append(record)
             self.usage.add(-record.size_bytes)
             self._vacate(record)
+
+
+def _is_outside_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor belongs to code outside of torch: to a NumPy array, for example.
+
+    That code may fill it anew at any time, and no version shows it. Parameters are left out, because a library may load
+    them from a mapped file, and so is shared memory: batches come in it from the workers of a data loader.
+    """
+    storage = storage_behind(tensor)
+    if storage.device.type != "cpu" or storage.resizable() or storage.is_shared():
+        return False
+    return not isinstance(base_of(tensor), torch.nn.Parameter) and not isinstance(tensor, torch.nn.Parameter)

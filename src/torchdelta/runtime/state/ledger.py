@@ -27,7 +27,7 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 | `cannot_replay` | the op of a buffer cannot be replayed any more |
 | `stay`, `stay_resizable` | a buffer, or all contents of a storage, must not leave from now on |
 | `cut` | no saved tensor is left: the recorded ops are forgotten |
-| `cut_unread` | an optimizer has stepped while a graph is kept: the ops of contents that nothing reads are forgotten |
+| `cut_unread` | a step ends while a graph is kept: the ops of contents that nothing reads are forgotten |
 | `invalidate_unheld`, `forget` | the scope ends: writes are no longer recorded / nothing is counted any more |
 | `begin_survey` / `end_survey` | changes are logged from here on / they are undone |
 | `suspend_alias` | in a survey, the program has freed a storage that is still needed to undo that |
@@ -127,10 +127,10 @@ class Ledger(Contents):
     def cut_unread(self) -> None:
         """Forget the ops of the contents that no saved tensor and no recorded op needs.
 
-        Where the program keeps a graph across its optimizer's steps there is always a saved tensor, so `cut` is never
-        called, and the tape of what the optimizer computes from itself (a momentum buffer) would grow without end.
+        If the program keeps a graph from step to step, there is always a saved tensor, so `cut` is never called, and
+        the tape of what an optimizer computes from itself (a momentum buffer) would grow without end.
         """
-        is_cutting = True
+        is_cutting = self.num_handles > 0
         while is_cutting:  # the contents that an op has read are the next ones that nothing reads
             is_cutting = False
             for record in list(self.records.values()):
