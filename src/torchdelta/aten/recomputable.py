@@ -7,8 +7,9 @@ torch's own op database was replayed and compared bit for bit (tests/same_bits/t
 
 `empty` and its variants are not listed: the C++ function `at::tensor` fills an `empty` tensor where no dispatch mode
 sees it (the target lengths inside `F.ctc_loss`), and a replay would return uninitialized memory. An op that overwrites
-all of an empty tensor needs no replay of it. `_trilinear` is not listed either: its result depends on autocast, which
-is off in a replay ([Note: autocast inside an op] in facts.py).
+all of an empty tensor needs no replay of it. Constants are replayed only if they were made with grad mode on
+(`is_constant` in facts.py). `_trilinear` is not listed either: its result depends on autocast, which is off in a replay
+([Note: autocast inside an op] in facts.py).
 """
 
 from __future__ import annotations
