@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, REACTIVE, RECORD_ONLY, in_budget
-from benchmarks.turns import PLAIN, Block, Interval, median_interval, ratios
+from benchmarks.turns import BESIDE, PLAIN, Block, Interval, median_interval, ratios
 
 Data = dict[str, Any]
 
@@ -28,9 +28,11 @@ def step_s(block: Block) -> float:
     return statistics.median(block["times_s"][1:])
 
 
-def _plain_step_s(data: Data) -> float:
-    """Return the median plain step of all rounds."""
-    return statistics.median(step_s(block) for block in blocks_of(data, PLAIN))
+def _plain_step_s(data: Data, label: str) -> float | None:
+    """Return the median plain step: of those beside the followed blocks of a budget, or of the plain blocks."""
+    beside = [block[BESIDE] for block in blocks_of(data, in_budget(FOLLOWED, label)) if BESIDE in block]
+    plain = beside or blocks_of(data, PLAIN)
+    return statistics.median(map(step_s, plain)) if plain else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ def cell(data: Data, label: str) -> Cell:
     reactive, followed, without = (in_budget(name, label) for name in (REACTIVE, FOLLOWED, NO_PREFETCH))
     blocks = blocks_of(data, followed)
     predicted = [block for block in blocks if "predicted" in block]
-    least = data["bounds"].get(label, {})
+    least, plain_s = data["bounds"].get(label, {}), _plain_step_s(data, label)
     return Cell(
         label=label,
         budget_bytes=budget_bytes,
@@ -97,7 +99,7 @@ def cell(data: Data, label: str) -> Cell:
             key=lambda share: abs(share - 1),
             default=None,
         ),
-        bound=1 + (least["time_s"] - least["plain_time_s"]) / _plain_step_s(data) if least.get("feasible") else None,
+        bound=1 + (least["time_s"] - least["plain_time_s"]) / plain_s if plain_s and least.get("feasible") else None,
         num_unplanned=sum(block["num_unplanned"] for block in blocks),
         swapped_out_bytes=max((block["swapped_out_bytes"] for block in blocks), default=0),
         has_plan=bool(predicted),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ import torch
 
 from tests.same_bits.judge import DEVICE, Scope, assert_same_bits
 from torchdelta import Config, MemoryBudget
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NUM = 8192
 
@@ -107,3 +111,54 @@ def test_the_forward_reads_a_gradient_that_the_backward_adds_to(detaches: bool) 
         return {"p": p.grad, "q": q.grad}
 
     assert_same_bits(step)
+
+
+@pytest.mark.parametrize("way", ["penalty", "double backward"])
+def test_a_gradient_that_the_forward_saves(way: str) -> None:
+    """It is saved before the backward adds to it, and its parameter is reached through two nodes."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        p = torch.randn(NUM, requires_grad=True)
+        with scope():
+            if way == "penalty":
+                p.grad = torch.randn(NUM)
+                (p * p).sin().sum().add((p * p.grad.detach()).sum()).backward()
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # of the cycle, which ends with the step
+                    (p * p * p).sin().sum().backward(create_graph=True)
+                assert p.grad is not None
+                p.grad.pow(2).sum().backward()
+        gradient, p.grad = p.grad, None
+        return {"p": gradient.detach() if gradient is not None else None}
+
+    assert_same_bits(step)
+
+
+def test_constants_in_the_memory_of_an_array() -> None:
+    """An op has filled the memory, and then the program writes it through the array."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        array, w = np.ones(NUM, np.float32), torch.ones(NUM, requires_grad=True)
+        with scope():
+            mask = torch.from_numpy(array).zero_()
+            array[::2] = 1
+            read = (mask * w).sin() * mask
+            del mask
+            read.sum().backward()
+        return {"w": w.grad}
+
+    assert_same_bits(step)
+
+
+def test_tensors_of_a_file_are_read_by_replays(tmp_path: Path) -> None:
+    """Their memory is torch's own, or a mapped file: what is made from them is recomputed."""
+    torch.save(torch.randn(64, 64), tmp_path / "data.pt")
+    for maps in (False, True):
+        data, x = torch.load(tmp_path / "data.pt", mmap=maps), torch.randn(64, 64, requires_grad=True)
+        with MemoryBudget("1TiB", Config(decisions="recompute", tier="memory")) as budget:
+            y = x @ data
+            loss = y.sin().sum()
+            del y
+            loss.backward()
+        assert budget.summary().num_recomputed_ops == 1

@@ -48,8 +48,13 @@ inline PyObject* num_holders(PyObject* self, PyObject*) {
   return PyLong_FromSize_t(c10::raw::weak_intrusive_ptr::use_count(storage_of(self)));
 }
 
+inline PyObject* deleter(PyObject* self, PyObject*) {
+  return PyLong_FromVoidPtr(reinterpret_cast<void*>(storage_of(self)->data_ptr().get_deleter()));
+}
+
 inline PyMethodDef methods[] = {
     {"num_holders", num_holders, METH_NOARGS, "Return the number of references to the storage; 0 if it is dead."},
+    {"deleter", deleter, METH_NOARGS, "Return the address of the function that will free the memory of a live storage."},
     {nullptr, nullptr, 0, nullptr}};
 
 inline PyType_Slot slots[] = {

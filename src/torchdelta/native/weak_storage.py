@@ -24,6 +24,10 @@ class WeakStorage(Protocol):
         """Return the number of references to the storage; 0 if it is dead."""
         ...
 
+    def deleter(self) -> int:
+        """Return the address of the function that will free the memory of the storage, which must be alive."""
+        ...
+
 
 def weak_storage_type() -> Callable[[int], WeakStorage] | None:
     """Return the type; build it first if needed. None if it is not available."""

@@ -262,8 +262,7 @@ class Session:
 
     def summary(self) -> Summary:
         """Return the summary so far."""
-        follow = self.following.summary(self.steps.num_steps)
-        return summarize(self.room, self.steps, follow, self.traces.plain_peak())
+        return summarize(self.room, self.steps, self.following.summary(self.steps.num_steps), self.traces.plain_peak())
 
     # -- events
 
@@ -297,8 +296,8 @@ class Session:
             self.partial.begin_if_followed()
         if self.ledger.num_handles == 0 and self.subclasses.were_met and not keeps_graph:
             self.ledger.cut()  # all saved tensors were kept, so no last handle will trigger this
-        elif not self.steps.has_optimizer:
-            self.ledger.cut_unread()  # nothing else does
+        elif not self.steps.has_optimizer:  # nothing else does
+            self.ledger.cut_unread()
         if self.survey is not None and not isinstance(error, BudgetError | KeyboardInterrupt):
             if keeps_graph and error is None:
                 self.survey.had_backward = True

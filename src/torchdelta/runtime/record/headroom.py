@@ -10,9 +10,9 @@ The same graph means: nodes of the same names in the same order over the same le
 bytes at the start; and no op with a new key (needs.py) since then, because the workspace of backward ops on new shapes
 has to be learned while there is room. After 16 unwatched backwards of a graph the next one is watched.
 
-Always watched are: a backward that keeps its graph, one inside another backward, one with a hook after the accumulation
-of a leaf's gradient (it may step an optimizer), one that has to bring saved tensors back, and those of the first step
-and of a survey.
+Always watched are: a backward that keeps its graph, one to some `inputs` only (`torch.autograd.grad`, too), one inside
+another backward, one with a hook after the accumulation of a leaf's gradient (it may step an optimizer), one that has
+to bring saved tensors back, and those of the first step and of a survey.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class KnownBackward:
         graph: Its graph.
         has_no_gradient: By leaf: whether it had no gradient at the start.
         name: The name under which its program keeps the proof for it.
-        first_leaf: What `first_leaf_of` finds where it starts: another model of the same shapes has other leaves.
+        first_leaf: A leaf near its start (`first_leaf_of`): another model of the same shapes has other leaves.
     """
 
     def __init__(
@@ -39,6 +39,11 @@ class KnownBackward:
         self.start_hash = 0  # `Recorder.forward_hash` at the first saved tensor of its step
         self._has_no_gradient = has_no_gradient
         self._leaves = [weakref.ref(leaf) for leaf in graph.leaves]
+
+    @property
+    def has_leaf(self) -> bool:
+        """Return whether a leaf was found near its start; else it cannot be known again."""
+        return self._first_leaf is not None
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves that still exist."""
@@ -92,7 +97,7 @@ class KnownBackwards:
 
     def note(self, program: Program, known: KnownBackward | None) -> None:
         """Know the backward that has ended."""
-        if known is None:
+        if known is None or not known.has_leaf:
             return
         known.start_hash = self._start_hash
         others = self._known.get(program, [])
@@ -112,11 +117,14 @@ def roots_of(outputs: Any) -> list[Any]:
 
 
 def first_leaf_of(outputs: Any) -> torch.Tensor | None:
-    """Return the leaf that is nearest to the start of a backward; None if there is none near it."""
+    """Return a leaf near the start of a backward, always the same one of the same graph; None if there is none.
+
+    Nodes are taken from both ends of the queue in turn, so that a leaf is found soon in wide graphs and in deep ones.
+    """
     seen: set[Any] = set()
     waiting = collections.deque(node for node in roots_of(outputs) if node is not None)
     while waiting and len(seen) < _MOST_NODES:
-        node = waiting.popleft()
+        node = waiting.popleft() if len(seen) % 2 else waiting.pop()
         if node in seen:
             continue
         seen.add(node)

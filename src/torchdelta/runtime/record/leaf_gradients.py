@@ -42,20 +42,22 @@ class LeafGradients:
         gradients = [one for one in found if one.__class__ is torch.Tensor and one.layout is torch.strided]
         if gradients and self._python_writes.before_write is not None:
             self._python_writes.before_write(*gradients)
+        ended: set[int] = set()
         for gradient in gradients:
             try:
                 record = self._ledger.find(gradient)
             except RuntimeError:  # torch.func's wrappers have no storage
                 continue
             read = record.current if record is not None else None
-            if record is None or read is None or not (read.num_views or read.num_saved):
+            if record is None or record.id in ended or read is None or not (read.num_views or read.num_saved):
                 continue
+            ended.add(record.id)
             if record.emptied is not None:
                 assert self._recorder.persistents is not None
                 self._recorder.persistents.bring_record(record)
             self._recorder.end_content(gradient)
-            if read.num_saved and not read.stays & Stays.IN_FLIGHT:
-                # It was saved through `.data`, whose version the engine leaves alone: unpacked, it is what was added.
+            if read.num_saved:
+                # If autograd does not notice the addition (`.data` has its own version), unpacking returns the sum.
                 self._ledger.stay(self._ledger.written(gradient, read, None, "accumulation", 0), Stays.IN_FLIGHT)
 
     def count(self) -> None:

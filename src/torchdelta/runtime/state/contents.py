@@ -11,7 +11,6 @@ import torch
 from torchdelta._torch.modes import NoDispatch, NoFunction
 from torchdelta._torch.storages import address_of, storage_address, storage_behind, storage_num_holders
 from torchdelta._torch.tensors import (
-    base_of,
     counted_version_of,
     is_leaf,
     is_trained_leaf,
@@ -20,6 +19,7 @@ from torchdelta._torch.tensors import (
 )
 from torchdelta.runtime.state.buffer import Buffer, Residence, Stays, View
 from torchdelta.runtime.state.kinds import byte_alias, runs_own_ops
+from torchdelta.runtime.state.outside_memory import is_outside_memory
 from torchdelta.runtime.state.storages import Storages
 
 if TYPE_CHECKING:
@@ -91,9 +91,11 @@ class Contents(Storages):
             if tensor.__class__ is torch.nn.Parameter or is_trained_leaf_or_view(tensor):
                 buffer.stays |= Stays.LEAF
         record = buffer.record
-        if record is not None and record.is_outside is None and buffer.op is None:
-            record.is_outside = _is_outside_memory(tensor)
+        if record is not None and record.is_outside is None:
+            record.is_outside = is_outside_memory(tensor)
             self.has_outside = self.has_outside or record.is_outside
+        if record is not None and record.is_outside and buffer.op is not None:
+            self.cannot_replay(buffer)
         if is_zerotensor(tensor):  # zeros without memory (forward-mode derivatives): nothing to rebuild them on
             buffer.stays |= Stays.NOT_OURS
             view.tensor = buffer.strong
@@ -354,15 +356,3 @@ class Contents(Storages):
             journal.suspended.append(record)
             self.usage.add(-record.size_bytes)
             self._vacate(record)
-
-
-def _is_outside_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor belongs to code outside of torch: to a NumPy array, for example.
-
-    That code may fill it anew at any time, and no version shows it. Parameters are left out, because a library may load
-    them from a mapped file, and so is shared memory: batches come in it from the workers of a data loader.
-    """
-    storage = storage_behind(tensor)
-    if storage.device.type != "cpu" or storage.resizable() or storage.is_shared():
-        return False
-    return not isinstance(base_of(tensor), torch.nn.Parameter) and not isinstance(tensor, torch.nn.Parameter)
