@@ -71,8 +71,13 @@ def test_an_extension_writes_a_constant(make: Any) -> None:
     assert_same_bits(step)
 
 
+@pytest.mark.parametrize(
+    "see",
+    [torch.from_numpy, torch.as_tensor, torch.from_dlpack, lambda array: torch.frombuffer(array, dtype=torch.uint8)],
+    ids=["from_numpy", "as_tensor", "from_dlpack", "frombuffer"],
+)
 @pytest.mark.usefixtures("_weak_storages")
-def test_an_array_that_is_filled_anew() -> None:
+def test_an_array_that_is_filled_anew(see: Any) -> None:
     """What an op made from the memory of an array is not made again from what the array holds later."""
 
     def step(scope: Scope) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def test_an_array_that_is_filled_anew() -> None:
             losses = []
             for index in range(3):
                 array[:] = (np.arange(NUM) + 50 * index) % 256
-                scaled = torch.from_numpy(array).float() / 255
+                scaled = see(array).float() / 255
                 losses.append((scaled.sin() * w).sum())
                 del scaled
             torch.stack(losses).sum().backward()

@@ -88,7 +88,19 @@ _OVERWRITE: Final = frozenset(
 # Ops whose results are often passed to code outside of torch (C++ extensions, Triton, NumPy), which fills them. Such a
 # write is no op and bumps no version, so a replay would return the constant. (`empty` is never replayed.)
 _CONSTANT: Final = frozenset(
-    "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full zero_ fill_".split()  # noqa: SIM905
+    {
+        "zeros",
+        "zeros_like",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "new_ones",
+        "full",
+        "full_like",
+        "new_full",
+        "zero_",
+        "fill_",
+    }
 )
 # Of `BATCH_NORMS`.
 STATISTICS_POSITIONS: Final = (3, 4)

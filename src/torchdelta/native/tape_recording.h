@@ -105,12 +105,12 @@ class NativeTape final : public Tape, private ChainOwner {
 
   bool try_to_record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
                      int64_t need_bytes, int64_t recorded) {
-    const size_t begin = stack->size() - op.schema().arguments().size();
-    const bool hides = (recorded & kHasStatistics) != 0 && (*stack)[begin + kTraining].toBool();
     if (!is_on_ || c10::InferenceMode::is_enabled() || environment() != environment_) {
       before_write(op, *stack);
       return false;
     }
+    const size_t begin = stack->size() - op.schema().arguments().size();
+    const bool hides = (recorded & kHasStatistics) != 0 && (*stack)[begin + kTraining].toBool();
     EntryPtr entry = c10::make_intrusive<Entry>(op, below);
     entry->grad_enabled = c10::GradMode::is_enabled();
     entry->need_bytes = need_bytes;

@@ -29,6 +29,20 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 HELPERS = {"aten::detach", "aten::empty", "aten::set_", "aten::view", "aten::_reshape_alias"}
 
 
+class _Fails(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return value * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx, grads
+        raise KeyError
+
+
 class TwiceUsed(nn.Module):
     """One weight and one activation, each used several times: gradients add up between nodes."""
 
@@ -118,17 +132,6 @@ def test_modes_are_on_inside_nodes_only() -> None:
 def test_exception_in_backward_leaves_the_modes_right(where: str) -> None:
     """The recorder is on after it, exactly once, and the next step works."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            del ctx
-            return value * 1
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            del ctx, grads
-            raise KeyError
-
     def fail(*_: Any) -> None:
         raise KeyError
 
@@ -136,7 +139,7 @@ def test_exception_in_backward_leaves_the_modes_right(where: str) -> None:
     with running(decisions="recompute") as (_, session):
         y = (x * 2).sin()
         if where == "node":
-            y = Fails.apply(y)
+            y = _Fails.apply(y)
         elif where == "tensor hook":
             y.register_hook(fail)
         else:
@@ -266,20 +269,9 @@ def test_exception_in_backward_inside_a_mode_of_the_program() -> None:
             del types
             return func(*args, **(kwargs or {}))
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            del ctx
-            return value * 1
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            del ctx, grads
-            raise KeyError
-
     x = torch.randn(64, 64, requires_grad=True)
     with running() as (_, session):
         with pytest.raises(KeyError), Passes():
-            Fails.apply(x * 2).sum().backward()
+            _Fails.apply(x * 2).sum().backward()
         assert mode_stack() == [session.recorder]
     assert mode_stack() == []

@@ -7,6 +7,7 @@ import torch
 
 from tests.runtime.programs import mlp, running
 from torchdelta._torch.storages import storage_address
+from torchdelta.runtime.record.headroom import Graph, first_leaf_of
 
 
 def train(model: torch.nn.Module, x: torch.Tensor) -> None:
@@ -139,3 +140,15 @@ def test_a_backward_to_some_inputs_says_nothing_of_the_whole(way: str) -> None:
             train(model, x)
             counts.append(session.counters.num_ops - before)
     assert counts[0] > counts[2]
+
+
+def test_the_first_leaf_is_that_of_the_whole_walk() -> None:
+    """In a deep graph, in a wide one, and in one without leaves."""
+    model, x = mlp(64, 3), torch.randn(64, 64)
+    deep = model(x).pow(2).sum()
+    wide = torch.stack([model(x).sum() * index for index in range(400)]).sum()
+    for loss in (deep, wide):
+        leaf = first_leaf_of([loss.grad_fn])
+        assert leaf is not None
+        assert leaf is Graph([loss.grad_fn]).leaves[0]
+    assert first_leaf_of([]) is None

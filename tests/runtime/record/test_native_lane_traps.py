@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.runtime.record.partly import CHANGES_AT, NUM_LAYERS, ROWS, WIDTH
 from tests.runtime.record.taped import Loop, one_thread_and_the_tape, same_bits  # noqa: F401 - a fixture
+from tests.same_bits.judge import bits_of
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 
 pytestmark = [
@@ -142,3 +143,25 @@ def test_settings_that_differ_around_a_write_in_forward() -> None:
 
     counts = same_bits(body)
     assert counts[CHANGES_AT - 1] > 0
+
+
+def test_the_forward_reads_a_gradient_that_the_backward_adds_to() -> None:
+    """The engine adds to the gradient of the last layer before a replay for an earlier layer reads it."""
+
+    def body(loop: Loop, _index: int) -> None:
+        for parameter in loop.stack.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, 0.1)
+        gradient = loop.stack.layers[NUM_LAYERS - 1].bias.grad
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.sigmoid(x.detach() * gradient) if layer == 3 else x
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.seen.append(bits_of([loss, *(parameter.grad for parameter in loop.stack.parameters())]))
+        loop.optimizer.step()
+        for parameter in loop.stack.parameters():
+            parameter.grad.mul_(0.5)
+
+    assert same_bits(body, num_steps=30)[-1] > 0

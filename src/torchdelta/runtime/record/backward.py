@@ -23,7 +23,7 @@ from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
 from torchdelta.runtime.record.headroom import Graph, Headroom
-from torchdelta.runtime.record.known_backward import KnownBackward, first_leaf_of, roots_of
+from torchdelta.runtime.record.known_backward import KnownBackward, roots_of
 from torchdelta.runtime.record.leaf_gradients import LeafGradients
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
 from torchdelta.runtime.record.python_writes import PythonWrites
@@ -107,7 +107,7 @@ class Backward:
             is_watched = graph.has_hooks or self.observing.observer.wants_every_op
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
                 follower.on_unwatched()
-                self.latest_known = KnownBackward(graph, grads, follows_as, first_leaf_of(outputs))
+                self.latest_known = KnownBackward(graph, grads, follows_as)
                 return self._run_unwatched(original, graph.leaves, 0, outputs, *args, **kwargs)
         elif graph is not None:
             expected_bytes = self.headroom.expected_peak_bytes(

@@ -25,7 +25,7 @@ from torchdelta._torch.engine import ACCUMULATE
 from torchdelta._torch.tensors import post_accumulate_hooks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -43,21 +43,33 @@ class Graph:
     def __init__(self, roots: Iterable[Any]) -> None:
         names: list[str] = []
         self.leaves: list[torch.Tensor] = []
-        seen: set[Any] = set()
-        stack = [root for root in roots if root is not None]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            name = node.name()
+        for node, name in _nodes_from(roots):
             if name == ACCUMULATE:
                 self.leaves.append(node.variable)
             else:
                 names.append(name)
-                stack.extend(child for child, _ in node.next_functions if child is not None)
         self.signature = hash((tuple(names), tuple(id(leaf) for leaf in self.leaves)))
         self.has_hooks = any(post_accumulate_hooks_of(leaf) for leaf in self.leaves)
+
+
+def first_leaf_of(roots: Iterable[Any]) -> torch.Tensor | None:
+    """Return `Graph(roots).leaves[0]` without a walk over the rest of the graph; None if there is no leaf."""
+    return next((node.variable for node, name in _nodes_from(roots) if name == ACCUMULATE), None)
+
+
+def _nodes_from(roots: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the nodes of a backward and their names, always in the same order for the same graph."""
+    seen: set[Any] = set()
+    stack = [root for root in roots if root is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        yield node, name
+        if name != ACCUMULATE:
+            stack.extend(child for child, _ in node.next_functions if child is not None)
 
 
 @dataclass(slots=True, kw_only=True)

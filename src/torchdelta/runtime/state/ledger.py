@@ -44,6 +44,7 @@ from torchdelta.runtime.state.copies import SurveyedCopy
 from torchdelta.runtime.state.journal import Journal
 from torchdelta.runtime.state.observer import Observing
 from torchdelta.runtime.state.storages import memory_address
+from torchdelta.runtime.state.tape import sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,14 +131,16 @@ class Ledger(Contents):
         If the program keeps a graph from step to step, there is always a saved tensor, so `cut` is never called, and
         the tape of what an optimizer computes from itself (a momentum buffer) would grow without end.
         """
-        is_cutting = self.num_handles > 0
-        while is_cutting:  # the contents that an op has read are the next ones that nothing reads
-            is_cutting = False
-            for record in list(self.records.values()):
-                buffer = record.current
-                if buffer is not None and buffer.op is not None and not (buffer.num_views or buffer.num_saved):
-                    buffer.op = None
-                    is_cutting = True
+        if not self.num_handles:
+            return
+        waiting = [record.current for record in self.records.values() if record.current is not None]
+        while waiting:
+            buffer = waiting.pop()
+            if buffer.op is None or buffer.num_views or buffer.num_saved:
+                continue
+            read = [source for source in sources(buffer.op) if source.record is not None]
+            buffer.op = None
+            waiting += read  # perhaps nothing else reads them
 
     def invalidate_unheld(self) -> None:
         """Stop reading storages that only the user keeps alive: after the scope, writes to them are not recorded.
