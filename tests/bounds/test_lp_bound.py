@@ -123,6 +123,17 @@ def test_copies_take_compute_when_they_are_made(first_s, bytes_per_s, synchronou
     assert best_s - found.plain_time_s == pytest.approx(lost_s)
 
 
+def test_whole_tensors_beside_a_slow_link():
+    """The solver finds the best plan, although a copy back takes ten times as long as the step."""
+    trace = chain([(9 * MIB, 1e-4, 5e-4), (8 * MIB, 1e-4, 8e-3), (7 * MIB, 8e-3, 8e-3)])
+    machine = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=4e9, host_in_bytes_per_s=1e7)
+    budget_bytes = 56_706_990
+    best_s, _ = best_of_all(trace, machine, budget_bytes)
+    every = len(trace.ops)
+    found = bound(trace, machine, budget_bytes, num_moments=every, min_candidate_bytes=1, integral=True)
+    assert found.time_s == pytest.approx(best_s)
+
+
 def test_a_replay_of_a_dead_chain_is_charged_whole():
     """The op between two saved tensors has died: recomputing the second one runs it as well."""
     trace = chain([(8 * MIB, 2e-3, 2e-4)] * 2)
