@@ -76,20 +76,11 @@ def test_what_copies_and_replays_take_of_compute_counts():
     assert lost_s(host_out_bytes_per_s=1e6) == pytest.approx(4e-4 + 2 * 1e-3)  # the gelu, and the dead op before it
 
 
-@pytest.mark.parametrize(
-    ("first_s", "bytes_per_s", "synchronous", "lost_s"),
-    [
-        (0.2, 1e8, False, 1.6),  # each copy: 0.5 s of compute, a wait of 0.3 s, and 0.2 s beside an op
-        (2.0, 1e8, False, 1.3),  # the copy out has its second beside the long op, but takes compute all the same
-        (0.2, 2.5e8, True, 0.8),  # compute waits for both copies of 0.4 s, which is less than they would take
-    ],
-)
-def test_copies_take_compute_when_they_are_made(first_s, bytes_per_s, synchronous, lost_s):
-    """One tensor has to be away at one op: the bound is the time of the only plan."""
-    size_bytes = 100_000_000
-    drafts = [(1, "input", BEFORE_STEP, 5), (size_bytes, "activation", 0, 5), (size_bytes, "temporary", 2, 3)]
+def one_tensor_away(saved_bytes, temporary_bytes, times_s):
+    """Return a step whose saved tensor has to be away while a temporary one lives, if both do not fit."""
+    drafts = [(1, "input", BEFORE_STEP, 5), (saved_bytes, "activation", 0, 5), (temporary_bytes, "temporary", 2, 3)]
     reads, writes = [(0,), (0,), (0,), (0,), (1,)], [(1,), (), (2,), (), ()]
-    trace = Trace(
+    return Trace(
         header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
         buffers=tuple(
             Buffer(id=id_, storage_id=id_, size_bytes=size, kind=kind, birth_op=birth, death_op=death, saved=id_ == 1)
@@ -105,10 +96,24 @@ def test_copies_take_compute_when_they_are_made(first_s, bytes_per_s, synchronou
                 time_s=time_s,
                 recomputable=False,
             )
-            for index, time_s in enumerate([0.1, first_s, 0.0, 0.2, 0.1])
+            for index, time_s in enumerate(times_s)
         ),
         saved_tensors=(SavedTensor(op=1, buffer_id=1, shape=(1,), stride=(1,), offset=0, dtype="float32"),),
     )
+
+
+@pytest.mark.parametrize(
+    ("first_s", "bytes_per_s", "synchronous", "lost_s"),
+    [
+        (0.2, 1e8, False, 1.6),  # each copy: 0.5 s of compute, a wait of 0.3 s, and 0.2 s beside an op
+        (2.0, 1e8, False, 1.3),  # the copy out has its second beside the long op, but takes compute all the same
+        (0.2, 2.5e8, True, 0.8),  # compute waits for both copies of 0.4 s, which is less than they would take
+    ],
+)
+def test_copies_take_compute_when_they_are_made(first_s, bytes_per_s, synchronous, lost_s):
+    """One tensor has to be away at one op: the bound is the time of the only plan."""
+    size_bytes = 100_000_000
+    trace = one_tensor_away(size_bytes, size_bytes, [0.1, first_s, 0.0, 0.2, 0.1])
     machine = msgspec.structs.replace(
         MACHINE,
         host_out_bytes_per_s=bytes_per_s,
@@ -123,9 +128,24 @@ def test_copies_take_compute_when_they_are_made(first_s, bytes_per_s, synchronou
     assert best_s - found.plain_time_s == pytest.approx(lost_s)
 
 
-def test_whole_tensors_beside_a_slow_link():
+@pytest.mark.parametrize("integral", [False, True])
+@pytest.mark.parametrize("size_bytes", [10, 17, 4096])
+def test_a_small_tensor_makes_room_in_a_large_budget(size_bytes, integral):
+    """A row of memory in which all tensors are tiny parts of the budget is not below the solver's tolerances."""
+    temporary_bytes = 180_000_000_000
+    trace = one_tensor_away(size_bytes, temporary_bytes, [0.1, 0.1, 1.0, 0.1, 0.1])
+    machine = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e7, host_in_bytes_per_s=1e7)
+    budget_bytes = temporary_bytes + 1
+    best_s, _ = best_of_all(trace, machine, budget_bytes)
+    found = bound(trace, machine, budget_bytes, num_moments=5, min_candidate_bytes=1, integral=integral)
+    assert found.feasible
+    assert found.time_s == pytest.approx(best_s)
+
+
+@pytest.mark.parametrize("last_s", [8e-3, 5e-4])
+def test_whole_tensors_beside_a_slow_link(last_s):
     """The solver finds the best plan, although a copy back takes ten times as long as the step."""
-    trace = chain([(9 * MIB, 1e-4, 5e-4), (8 * MIB, 1e-4, 8e-3), (7 * MIB, 8e-3, 8e-3)])
+    trace = chain([(9 * MIB, 1e-4, 5e-4), (8 * MIB, 1e-4, 8e-3), (7 * MIB, 8e-3, last_s)])
     machine = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=4e9, host_in_bytes_per_s=1e7)
     budget_bytes = 56_706_990
     best_s, _ = best_of_all(trace, machine, budget_bytes)

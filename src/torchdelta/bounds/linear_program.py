@@ -76,9 +76,10 @@ class LinearProgram:
             PlanError: highspy is not installed, or HiGHS gave up.
         """
         highspy = _highspy()
-        # With the usual tolerance of 1e-6, presolve has cut off optimal solutions of programs with slow links, in which
-        # a copy takes 10,000 units.
-        options: dict[str, Any] = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "mip_feasibility_tolerance": 1e-9}
+        options: dict[str, Any] = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
+        if integral:
+            # HiGHS 1.15.1 loses the best solution of some programs with slow links, with its presolve and some seeds.
+            options["presolve"] = "off"
         if not integral and len(self._upper) > _LARGE:
             options["solver"] = "ipm"  # ended by a crossover to a vertex
         solver = self._solver(options, integral=integral)

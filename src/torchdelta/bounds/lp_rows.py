@@ -117,12 +117,12 @@ class Rows:
         Where tensors are whole, what is away of one is a variable of its own, 0 or 1: rows of such variables alone are
         knapsacks, whose covers cut the relaxation (where three tensors do not fit, and 2.9 of them do).
         """
-        unit = max(budget_bytes, 1) / 1000
         for m in self.moments:
+            chosen = [i for i in self.chosen if (i, m) in self.gone]
+            # What has to leave may be a tiny part of the budget: the row's own tensors keep it above the tolerances.
+            unit = max(1, *(self.everyone[i].size_bytes for i in chosen)) / 1000
             terms: list[tuple[int, float]] = []
-            for i in self.chosen:
-                if (i, m) not in self.gone:
-                    continue
+            for i in chosen:
                 size = self.everyone[i].size_bytes / unit
                 if not self.integral:
                     terms += [*self._away_s(i, m, size), (self.away_r[i, m], size)]
