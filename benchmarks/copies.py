@@ -88,9 +88,11 @@ def _lost(train: Callable[[], None], buffers: _Buffers, way: str) -> dict[str, f
     """Return what copies take from steps, beside steps right before and after without copies; per gigabyte."""
     before_s, stolen_before_s = _block_s(train)
     with _copying(buffers, way) as moved_bytes:
-        began_bytes = sum(moved_bytes)
-        beside_s, stolen_beside_s = _block_s(train)
-        size_bytes = sum(moved_bytes) - began_bytes
+        size_bytes = 0
+        while not size_bytes:  # on a busy machine, a few quick steps may end before the first copy does
+            began_bytes = sum(moved_bytes)
+            beside_s, stolen_beside_s = _block_s(train)
+            size_bytes = sum(moved_bytes) - began_bytes
     after_s, stolen_after_s = _block_s(train)
     plain_s = (before_s + after_s) / 2
     stolen_s = stolen_beside_s - (stolen_before_s + stolen_after_s) / 2

@@ -54,11 +54,11 @@ def run(sanitizer: str, arguments: list[str]) -> int:
         directory = Path(name)
         environment = {"CXX": str(compiler(sanitizer, directory)), "TORCH_EXTENSIONS_DIR": str(directory / "built")}
         with mock.patch.dict(os.environ, environment):
-            for source in (module.source for module in NATIVE_MODULES):
-                path = build.built_path(source)
+            for module in NATIVE_MODULES:
+                path = build.built_path(module.source)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                print(f"building {source.name} with -fsanitize={sanitizer}", flush=True)
-                build._compile(source, path)
+                print(f"building {module.source.name} with -fsanitize={sanitizer}", flush=True)
+                build._compile(module, path)
         environment |= _OPTIONS[sanitizer] | {
             "LD_PRELOAD": " ".join(library(one) for one in _LIBRARIES[sanitizer]),
             "OMP_NUM_THREADS": "1",

@@ -70,7 +70,7 @@ def sum_up(kernels: Iterable[Span], copies: Iterable[Span]) -> Overlap:
 def measure(work: Callable[[], object]) -> Overlap:
     """Run `work` under the profiler and read what the device did."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         work()
         torch.cuda.synchronize()
     kernels: list[Span] = []

@@ -131,6 +131,8 @@ def comparable_conditions() -> Iterator[None]:
 
 def device_generators() -> tuple[torch.Generator, ...]:
     """Return the generators of the accelerators that the steps run on; none where they run on the CPU."""
+    if DEVICE == "cuda":
+        torch.cuda.init()  # before that there are no generators: the first run would not be seeded
     return () if DEVICE == "cpu" else tuple(torch.get_device_module(torch.device(DEVICE).type).default_generators)
 
 

@@ -137,13 +137,14 @@ def has_graph_trees() -> bool:
 
 
 def begin_pool(device: torch.device) -> Any:
-    """Serve what is allocated on the current CUDA stream, by whatever thread, from a new pool, and return it.
+    """Serve what is allocated on a CUDA device, by whatever thread, from a new pool, and return it.
 
-    `torch.cuda.use_mem_pool` does the same for a thread, which autograd's threads are not.
+    `torch.cuda.use_mem_pool` does the same for a thread, which autograd's threads are not. torch can serve one stream
+    alone as well, but not the default stream, on which nearly all programs run.
     """
     with torch.cuda.device(device):
         pool = torch.cuda.MemPool()
-    torch._C._cuda_beginAllocateCurrentStreamToPool(device.index, pool.id)
+    torch._C._cuda_beginAllocateToPool(device.index, pool.id)
     return pool
 
 
@@ -151,6 +152,11 @@ def end_pool(device: torch.device, pool: Any) -> None:
     """Serve from the pool no more. What lives in it goes on."""
     torch._C._cuda_endAllocateToPool(device.index, pool.id)
     torch._C._cuda_releasePool(device.index, pool.id)
+
+
+def can_watch_allocator() -> bool:
+    """Return whether CUDA's allocator is torch's own caching one, the only one that calls trackers."""
+    return torch._C._cuda_getAllocatorBackend() == "native"
 
 
 def allocator_statistics(device: torch.device) -> dict[str, Any] | None:

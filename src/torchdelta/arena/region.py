@@ -1,4 +1,4 @@
-"""The arena on CUDA: one segment of torch's own allocator for the large tensors of a step. Untested on a GPU.
+"""The arena on CUDA: one segment of torch's own allocator for the large tensors of a step.
 
 [Note: a region, not addresses]
 torch requests segments from a `MemPool`'s allocator, never tensors. An allocator that gets a request for each tensor
@@ -9,9 +9,9 @@ torch does inside a segment. That is the CnMem-like pool of `pool.online`: on re
 the lower bound, where torch's segments by size reserve up to 74 % more than the live bytes
 (benchmarks/results/pool.json).
 
-The pool belongs to a stream, not to a thread: autograd's threads run on the stream of the forward. In every pool torch
-keeps tensors up to 1 MiB in separate segments; those stay there. Tensors from before the end of the first step
-(parameters, optimizer states) are not moved.
+The pool serves the whole device: all threads, because autograd has its own, and all streams. In every pool torch keeps
+tensors up to 1 MiB in separate segments, and those of another stream too; they stay there. Tensors from before the end
+of the first step (parameters, optimizer states) are not moved.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Region:
             raise
         self.pool = pool
         self._is_given_up = False
-        _logger.info("arena: a segment of %d bytes for the large tensors of a step (untested on a GPU)", size_bytes)
+        _logger.info("arena: a segment of %d bytes for the large tensors of a step", size_bytes)
 
     def stop(self) -> None:
         """Let torch allocate without the region. The segment is freed with the last tensor in it."""

@@ -62,6 +62,7 @@ _logger = logging.getLogger("torchdelta")
 
 _BUILD_TIME_S: Final = 300.0
 _OWN_HEADER: Final = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)  # beside the source
+_CUDA_HEADERS: Final = ("cuda_runtime_api.h", "crt/host_config.h")
 _STANDARDS: Final = ("c++20", "c++17")  # torch's headers need one or the other, depending on the version
 
 
@@ -73,11 +74,13 @@ class NativeModule:
         source: The C++ file; it includes only headers of Python and torch, and headers beside it (in quotes).
         name: The name in its init function.
         self_test: Python code that a new module must pass, with `module` bound to it.
+        needs_cuda: Whether it also includes headers of CUDA and links torch's library for CUDA.
     """
 
     source: Path
     name: str
     self_test: str
+    needs_cuda: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +192,7 @@ def build(module: NativeModule, path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = Path(directory) / path.name
-        _compile(module.source, made)
+        _compile(module, made)
         self_test(made, module.name, module.self_test)
         made.replace(path)
 
@@ -220,12 +223,38 @@ def self_test(path: Path, module_name: str, code: str) -> None:
     _run([sys.executable, "-c", program, str(path), module_name, code], "self-test", environment)
 
 
-def _compile(source: Path, target: Path) -> None:
+def _cuda_include_paths() -> list[Path]:
+    """Return the folders that may have CUDA's headers: of a toolkit, else of packages.
+
+    Raises:
+        NativeError: Some are missing.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    version = (torch.version.cuda or "").partition(".")[0]
+    toolkit = [Path(CUDA_HOME) / "include"] if CUDA_HOME else []
+    single = [packages / f"cu{version}" / "include"]  # of the packages of CUDA 13 and later
+    several = [packages / name / "include" for name in ("cuda_runtime", "cuda_nvcc")]  # of those of CUDA 12
+    for folders in (toolkit, single, several):
+        if all(any((folder / name).exists() for folder in folders) for name in _CUDA_HEADERS):
+            return folders
+    raise NativeError(
+        f"the headers of CUDA {torch.version.cuda} are missing: install its toolkit, or the package "
+        f"{'nvidia-cuda-nvcc-cu12' if version == '12' else 'nvidia-cuda-crt'}"
+    )
+
+
+def _compile(module: NativeModule, target: Path) -> None:
     # Not at the top: it imports setuptools, which may be missing and is slow to import.
     from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
+    source = module.source
+    folders = [*include_paths(device_type="cpu"), sysconfig.get_path("include")]
+    if module.needs_cuda:
+        folders += _cuda_include_paths()
     arguments = [
-        *(f"-I{path}" for path in (*include_paths(device_type="cpu"), sysconfig.get_path("include"))),
+        *(f"-I{path}" for path in folders),
         *("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden"),
         # Messages name source files: as torch/include/c10/..., not with the folders of the machine that built them.
         *(f"-ffile-prefix-map={folder}/=" for folder in (Path(torch.__file__).parents[1], source.parent)),
@@ -233,6 +262,7 @@ def _compile(source: Path, target: Path) -> None:
         *(str(source), "-o", str(target)),
         *(f"-L{path}" for path in library_paths(device_type="cpu")),
         *("-Wl,--as-needed", "-lc10", "-ltorch_cpu", "-ltorch_python"),
+        *(["-lc10_cuda"] if module.needs_cuda else []),
     ]
     failure: NativeError | None = None
     for standard in _STANDARDS:

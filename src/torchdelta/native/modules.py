@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from torchdelta.native import arena, caching, counting, gate, saved_hooks, tape
+import torch
+
+from torchdelta.native import arena, caching, counting, device_watch, gate, saved_hooks, tape
 
 if TYPE_CHECKING:
     from torchdelta.native.build import NativeModule
@@ -18,5 +20,6 @@ NATIVE_MODULES: Final[tuple[NativeModule, ...]] = (
     arena.MODULE,
     caching.MODULE,
     counting.MODULE,
+    *((device_watch.MODULE,) if torch.version.cuda is not None else ()),
 )
 """Each has a source file of its own; those that take longest to build come first."""

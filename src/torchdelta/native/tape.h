@@ -27,16 +27,19 @@ enum Recorded : int64_t {
   kUnseen = 64,  // not at all where there is a tape: that is told of the writes of all ops
 };
 
-// Return whether a tensor is a plain one on the CPU: all that matters of it are its storage, sizes, strides and dtype.
-inline bool is_plain(const at::Tensor& tensor) {
+// Return whether a tensor is a plain one: all that matters of it are its storage, sizes, strides and dtype.
+inline bool is_plain_anywhere(const at::Tensor& tensor) {
   using c10::DispatchKey;
   static const c10::DispatchKeySet odd(
       {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::FuncTorchGradWrapper,
        DispatchKey::FuncTorchBatched, DispatchKey::Functionalize, DispatchKey::ZeroTensor, DispatchKey::Conjugate,
        DispatchKey::Negative, DispatchKey::NestedTensor, DispatchKey::Quantized});
-  return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_inference() &&
+  return tensor.defined() && !tensor.is_meta() && tensor.layout() == c10::kStrided && !tensor.is_inference() &&
          !tensor.key_set().has_any(odd);
 }
+
+// The same of a tensor on the CPU.
+inline bool is_plain(const at::Tensor& tensor) { return is_plain_anywhere(tensor) && tensor.is_cpu(); }
 
 constexpr size_t kFirstStatistics = 3;  // of a batch norm: the running mean, and the running variance behind it
 

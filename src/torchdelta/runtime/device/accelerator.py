@@ -27,6 +27,7 @@ import torch
 
 from torchdelta._torch.device import capture_reader
 from torchdelta.aten.order import is_fixed_here
+from torchdelta.native.device_watch import new_watch
 from torchdelta.runtime.device.counter import DeviceCounter
 from torchdelta.runtime.device.device import Device
 from torchdelta.runtime.device.op_timer import NUM_SAMPLES, EventTimer
@@ -83,8 +84,8 @@ class Accelerator(Device):
         return _is_child or self.is_capturing()
 
     def new_counter(self) -> DeviceCounter:
-        """Return a reader of the allocator's statistics."""
-        return DeviceCounter(self.device)
+        """Return a reader of the allocator's statistics, with a watch where there can be one."""
+        return DeviceCounter(self.device, new_watch(self.device))
 
     def may_replay(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return whether an op gives the same bits when it is replayed in this step."""

@@ -15,36 +15,58 @@ The workspace of an op is what it allocates and frees while it runs: the differe
 not reset the peak, which is one for the process and has other readers, and it leaves out what the op keeps (cuBLAS's
 workspace). It is an upper bound if an op frees one temporary before it allocates the next. The first run may tune
 algorithms and take much more, so the last measurement counts, not the largest.
+
+On CUDA the allocator calls back for every allocation (native/device_watch.py), if that can be built. So the peak of a
+step is measured, and a step that is known to fit need not be recorded: its limit is watched.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from torchdelta._torch.device import allocator_statistics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+    from torchdelta.native.device_watch import DeviceWatch
 
 __all__ = ["DeviceCounter"]
 
+_logger = logging.getLogger("torchdelta")
+
 
 class DeviceCounter:
-    """Has the interface of the counting CPU allocator (native/counting.py), without peaks: `is_exact` is False."""
+    """Has the interface of the counting CPU allocator (native/counting.py), but nothing is refused beyond a limit.
 
-    is_exact = False  # a peak between two readings is not seen
+    Args:
+        device: With its index.
+        watch: Sees peaks and limits between two readings of the statistics. None: nothing does.
+    """
+
+    is_exact = False  # between two readings, the rounding of large blocks is not known
     is_cheap = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watch: DeviceWatch | None = None) -> None:
         self.device = device
+        self._watch = watch
         self._allocated_bytes = 0
         self._freed_bytes = 0
+
+    @property
+    def sees_peaks(self) -> bool:
+        """Whether peaks between two readings are seen, and limits call back."""
+        return self._watch is not None
 
     def start(self) -> None:
         """Do nothing: the allocator always counts."""
 
     def stop(self) -> None:
-        """Do nothing."""
+        """Have no limit."""
+        self.clear_limit()
 
     def add(self, size_bytes: int, /) -> None:
         """Do nothing: the allocator counts every storage of the device."""
@@ -57,7 +79,16 @@ class DeviceCounter:
     def live_bytes(self) -> int:
         """Return the active bytes."""
         statistics = allocator_statistics(self.device)
-        return int(statistics["current"]) if statistics is not None else 0
+        if statistics is None:
+            return 0
+        current_bytes = int(statistics["current"])
+        if self._watch is not None:
+            try:
+                self._watch.set_live(current_bytes)
+            except RuntimeError as error:  # a program may have put another allocator in place
+                self._watch = None
+                _logger.info("every step is recorded: %s", str(error).splitlines()[0])
+        return current_bytes
 
     def mark(self) -> int:
         """Start to measure. Return the active bytes."""
@@ -78,5 +109,23 @@ class DeviceCounter:
         return int(statistics["freed"]) - self._freed_bytes if statistics is not None else 0
 
     def take_peak_bytes(self) -> int:
-        """Return 0: the caller keeps the peak of the readings."""
-        return 0
+        """Return the peak since the last call; 0 without a watch: the caller keeps the peak of the readings."""
+        return self._watch.take_peak_bytes() if self._watch is not None else 0
+
+    def set_limit(self, limit_bytes: int, most_bytes: int, on_limit: Callable[[], object], /) -> None:
+        """Call a function once when the active bytes pass a limit: on the main thread, between two instructions.
+
+        Args:
+            limit_bytes: The limit.
+            most_bytes: Has no effect: torch's allocator refuses nothing that the device has room for.
+            on_limit: The function.
+        """
+        del most_bytes
+        self.live_bytes()
+        if self._watch is not None:
+            self._watch.set_limit(limit_bytes, on_limit)
+
+    def clear_limit(self) -> None:
+        """Call none."""
+        if self._watch is not None:
+            self._watch.clear_limit()

@@ -93,7 +93,7 @@ class Backward:
         usage.ask_counter(fresh=True)
         start_bytes, earlier_peak_bytes, num_handles = usage.total_bytes, usage.peak_bytes, self.ledger.num_handles
         follower = self.follower
-        follows = follower.is_complete and usage.has_exact_peak
+        follows = follower.is_complete and usage.sees_peaks
         graph = (
             Graph(roots_of(outputs))
             if self._depth == 0 and is_whole and not keeps_graph and (follows or self._may_fit())
@@ -252,7 +252,7 @@ class Backward:
             if expected_bytes is not None:
                 self._gradients.pending.extend(leaves)
                 self._gradients.count()
-                if not usage.has_exact_peak:
+                if not usage.sees_peaks:
                     usage.peak_bytes = max(usage.peak_bytes, expected_bytes)
             self._leaves.clear()
             self.recorder.forward_hash = 0

@@ -22,10 +22,16 @@ that freed its graph. In such loops the forward has the limit of the whole step 
 parameters itself after the backward, and nothing shows when it has finished.
 
 After each time that a step turned out to be larger, eight times as many steps must be alike before the next pause:
-where the lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators (their allocator
-cannot call back), on threads other than the main one (`on_limit` would not run there), with tensor subclasses, compiled
+where the lengths of sequences vary, every step is recorded. Steps are always recorded on accelerators whose allocator
+cannot call back, on threads other than the main one (`on_limit` would not run there), with tensor subclasses, compiled
 regions, transforms that forbid saved-tensor hooks or persistent tensors that leave, and while a step is traced or
 follows a plan.
+
+[Note: pauses on an accelerator]
+The limit is that of CUDA's active bytes (native/device_watch.py). Its allocator refuses nothing that the device has
+room for: an allocation may exceed the budget, and recording resumes right after it. A backward runs on another thread
+while the main one waits, so there recording resumes at its end. What was saved so far then stays on the device, because
+it may have been made on streams that recording has not seen.
 """
 
 from __future__ import annotations
@@ -104,8 +110,7 @@ class Pause:
     def open_hooks(self) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return the pack and unpack hooks of the session: native ones if recording may pause."""
         saved = self._saved
-        is_counted = self._recorder.device.counts_exactly and self._usage.has_exact_peak
-        if self._is_allowed and is_counted and threading.current_thread() is threading.main_thread():
+        if self._is_allowed and self._usage.sees_peaks and threading.current_thread() is threading.main_thread():
             hooks = new_hooks(saved.pack, saved.unpack, saved.let_stay, saved.raise_modified, self.on_limit)
             if not isinstance(hooks, NativeError):
                 self.hooks = hooks
@@ -216,7 +221,7 @@ class Pause:
             args: Further arguments of the engine.
             kwargs: Further arguments of the engine.
         """
-        if graph_task_id() != -1 or is_transforming():
+        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
             return original(outputs, *args, **kwargs)
         self._end_step_without_optimizer()
         self._usage.ask_counter(fresh=True)
@@ -261,7 +266,7 @@ class Pause:
         """Resume recording: more is allocated than in the recorded steps."""
         if not self.is_on:
             return
-        if graph_task_id() == -1 and (is_in_section() or is_transforming()):
+        if graph_task_id() == -1 and (is_in_section() or is_transforming() or self._recorder.device.is_off()):
             self._set_limit(0, refuses=True)  # the next allocation calls this again
         else:
             self.end()
@@ -277,8 +282,8 @@ class Pause:
         if hooks is None or not self.is_on:
             return
         # The engine has dispatch modes of its own, and what is saved outside of a transform must not become a tensor of
-        # its inside.
-        if graph_task_id() != -1 or is_transforming():
+        # its inside. While a graph is captured, nothing is recorded anyway.
+        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
             self._must_end = True
             return
         self._end_step_without_optimizer()

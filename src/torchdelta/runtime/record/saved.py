@@ -150,6 +150,8 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self.device.counts_exactly and self.device.is_off():
             return Staying(tensor)
+        if self.steps.is_adopting and self.device.streams is not None:  # made on a stream that nobody has noted
+            return self.let_stay(tensor)
         if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided or tensor.is_nested:
             return self.subclasses.pack(tensor, self.pack, self.let_stay)
         self.steps.on_save()

@@ -25,7 +25,7 @@ class Usage:
         self.num_readings = 0  # of an expensive counter
         self.counter: Counter | None = None  # at the allocator, if it exists (native/counting.py)
         self.is_counting = False  # false in a survey, whose storages take no memory
-        self._sees_peaks = True  # whether the counter measures peaks; otherwise they are computed from known sizes
+        self._is_exact = True  # whether the counter knows every byte at every moment
         self._is_cheap = True  # whether asking the counter is
         self._peak_bytes = 0
 
@@ -34,7 +34,7 @@ class Usage:
         assert not self.live_bytes
         self.counter = counter
         self.is_counting = True
-        self._sees_peaks = getattr(counter, "is_exact", True)  # an accelerator's (device/counter.py) is neither
+        self._is_exact = getattr(counter, "is_exact", True)  # an accelerator's (device/counter.py) is neither
         self._is_cheap = getattr(counter, "is_cheap", True)
         counter.start()
 
@@ -63,8 +63,16 @@ class Usage:
 
     @property
     def has_exact_peak(self) -> bool:
-        """Whether `peak_bytes` is measured at the allocator."""
-        return self.is_counting and self._sees_peaks
+        """Whether `peak_bytes` is measured at the allocator, to the byte."""
+        return self.is_counting and self._is_exact
+
+    @property
+    def sees_peaks(self) -> bool:
+        """Whether `peak_bytes` is measured at the allocator; otherwise it is computed from known sizes.
+
+        If so, limits call back as well.
+        """
+        return self.is_counting and self.counter is not None and getattr(self.counter, "sees_peaks", True)
 
     @property
     def total_bytes(self) -> int:
@@ -91,14 +99,14 @@ class Usage:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest `most_bytes` since this was last set. Exact if `has_exact_peak`."""
-        if self.has_exact_peak and self.counter is not None:
+        """The highest bytes in use since this was last set."""
+        if self.sees_peaks and self.counter is not None:
             self._peak_bytes = max(self._peak_bytes, self.counter.take_peak_bytes())
         return self._peak_bytes
 
     @peak_bytes.setter
     def peak_bytes(self, size_bytes: int) -> None:
-        if self.has_exact_peak and self.counter is not None:
+        if self.sees_peaks and self.counter is not None:
             self.counter.take_peak_bytes()
         self._peak_bytes = size_bytes
 
@@ -110,7 +118,7 @@ class Usage:
     def add(self, size_bytes: int) -> None:
         """Add the bytes by which the known storages have grown. Negative: they have shrunk."""
         self.live_bytes += size_bytes
-        if size_bytes > 0 and not (self.is_counting and self._sees_peaks):
+        if size_bytes > 0 and not (self.is_counting and self._is_exact):
             self._raise_peak(self.live_bytes)
 
     def note_workspace(self, size_bytes: int) -> None:
@@ -118,7 +126,7 @@ class Usage:
         self._raise_peak(self.live_bytes + size_bytes)
 
     def _raise_peak(self, size_bytes: int) -> None:
-        if not self.has_exact_peak:
+        if not self.sees_peaks:
             self._peak_bytes = max(self._peak_bytes, size_bytes + self.unseen_bytes + self.uncertain_bytes)
 
     # -- growth, if there is a counter

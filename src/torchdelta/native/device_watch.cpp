@@ -1,0 +1,148 @@
+// Watches the caching allocator of CUDA devices: how many bytes are in use, their peak, and when they pass a limit.
+//
+// Torch calls a tracker for every allocation and every free of its allocator, with the size that was asked for. Here
+// this size is rounded up to 512 bytes, as torch does. What a block holds beyond that (a large one is not split if
+// little would remain) is missing from the sum. So the sum is set to the allocator's own figure from time to time.
+//
+// A tracker runs under the allocator's lock, and must not wait for Python's. So passing the limit calls back later, on
+// the main thread, between two instructions of Python.
+#include <Python.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace {
+
+constexpr size_t kNumDevices = 64;
+constexpr int64_t kRoundingBytes = 512;
+
+struct Watched {
+  std::atomic<int64_t> live{0};  // bytes in use
+  std::atomic<int64_t> peak{0};  // of these, since it was last taken
+  std::atomic<int64_t> limit{INT64_MAX};
+  PyObject* on_limit{nullptr};  // under Python's lock
+};
+
+// Never destroyed: memory is freed after static objects are destroyed.
+std::array<Watched, kNumDevices>& devices = *new std::array<Watched, kNumDevices>;
+bool is_attached = false;
+
+int call_on_limit(void* pointer) {
+  PyObject* function = static_cast<Watched*>(pointer)->on_limit;
+  if (function == nullptr) return 0;
+  Py_INCREF(function);
+  PyObject* answer = PyObject_CallNoArgs(function);
+  Py_DECREF(function);
+  Py_XDECREF(answer);
+  return answer != nullptr ? 0 : -1;
+}
+
+void pass_limit(Watched& device, int64_t limit) {
+  // Only once. If too many calls are pending, the next allocation tries again.
+  if (!device.limit.compare_exchange_strong(limit, INT64_MAX)) return;
+  if (Py_AddPendingCall(&call_on_limit, &device) != 0) device.limit.store(limit);
+}
+
+void note(Watched& device, int64_t live) {
+  int64_t peak = device.peak.load();
+  while (live > peak && !device.peak.compare_exchange_weak(peak, live)) {
+  }
+  const int64_t limit = device.limit.load();
+  if (live > limit) pass_limit(device, limit);
+}
+
+void track(const c10::CachingDeviceAllocator::TraceEntry& entry) {
+  using Entry = c10::CachingDeviceAllocator::TraceEntry;
+  if (entry.action_ != Entry::ALLOC && entry.action_ != Entry::FREE_COMPLETED) return;
+  const auto index = static_cast<size_t>(entry.device_);
+  if (index >= kNumDevices) return;
+  Watched& device = devices[index];
+  const auto size = static_cast<int64_t>(entry.size_);
+  const int64_t rounded = (size + kRoundingBytes - 1) / kRoundingBytes * kRoundingBytes;
+  if (entry.action_ == Entry::ALLOC) {
+    note(device, device.live.fetch_add(rounded) + rounded);
+  } else {
+    device.live.fetch_sub(rounded);
+  }
+}
+
+Watched* watched(PyObject* argument) {
+  const long index = PyLong_AsLong(argument);
+  if (index == -1 && PyErr_Occurred()) return nullptr;
+  if (index < 0 || index >= static_cast<long>(kNumDevices)) {
+    PyErr_Format(PyExc_ValueError, "no device %ld can be watched: the last one is %zu", index, kNumDevices - 1);
+    return nullptr;
+  }
+  return &devices[static_cast<size_t>(index)];
+}
+
+PyObject* attach(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  if (!is_attached) {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&track);
+    is_attached = true;
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* set_live(PyObject*, PyObject* arguments) {
+  PyObject* index;
+  long long live;
+  if (!PyArg_ParseTuple(arguments, "OL", &index, &live)) return nullptr;
+  Watched* device = watched(index);
+  if (device == nullptr) return nullptr;
+  device->live.store(live);
+  note(*device, live);
+  Py_RETURN_NONE;
+}
+
+PyObject* live_bytes(PyObject*, PyObject* index) {
+  Watched* device = watched(index);
+  return device != nullptr ? PyLong_FromLongLong(device->live.load()) : nullptr;
+}
+
+PyObject* take_peak(PyObject*, PyObject* index) {
+  Watched* device = watched(index);
+  return device != nullptr ? PyLong_FromLongLong(device->peak.exchange(device->live.load())) : nullptr;
+}
+
+PyObject* set_limit(PyObject*, PyObject* arguments) {
+  PyObject *index, *function;
+  long long limit;
+  if (!PyArg_ParseTuple(arguments, "OLO", &index, &limit, &function)) return nullptr;
+  Watched* device = watched(index);
+  if (device == nullptr) return nullptr;
+  Py_XSETREF(device->on_limit, Py_NewRef(function));
+  device->limit.store(limit);
+  note(*device, device->live.load());
+  Py_RETURN_NONE;
+}
+
+PyObject* clear_limit(PyObject*, PyObject* index) {
+  Watched* device = watched(index);
+  if (device == nullptr) return nullptr;
+  device->limit.store(INT64_MAX);
+  Py_CLEAR(device->on_limit);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef module_methods[] = {
+    {"attach", attach, METH_NOARGS, "Begin to watch all devices; CUDA must have been initialized. Repeated calls do nothing."},
+    {"set_live", set_live, METH_VARARGS, "Set the bytes in use (device index, bytes) to what the allocator says."},
+    {"live_bytes", live_bytes, METH_O, "Return the bytes in use on a device."},
+    {"take_peak", take_peak, METH_O, "Return their peak since the last call."},
+    {"set_limit", set_limit, METH_VARARGS,
+     "Call a function (device index, limit, function) once when the bytes in use pass a limit, or have passed it: on the "
+     "main thread, soon after."},
+    {"clear_limit", clear_limit, METH_O, "Call none."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_device_watch", nullptr, -1, module_methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_torchdelta_device_watch() { return PyModule_Create(&module); }
