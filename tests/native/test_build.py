@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -180,3 +181,12 @@ def test_the_list_of_modules_is_complete() -> None:
     assert len(sources) == len(NATIVE_MODULES)
     assert (device_watch.MODULE.source in sources) == (torch.version.cuda is not None)
     assert sources | {device_watch.MODULE.source} == set(Path(build.__file__).parent.glob("*.cpp"))
+
+
+def test_messages_are_put_together_as_strings() -> None:
+    """See [Note: numbers in messages] in build.py: a check has a condition and one message."""
+    for source in Path(build.__file__).parent.glob("*.[ch]*"):
+        text = source.read_text(encoding="utf-8")
+        assert not re.search(r"#include <\w*stream>", text), source.name
+        for check in re.findall(r"TORCH_CHECK(?:_WITH)?\((.*?)\);", text, re.DOTALL):
+            assert not re.search(r'"\s*,|,\s*"[^"]*"\s*,', check), f"{source.name}: {check}"

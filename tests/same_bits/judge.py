@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 from tests.collector import leave_out
-from torchdelta import Config, MemoryBudget
+from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta._torch.storages import address_of
 from torchdelta._torch.tensors import is_zerotensor
 
@@ -190,6 +191,21 @@ def run(step: Step, scope: Scope = contextlib.nullcontext) -> Outcome:
         tracked_bytes=tracked_bytes(),
         num_threads=threading.active_count(),
     )
+
+
+def least_budget_from(step: Step, budget_bytes: int, config: Config) -> int:
+    """Return a budget that a step fits in: the given one, or else what its error names, and a little more.
+
+    What a model needs at least differs between devices: by the ops of their optimizers and the workspaces of libraries.
+    """
+    for _ in range(4):
+        found = run(step, lambda budget_bytes=budget_bytes: MemoryBudget(budget_bytes, config))
+        if found.raised is not BudgetError:
+            return budget_bytes
+        named = re.search(r"\((\d+) bytes\)", found.message)
+        assert named is not None, found.message
+        budget_bytes = int(named[1]) * 103 // 100
+    raise AssertionError(f"no budget that an error has named was enough; the last one was {budget_bytes} bytes")
 
 
 def inside_budget(decisions: Decisions) -> Scope:

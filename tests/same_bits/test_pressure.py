@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.same_bits.judge import Scope, Step, comparable_conditions, differences, plain_outcome, run, state_of
+from tests.same_bits.judge import (
+    DEVICE,
+    Scope,
+    Step,
+    comparable_conditions,
+    differences,
+    least_budget_from,
+    plain_outcome,
+    run,
+    state_of,
+)
 from tests.sampling import sample
 from torchdelta import Config, MemoryBudget
 from torchdelta.config import POLICIES
@@ -116,9 +126,12 @@ def test_same_bits_under_pressure(name: str, policy: str, plain: dict[str, Any])
     """The step evicts, stays inside its budget, and leaves the plain run's bits."""
     step, expected, peak_bytes = plain[name]
     budgets: list[MemoryBudget] = []
+    budget_bytes, config = int(SHARES[name] * peak_bytes), Config(policy=policy, tier="memory")
+    if DEVICE == "cuda":
+        budget_bytes = least_budget_from(step, budget_bytes, config)
 
     def pressed() -> MemoryBudget:
-        budgets.append(MemoryBudget(int(SHARES[name] * peak_bytes), Config(policy=policy, tier="memory")))
+        budgets.append(MemoryBudget(budget_bytes, config))
         return budgets[-1]
 
     found = differences(expected, run(step, pressed))

@@ -14,6 +14,11 @@ It needs ninja, and its lock file outlives a process that was killed while build
 forever. One small file needs neither. `torch.utils.cpp_extension` finds the compiler and the paths. The module is built
 under a temporary name and must pass a self-test in a separate process (a broken extension crashes, it does not raise).
 Only then it is renamed, so that a file under the final name is always complete and tested.
+
+[Note: numbers in messages]
+A compiler may have its standard library as an archive only. Then a module contains a second copy of what it uses of it,
+and a stream that formats a number crashes: which part of it does that was numbered by torch's copy. So the modules put
+messages together as strings, and give `TORCH_CHECK` one string.
 """
 
 from __future__ import annotations

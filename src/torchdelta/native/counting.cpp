@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 
 #include "weak_storage.h"
@@ -132,8 +133,10 @@ struct CountingAllocator final : c10::Allocator {
     if (is_refused(size_bytes)) collect_garbage();
     if (is_refused(size_bytes)) {
       current->pass_limit();
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "DefaultCPUAllocator: can't allocate memory within this budget: ",
-                       size_bytes, " bytes out of memory. Recording resumes: try the step again.");
+      const std::string message = "DefaultCPUAllocator: can't allocate memory within this budget: " +
+                                  std::to_string(size_bytes) +
+                                  " bytes out of memory. Recording resumes: try the step again.";
+      TORCH_CHECK_WITH(OutOfMemoryError, false, message);
     }
     void* pointer = previous.load(std::memory_order_acquire)->raw_allocate(size_bytes);
     Counter* counter = current;

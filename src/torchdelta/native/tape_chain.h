@@ -108,7 +108,7 @@ class Chain {
         state.held = content->resident();  // it must not be evicted meanwhile
         if (state.held) continue;
       }
-      TORCH_CHECK(content->op, "torchdelta: a content of ", content->size_bytes, " bytes cannot be made again");
+      TORCH_CHECK(content->op, cannot_be_made(*content));
       order.push_back(content);
       content->op->for_each_source([this, &waiting](Content* source) {
         ++states_[source].num_uses;
@@ -195,9 +195,10 @@ class Chain {
       const ContentPtr content = output.lock();
       if (!content) continue;
       const c10::Storage storage = stack.at(content->output_index).toTensor().storage();
-      TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) == content->size_bytes, "torchdelta: recomputing ",
-                  entry->op.schema().name(), " gave ", storage.nbytes(), " bytes, but its first run gave ",
-                  content->size_bytes, " bytes: keep it (decisions='keep')");
+      TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) == content->size_bytes,
+                  "torchdelta: recomputing " + entry->op.schema().name() + " gave " + std::to_string(storage.nbytes()) +
+                      " bytes, but its first run gave " + std::to_string(content->size_bytes) +
+                      " bytes: keep it (decisions='keep')");
       if (content.get() != wanted && !misses(states_[content.get()], *content)) continue;
       if (content->num_saved > 0) {
         content->hold(storage);

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -194,6 +195,10 @@ struct Content : c10::intrusive_ptr_target {
   c10::weak_intrusive_ptr<c10::StorageImpl> weak;
   c10::Storage strong_;
 };
+
+inline std::string cannot_be_made(const Content& content) {
+  return "torchdelta: a content of " + std::to_string(content.size_bytes) + " bytes cannot be made again";
+}
 
 class NativeSave final : public Save {
  public:

@@ -34,7 +34,7 @@ class Describer {
       } else if (is_ready) {
         describe_made(*content);
       } else {
-        TORCH_CHECK(content->op, "torchdelta: a content of ", content->size_bytes, " bytes cannot be made again");
+        TORCH_CHECK(content->op, cannot_be_made(*content));
         waiting.emplace_back(content, true);
         content->op->for_each_source([&waiting](Content* source) { waiting.emplace_back(source, false); });
       }

@@ -233,8 +233,9 @@ class NativeTape final : public Tape, private ChainOwner {
       return at::Tensor();
     }
     TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) >= content->size_bytes,
-                "the content of a saved tensor of ", content->size_bytes, " bytes is lost: its storage was resized to ",
-                storage.nbytes(), " bytes before backward; resize it after backward");
+                "the content of a saved tensor of " + std::to_string(content->size_bytes) +
+                    " bytes is lost: its storage was resized to " + std::to_string(storage.nbytes()) +
+                    " bytes before backward; resize it after backward");
     return native->view.on(std::move(storage));
   }
 

@@ -101,11 +101,13 @@ class PeakMeter:
     library has kept are resident already. On other systems the result is 0.
 
     An accelerator's peak is one for the whole process and has other readers (`torch.cuda.max_memory_allocated`). If
-    `resets` is False it is not reset, and code that stays below an earlier peak measures as 0.
+    `resets` is False it is not reset, and code that stays below an earlier peak measures as 0. Where the allocator is
+    watched (device/counter.py), its own peak is not needed.
     """
 
     def __init__(self, device: torch.device, usage: Usage, *, resets: bool = True) -> None:
         self._device = device
+        self._watched = usage if device.type != "cpu" and usage.sees_peaks else None
         self._counter = usage.counter if usage.is_counting else None
         self._resets = resets
         self.extra_bytes = 0
@@ -114,6 +116,11 @@ class PeakMeter:
 
     def __enter__(self) -> Self:
         """Read the level."""
+        if self._watched is not None:
+            self._watched.ask_counter(fresh=True)
+            self._start_bytes, self._old_peak_bytes = self._watched.total_bytes, self._watched.peak_bytes
+            self._watched.peak_bytes = self._start_bytes
+            return self
         if self._device.type != "cpu":
             if self._resets:
                 reset_allocator_peak(self._device)
@@ -134,7 +141,11 @@ class PeakMeter:
 
     def __exit__(self, *_exc: object) -> None:
         """Read the high-water mark."""
-        if self._device.type != "cpu":
+        if self._watched is not None:
+            peak_bytes = self._watched.peak_bytes
+            self._watched.peak_bytes = max(peak_bytes, self._old_peak_bytes)
+            self.extra_bytes = max(0, peak_bytes - self._start_bytes)
+        elif self._device.type != "cpu":
             statistics = allocator_statistics(self._device)
             if statistics is not None and statistics["peak"] > self._old_peak_bytes:
                 self.extra_bytes = statistics["peak"] - self._start_bytes
