@@ -101,8 +101,11 @@ def test_compiled_parts(mode: str) -> None:
                 torch.compiler.cudagraph_mark_step_begin()
                 loss = last(compiled(first(torch.randn(32, 64)).relu()).sigmoid()).pow(2).mean()
                 loss.backward()
-                found.append(loss.detach().clone())
-        return bits_of([found, [p.grad for m in (first, block, last) for p in m.parameters()]])
+                parameters = [p for m in (first, block, last) for p in m.parameters()]
+                found.append([loss.detach().clone(), *(p.grad.clone() for p in parameters)])
+                for parameter in parameters:
+                    parameter.grad = None  # a captured graph's output, which its next replay overwrites
+        return bits_of(found)
 
     plain = train(contextlib.nullcontext)
     for decisions in DECISIONS:

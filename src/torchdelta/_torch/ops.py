@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import autocast_inside, is_autocast_outside, resolving_views
 
 if TYPE_CHECKING:
@@ -38,9 +39,18 @@ class Guarded(Protocol):
     conjugates_inside: bool
 
 
+def _is_autocast_inside(device_type: str) -> bool:
+    """Return whether autocast would act inside an op if there were no mode.
+
+    On CUDA it does not in forward: autocast itself calls `bilinear`, with autocast off, and so the op that it is made
+    of. In backward the engine calls that op.
+    """
+    return is_autocast_outside(device_type) and (device_type == "cpu" or graph_task_id() != -1)
+
+
 def execute(func: Any, facts: Guarded, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op for real, from inside a dispatch mode: by the C function below `OpOverload.__call__`."""
-    if facts.casts_inside and is_autocast_outside(args[0].device.type):
+    if facts.casts_inside and _is_autocast_inside(args[0].device.type):
         with autocast_inside(args[0].device.type):
             return func._op(*args, **(kwargs or {}))
     if facts.conjugates_inside:

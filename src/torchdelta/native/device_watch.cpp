@@ -95,7 +95,9 @@ PyObject* set_live(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OL", &index, &live)) return nullptr;
   Watched* device = watched(index);
   if (device == nullptr) return nullptr;
-  device->live.store(live);
+  // What large blocks took beyond what was asked for since the last call may have been in use at the peak as well.
+  const int64_t missed = live - device->live.exchange(live);
+  if (missed > 0) device->peak.fetch_add(missed);
   note(*device, live);
   Py_RETURN_NONE;
 }

@@ -36,6 +36,8 @@ module.set_live(3, 500)
 for _ in range(3):
     pass
 assert passed == [1] and module.take_peak(3) == 3000 and module.take_peak(3) == 500
+module.set_live(3, 600)
+assert module.take_peak(3) == 600 and module.live_bytes(3) == 600
 module.set_limit(3, 100, lambda: passed.append(2))
 for _ in range(3):
     pass

@@ -46,6 +46,9 @@ __all__ = ["Accelerator"]
 # A copy from host memory is not replayed: the program may have overwritten its staging buffer, through numpy or on
 # another thread. Nor is a copy to the host: it could be read before it arrives, since nothing waits for the replay.
 _COPIES: Final = frozenset({"_to_copy", "copy_", "copy"})
+# With `torch.backends.cudnn.benchmark`, cuDNN times its algorithms and takes the fastest, for each thread on its own. A
+# replay runs on a thread of autograd's, may take another one, and then gives other bits.
+_TUNED: Final = frozenset({"convolution", "convolution_overrideable", "_convolution"})
 # The most that CUDA's caching allocator may add: a small block is rounded up to 512 bytes (for a few outputs), and a
 # large one takes the rest of its block if that is small.
 _ROUNDING_BYTES: Final = 4 * 512
@@ -92,6 +95,8 @@ class Accelerator(Device):
         if not facts.is_recomputable or self._streams.is_on_other_stream:
             return False
         if facts.base_name in _COPIES and _changes_device(args, kwargs):
+            return False
+        if facts.base_name in _TUNED and torch.backends.cudnn.benchmark:
             return False
         return not facts.order_varies or is_fixed_here(facts.base_name, args, kwargs)
 

@@ -110,6 +110,9 @@ class DeviceCounter:
 
     def take_peak_bytes(self) -> int:
         """Return the peak since the last call; 0 without a watch: the caller keeps the peak of the readings."""
+        if self._watch is None:
+            return 0
+        self.live_bytes()
         return self._watch.take_peak_bytes() if self._watch is not None else 0
 
     def set_limit(self, limit_bytes: int, most_bytes: int, on_limit: Callable[[], object], /) -> None:
