@@ -31,7 +31,7 @@ class ReadWatch:
 
     def __init__(self, device: torch.device) -> None:
         del device
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.marked_bytes = 0
         self.limit_bytes: int | None = None
         self.on_limit: Callable[[], object] = lambda: None
 
@@ -46,6 +46,18 @@ class ReadWatch:
         """Return the highest reading since the last call."""
         peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak_bytes
+
+    def mark(self) -> None:
+        """Remember the reading."""
+        statistics = allocator_statistics(torch.device(DEVICE, 0))
+        assert statistics is not None
+        self.marked_bytes = int(statistics["allocated"])
+
+    def growth_bytes(self) -> int:
+        """Return what was allocated since then."""
+        statistics = allocator_statistics(torch.device(DEVICE, 0))
+        assert statistics is not None
+        return int(statistics["allocated"]) - self.marked_bytes
 
     def set_limit(self, limit_bytes: int, on_limit: Callable[[], object]) -> None:
         """Have a limit."""

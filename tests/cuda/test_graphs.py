@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
 ]
 DECISIONS = ("recompute", "swap")
 

@@ -198,7 +198,7 @@ def least_budget_from(step: Step, budget_bytes: int, config: Config) -> int:
 
     What a model needs at least differs between devices: by the ops of their optimizers and the workspaces of libraries.
     """
-    for _ in range(4):
+    for _ in range(10):  # what an op takes inside itself is known once it has run
         found = run(step, lambda budget_bytes=budget_bytes: MemoryBudget(budget_bytes, config))
         if found.raised is not BudgetError:
             return budget_bytes

@@ -129,6 +129,8 @@ def test_same_bits_under_pressure(name: str, policy: str, plain: dict[str, Any])
     budget_bytes, config = int(SHARES[name] * peak_bytes), Config(policy=policy, tier="memory")
     if DEVICE == "cuda":
         budget_bytes = least_budget_from(step, budget_bytes, config)
+        if budget_bytes >= peak_bytes:
+            pytest.skip("the kernels here need so much for themselves that nothing can be saved")
 
     def pressed() -> MemoryBudget:
         budgets.append(MemoryBudget(budget_bytes, config))

@@ -5,15 +5,19 @@ A torch release that changes one fails here, by name.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import random
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from torchdelta._torch import device as torch_device
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Callable
 
 
 def test_numeric_environment_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +51,65 @@ def test_names_that_only_an_accelerator_can_run() -> None:
     assert torch_device.default_generator_of(torch.device("cpu")) is torch.default_generator
     assert callable(torch.accelerator.current_stream)
     assert callable(torch.accelerator.set_stream)
+
+
+def _settings() -> list[Callable[[], object]]:
+    """Return the ways to set the precision of float32, old and new."""
+    backends = torch.backends
+    places = [backends, backends.mkldnn, backends.cudnn, backends.mkldnn.matmul, backends.mkldnn.conv]
+    places += [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    found: list[Callable[[], object]] = [
+        functools.partial(setattr, place, "fp32_precision", value) for place in places for value in ("ieee", "tf32")
+    ]
+    found += [functools.partial(torch.set_float32_matmul_precision, name) for name in ("highest", "high", "medium")]
+    switches = (backends.cuda.matmul, backends.cudnn)
+    return found + [functools.partial(setattr, place, "allow_tf32", on) for place in switches for on in (True, False)]
+
+
+def _seen() -> list[object]:
+    """Return what a program can read of them."""
+
+    def answer(read: Callable[[], object]) -> object:
+        try:
+            return read()
+        except RuntimeError:
+            return "old and new settings are mixed"
+
+    backends = torch.backends
+    places = (backends, *(getattr(backends, name) for name in ("mkldnn", "cudnn")), backends.cuda.matmul)
+    places += (backends.mkldnn.matmul, backends.mkldnn.conv, backends.cudnn.conv, backends.cudnn.rnn)
+    return [
+        *(place.fp32_precision for place in places),
+        answer(torch.get_float32_matmul_precision),
+        answer(lambda: backends.cuda.matmul.allow_tf32),
+        answer(lambda: backends.cudnn.allow_tf32),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about old settings
+def test_precisions_of_float32_are_put_back() -> None:
+    """Whatever a program has set, and by whichever switch: a replay's settings leave nothing behind."""
+    settings, start = _settings(), torch_device.numeric_environment()
+    num_consistent = 0
+    try:
+        for seed in range(2000):
+            draw = random.Random(seed)
+
+            def change(draw: random.Random = draw) -> None:
+                with contextlib.suppress(RuntimeError):  # torch refuses some of them once they are mixed
+                    draw.choice(settings)()
+
+            for _ in range(draw.randrange(3)):
+                change()
+            wanted, seen = torch_device.numeric_environment(), _seen()
+            for _ in range(draw.randrange(1, 3)):
+                change()
+            torch_device.set_numeric_environment(wanted)
+            assert torch_device.numeric_environment()[6] == wanted[6]  # what kernels read
+            if "old and new settings are mixed" not in seen:
+                num_consistent += 1
+                assert torch_device.numeric_environment() == wanted
+                assert _seen() == seen
+    finally:
+        torch_device.set_numeric_environment(start)
+    assert num_consistent > 100

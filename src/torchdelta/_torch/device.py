@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+reads_cuda_settings = torch.version.cuda is not None or torch.version.hip is not None
+
 # Read for every recorded op, so each is one C call.
 _default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 _num_threads: Callable[[], int] = torch.get_num_threads
@@ -36,6 +38,13 @@ _CUDA_SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tupl
     )
     if hasattr(torch._C, f"_get_{name}")
 )
+# The same of each backend on its own. What sets them all (`torch.set_float32_matmul_precision`) and what sets CUDA's
+# alone (`torch.backends.cuda.matmul.allow_tf32`) may differ in the others, and then the common value is not enough.
+_FP32_PRECISIONS: tuple[tuple[str, str], ...] = (
+    ("generic", "all"),
+    *((backend, op) for backend in ("mkldnn", "cuda") for op in ("all", "matmul", "conv", "rnn")),
+)
+_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 
 
@@ -51,13 +60,10 @@ def has_half_convolutions(dtype: torch.dtype) -> bool:
         return True
 
 
-reads_cuda_settings = torch.version.cuda is not None or torch.version.hip is not None
-
-
-def _cudnn_tf32() -> bool | None:
-    """Return whether cuDNN may use TF32; None where old and new settings are mixed, which torch refuses."""
+def _allows_tf32(library: str) -> bool | None:
+    """Return whether "cublas" or "cudnn" may use TF32; None where old and new settings are mixed: torch refuses."""
     try:
-        return torch._C._get_cudnn_allow_tf32()
+        return getattr(torch._C, f"_get_{library}_allow_tf32")()
     except RuntimeError:
         return None
 
@@ -65,29 +71,40 @@ def _cudnn_tf32() -> bool | None:
 def numeric_environment() -> tuple[Any, ...]:
     """Return the global settings that kernels read besides their arguments: a replay runs under the recorded ones."""
     try:
-        precision = _matmul_precision()
+        precision: Any = _matmul_precision()
     except RuntimeError:  # old and new settings are mixed, which torch refuses
-        precision = None
-    common = (_default_dtype(), is_mkldnn_enabled(), _is_deterministic(), precision, _num_threads())
+        precision = _allows_tf32("cublas")
+    precisions = tuple(_fp32_precision(backend, op) for backend, op in _FP32_PRECISIONS)
+    common = (
+        *(_default_dtype(), is_mkldnn_enabled(), _is_deterministic(), _num_threads()),
+        *(precision, _allows_tf32("cudnn"), precisions),
+    )
     if not reads_cuda_settings:
         return common
-    return (*common, _cudnn_tf32(), *(read() for read, _ in _CUDA_SETTINGS))
+    return (*common, *(read() for read, _ in _CUDA_SETTINGS))
 
 
 def set_numeric_environment(environment: tuple[Any, ...]) -> None:
     """Set what `numeric_environment` returned; the number of threads only where it differs (it is slow to set)."""
-    dtype, mkldnn, deterministic, precision, num_threads = environment[:5]
+    dtype, mkldnn, deterministic, num_threads, precision, cudnn_tf32, precisions, *others = environment
     torch.set_default_dtype(dtype)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch._C._set_deterministic_algorithms(deterministic, warn_only=torch._C._get_deterministic_algorithms_warn_only())
-    if precision is not None:
-        torch._C._set_float32_matmul_precision(precision)
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
-    if len(environment) > 5:
-        if environment[5] is not None:
-            torch._C._set_cudnn_allow_tf32(environment[5])
-        for (_, write), value in zip(_CUDA_SETTINGS, environment[6:], strict=True):
+    if isinstance(precision, str):
+        torch._C._set_float32_matmul_precision(precision)
+    elif precision is not None:
+        torch._C._set_cublas_allow_tf32(precision)
+    if cudnn_tf32 is not None:
+        torch._C._set_cudnn_allow_tf32(cudnn_tf32)
+    for (backend, op), value in zip(
+        _FP32_PRECISIONS, precisions, strict=True
+    ):  # after the old settings, which set some
+        if _fp32_precision(backend, op) != value:
+            torch._C._set_fp32_precision_setter(backend, op, value)
+    if others:
+        for (_, write), value in zip(_CUDA_SETTINGS, others, strict=True):
             write(*(value if isinstance(value, tuple) else (value,)))  # some are pairs: two switches set at once
 
 

@@ -2,7 +2,8 @@
 //
 // Torch calls a tracker for every allocation and every free of its allocator, with the size that was asked for. Here
 // this size is rounded up to 512 bytes, as torch does. What a block holds beyond that (a large one is not split if
-// little would remain) is missing from the sum. So the sum is set to the allocator's own figure from time to time.
+// little would remain) is missing from the sum. So the sum is set to the allocator's own figure from time to time, and
+// what was missing then is added to the peak since the time before.
 //
 // A tracker runs under the allocator's lock, and must not wait for Python's. So passing the limit calls back later, on
 // the main thread, between two instructions of Python.
@@ -10,6 +11,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -21,9 +23,12 @@ constexpr int64_t kRoundingBytes = 512;
 
 struct Watched {
   std::atomic<int64_t> live{0};  // bytes in use
-  std::atomic<int64_t> peak{0};  // of these, since it was last taken
+  std::atomic<int64_t> high{0};  // the most of these since they were last set
+  std::atomic<int64_t> marked_high{0};  // the same since the last mark
   std::atomic<int64_t> limit{INT64_MAX};
-  PyObject* on_limit{nullptr};  // under Python's lock
+  int64_t peak{0};    // before they were last set, since it was last taken; under Python's lock, as what follows
+  int64_t marked{0};  // bytes in use at the last mark
+  PyObject* on_limit{nullptr};
 };
 
 // Never destroyed: memory is freed after static objects are destroyed.
@@ -46,10 +51,15 @@ void pass_limit(Watched& device, int64_t limit) {
   if (Py_AddPendingCall(&call_on_limit, &device) != 0) device.limit.store(limit);
 }
 
-void note(Watched& device, int64_t live) {
-  int64_t peak = device.peak.load();
-  while (live > peak && !device.peak.compare_exchange_weak(peak, live)) {
+void raise(std::atomic<int64_t>& high, int64_t live) {
+  int64_t before = high.load();
+  while (live > before && !high.compare_exchange_weak(before, live)) {
   }
+}
+
+void note(Watched& device, int64_t live) {
+  raise(device.high, live);
+  raise(device.marked_high, live);
   const int64_t limit = device.limit.load();
   if (live > limit) pass_limit(device, limit);
 }
@@ -95,9 +105,8 @@ PyObject* set_live(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OL", &index, &live)) return nullptr;
   Watched* device = watched(index);
   if (device == nullptr) return nullptr;
-  // What large blocks took beyond what was asked for since the last call may have been in use at the peak as well.
   const int64_t missed = live - device->live.exchange(live);
-  if (missed > 0) device->peak.fetch_add(missed);
+  device->peak = std::max(device->peak, device->high.exchange(live) + std::max<int64_t>(missed, 0));
   note(*device, live);
   Py_RETURN_NONE;
 }
@@ -109,7 +118,24 @@ PyObject* live_bytes(PyObject*, PyObject* index) {
 
 PyObject* take_peak(PyObject*, PyObject* index) {
   Watched* device = watched(index);
-  return device != nullptr ? PyLong_FromLongLong(device->peak.exchange(device->live.load())) : nullptr;
+  if (device == nullptr) return nullptr;
+  const int64_t live = device->live.load();
+  const int64_t peak = std::max(device->peak, device->high.exchange(live));
+  device->peak = live;
+  return PyLong_FromLongLong(peak);
+}
+
+PyObject* mark(PyObject*, PyObject* index) {
+  Watched* device = watched(index);
+  if (device == nullptr) return nullptr;
+  device->marked = device->live.load();
+  device->marked_high.store(device->marked);
+  Py_RETURN_NONE;
+}
+
+PyObject* growth_bytes(PyObject*, PyObject* index) {
+  Watched* device = watched(index);
+  return device != nullptr ? PyLong_FromLongLong(device->marked_high.load() - device->marked) : nullptr;
 }
 
 PyObject* set_limit(PyObject*, PyObject* arguments) {
@@ -137,6 +163,8 @@ PyMethodDef module_methods[] = {
     {"set_live", set_live, METH_VARARGS, "Set the bytes in use (device index, bytes) to what the allocator says."},
     {"live_bytes", live_bytes, METH_O, "Return the bytes in use on a device."},
     {"take_peak", take_peak, METH_O, "Return their peak since the last call."},
+    {"mark", mark, METH_O, "Start to measure growth."},
+    {"growth_bytes", growth_bytes, METH_O, "Return the largest growth since the mark."},
     {"set_limit", set_limit, METH_VARARGS,
      "Call a function (device index, limit, function) once when the bytes in use pass a limit, or have passed it: on the "
      "main thread, soon after."},

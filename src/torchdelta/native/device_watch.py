@@ -37,7 +37,12 @@ for _ in range(3):
     pass
 assert passed == [1] and module.take_peak(3) == 3000 and module.take_peak(3) == 500
 module.set_live(3, 600)
+module.mark(3)
 assert module.take_peak(3) == 600 and module.live_bytes(3) == 600
+module.set_live(3, 900)
+module.set_live(3, 700)
+module.set_live(3, 800)
+assert module.growth_bytes(3) == 300 and module.take_peak(3) == 900 and module.take_peak(3) == 800
 module.set_limit(3, 100, lambda: passed.append(2))
 for _ in range(3):
     pass
@@ -84,6 +89,14 @@ class DeviceWatch:
     def take_peak_bytes(self) -> int:
         """Return the peak of the bytes in use since the last call; 0 before they were first set."""
         return int(self._module.take_peak(self._index)) if self.is_on else 0
+
+    def mark(self) -> None:
+        """Start to measure growth."""
+        self._module.mark(self._index)
+
+    def growth_bytes(self) -> int:
+        """Return the largest growth since the mark."""
+        return int(self._module.growth_bytes(self._index))
 
     def set_limit(self, limit_bytes: int, on_limit: Callable[[], object]) -> None:
         """Call a function once when the bytes in use pass a limit: on the main thread, between two instructions."""

@@ -247,14 +247,18 @@ class NativeTape final : public Tape, private ChainOwner {
   };
 
   // The settings that kernels read besides their arguments: see `numeric_environment` in _torch/device.py.
-  static std::array<int64_t, 5> environment() {
+  static std::array<int64_t, 8> environment() {
     const at::Context& context = at::globalContext();
     int64_t precision = -1;
     try {
       precision = static_cast<int64_t>(context.float32MatmulPrecision());
     } catch (const c10::Error&) {  // old and new settings are mixed, which torch refuses
     }
-    return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()),
+    const auto precision_of = [&context](at::Float32Op op) {
+      return static_cast<int64_t>(context.float32Precision(at::Float32Backend::MKLDNN, op));
+    };
+    return {precision_of(at::Float32Op::MATMUL), precision_of(at::Float32Op::CONV), precision_of(at::Float32Op::RNN),
+            static_cast<int64_t>(c10::get_default_dtype_as_scalartype()),
             static_cast<int64_t>(context.userEnabledMkldnn()), static_cast<int64_t>(context.deterministicAlgorithms()),
             precision, static_cast<int64_t>(at::get_num_threads())};
   }
@@ -476,7 +480,7 @@ class NativeTape final : public Tape, private ChainOwner {
   bool is_on_ = false;
   int64_t epoch_ = 0;
   int64_t next_id_ = 0;
-  std::array<int64_t, 5> environment_{};
+  std::array<int64_t, 8> environment_{};
   std::unordered_map<const c10::StorageImpl*, Slot> slots_;
   std::vector<ContentPtr> pinned_;  // made by ops, while their storages live
   std::unordered_map<int64_t, WeakContent> saved_;

@@ -113,12 +113,13 @@ class Accelerator(Device):
 
     def measure(self, need: Need, size_bytes: int, usage: Usage) -> int:
         """Learn an op's workspace from its first few runs; see [Note: active bytes] in counter.py."""
-        del size_bytes  # bytes that the op frees are not outputs
         counter = usage.counter
         if self._is_measuring and usage.is_counting and isinstance(counter, DeviceCounter) and need.timing is not None:
-            freed_bytes = counter.freed_bytes()
+            # What was freed is no output.
+            grown_bytes = counter.growth_bytes() - size_bytes if counter.sees_peaks else counter.freed_bytes()
+            taken_bytes = max(0, grown_bytes)
             is_first = need.timing.num_samples <= 2  # the first run may have tuned algorithms: discard it
-            need.workspace_bytes = freed_bytes if is_first else max(need.workspace_bytes, freed_bytes)
+            need.workspace_bytes = taken_bytes if is_first else max(need.workspace_bytes, taken_bytes)
             usage.ask_counter(fresh=True)
         if need.workspace_bytes:
             usage.note_workspace(need.workspace_bytes)

@@ -11,13 +11,13 @@ Reading the statistics costs tens of microseconds. They are read when something 
 measured (its first few runs), and when a backward or a step begins. Between these they are read once in some requests;
 see [Note: reading seldom] in reserve.py.
 
-The workspace of an op is what it allocates and frees while it runs: the difference of the total freed bytes. This does
-not reset the peak, which is one for the process and has other readers, and it leaves out what the op keeps (cuBLAS's
-workspace). It is an upper bound if an op frees one temporary before it allocates the next. The first run may tune
-algorithms and take much more, so the last measurement counts, not the largest.
+The workspace of an op is what it allocates and frees while it runs. The first run may tune algorithms, or make a
+workspace that a library keeps, and take much more, so the last measurement counts, not the largest.
 
-On CUDA the allocator calls back for every allocation (native/device_watch.py), if that can be built. So the peak of a
-step is measured, and a step that is known to fit need not be recorded: its limit is watched.
+On CUDA the allocator calls back for every allocation (native/device_watch.py), if that can be built. So the workspace
+of an op and the peak of a step are measured, and a step that is known to fit need not be recorded: its limit is
+watched. Otherwise the workspace is the difference of the total freed bytes. This does not reset the peak, which is one
+for the process and has other readers. It is an upper bound if an op frees one temporary before it allocates the next.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ class DeviceCounter:
 
     def mark(self) -> int:
         """Start to measure. Return the active bytes."""
+        if self._watch is not None:
+            current_bytes = self.live_bytes()
+            if self._watch is not None:
+                self._watch.mark()
+            return current_bytes
         statistics = allocator_statistics(self.device)
         if statistics is None:
             return 0
@@ -99,12 +104,14 @@ class DeviceCounter:
         return int(statistics["current"])
 
     def growth_bytes(self) -> int:
-        """Return the bytes that were allocated since the mark: an upper bound of the growth."""
+        """Return the largest growth since the mark; without a watch an upper bound: what was allocated since."""
+        if self._watch is not None:
+            return self._watch.growth_bytes()
         statistics = allocator_statistics(self.device)
         return int(statistics["allocated"]) - self._allocated_bytes if statistics is not None else 0
 
     def freed_bytes(self) -> int:
-        """Return the bytes that were freed since the mark."""
+        """Return the bytes that were freed since the mark, without a watch."""
         statistics = allocator_statistics(self.device)
         return int(statistics["freed"]) - self._freed_bytes if statistics is not None else 0
 
