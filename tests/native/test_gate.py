@@ -121,6 +121,33 @@ def test_a_difference_is_asked_about_before_the_op_runs(watched: Watched, name: 
     assert position <= len(hashes)
 
 
+def test_a_write_is_not_recorded_for_the_sake_of_a_dead_storage(watched: Watched) -> None:
+    """Whose address a new storage would have: the allocator gives it the place that became free last."""
+
+    def step() -> None:
+        for _ in range(64):
+            torch.ones(8).mul_(2)
+
+    known = [torch.ones(8) for _ in range(64)]
+    hashes = watched.learn(step)
+    for tensor in known:
+        watched.gate.know(tensor)
+    del known, tensor
+    assert watched.follow(hashes, step)
+    assert watched.mode.names == []
+
+
+def test_known_storages_stay_known_among_thousands_of_dead_ones(watched: Watched) -> None:
+    """The dead ones are forgotten from time to time."""
+    kept = torch.ones(8)
+    watched.gate.know(kept)
+    for _ in range(5000):
+        watched.gate.know(torch.ones(8))
+    hashes = watched.learn(lambda: kept.mul_(2))
+    assert watched.follow(hashes, lambda: kept.mul_(2))
+    assert watched.mode.names == ["mul_.Tensor"]
+
+
 def test_numbers_that_are_no_integers_may_differ(watched: Watched) -> None:
     """Such as a learning rate: they change no shape."""
     x = torch.randn(4)

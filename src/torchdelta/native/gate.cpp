@@ -8,8 +8,7 @@
 //
 // Two steps with the same sequence may still write different tensors (`slots[step % 2].copy_(x)`). So an op is also
 // recorded if it writes a storage that the recorder knows: a replay might read it, or an op might be known to have made
-// its content. The gate notes the storages of what recorded ops read and return; `forget` clears that. The address of a
-// storage that died may be another's later: then an op is recorded in vain.
+// its content. The gate notes the storages of what recorded ops read and return; `forget` clears that.
 #include <Python.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,10 +21,10 @@
 
 #include <atomic>
 #include <memory>
-#include <unordered_set>
 #include <vector>
 
 #include "above_autograd.h"
+#include "known_storages.h"
 #include "lists.h"
 #include "op_hash.h"
 #include "tape.h"
@@ -35,6 +34,7 @@ namespace {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::impl::TorchDispatchModeTLS;
+using known_storages::KnownStorages;
 using op_hash::hash_of;
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
@@ -75,7 +75,7 @@ struct Gate {
   Sequence* sequence;
   std::vector<uint64_t>* learned;
   int64_t most_bytes;  // the budget
-  std::unordered_set<const void*>* known;  // the storages of what the recorder has seen
+  KnownStorages* known;
   PyObject* tape_owner;
   tape::Tape* tape;  // null: there is none in this step
 };
@@ -129,7 +129,7 @@ void for_each_storage(const c10::IValue& value, const Function& function) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (!tensor.defined() || !tensor.has_storage()) return;
-    function(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    function(tensor.unsafeGetTensorImpl()->unsafe_storage());
   } else if (value.isList()) {
     for (const c10::IValue& item : value.toListRef()) for_each_storage(item, function);
   }
@@ -137,7 +137,7 @@ void for_each_storage(const c10::IValue& value, const Function& function) {
 
 void know(Gate* gate, const torch::jit::Stack& stack, size_t begin) {
   for (size_t index = begin; index < stack.size(); ++index) {
-    for_each_storage(stack[index], [gate](const void* storage) { gate->known->insert(storage); });
+    for_each_storage(stack[index], [gate](const c10::Storage& storage) { gate->known->add(storage); });
   }
 }
 
@@ -151,7 +151,7 @@ bool writes_arguments(Op& expected, const c10::OperatorHandle& op) {
 bool writes_known(const Gate* gate, const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   if (gate->known->empty()) return false;
   bool found = false;
-  const auto look = [gate, &found](const void* storage) { found = found || gate->known->count(storage) != 0; };
+  const auto look = [gate, &found](const c10::Storage& storage) { found = found || gate->known->contains(storage); };
   tape::for_each_written(op, stack, [&look](const c10::IValue& value) { for_each_storage(value, look); });
   return found;
 }
@@ -316,7 +316,7 @@ PyObject* gate_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   gate->live = count;
   gate->shared_mode = new std::shared_ptr<Mode>(std::make_shared<Mode>(Py_NewRef(mode), getPyInterpreter()));
   gate->learned = new std::vector<uint64_t>;
-  gate->known = new std::unordered_set<const void*>;
+  gate->known = new KnownStorages;
   return self;
 }
 
@@ -408,7 +408,7 @@ PyObject* gate_close(PyObject* self, PyObject*) {
 PyObject* gate_know(PyObject* self, PyObject* argument) {
   if (THPVariable_Check(argument)) {
     for_each_storage(c10::IValue(THPVariable_Unpack(argument)),
-                     [self](const void* storage) { gate_of(self)->known->insert(storage); });
+                     [self](const c10::Storage& storage) { gate_of(self)->known->add(storage); });
   }
   Py_RETURN_NONE;
 }

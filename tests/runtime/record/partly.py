@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
@@ -62,14 +63,14 @@ def drop_all() -> None:
                 room.evict(buffer, Action.RECOMPUTE)
 
 
-def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
+def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int, *, least_bytes: int = 1) -> Plan:
     """Return a program that drops most saved buffers that are not large, but none of the first ones.
 
     The first one stays in Python, with all that replays connect with it: what is kept behind it parts these.
     """
     plan = drawn_plan(trace, 2)
     sizes_bytes = {buffer.id: buffer.size_bytes for buffer in trace.buffers}
-    small = [absence for absence in plan.absences if sizes_bytes[absence.buffer_id] < _LARGE_BYTES]
+    small = [a for a in plan.absences if least_bytes <= sizes_bytes[a.buffer_id] < _LARGE_BYTES]
     small = sorted(small, key=lambda absence: absence.last_use_op)[_NUM_KEPT:]
     return msgspec.structs.replace(
         plan, absences=tuple(msgspec.structs.replace(absence, action="recompute") for absence in small)
@@ -77,10 +78,10 @@ def _recompute_all_small(trace: Trace, _machine: Machine, _budget_bytes: int) ->
 
 
 @contextlib.contextmanager
-def following(budget: int) -> Generator[MemoryBudget]:
-    """Return a scope whose steps follow a program that drops most small buffers."""
+def following(budget: int, *, least_bytes: int = 1) -> Generator[MemoryBudget]:
+    """Return a scope whose steps follow a program that drops most small buffers of at least so many bytes."""
     with (
-        planned_here(_recompute_all_small, least_bytes=1),
+        planned_here(functools.partial(_recompute_all_small, least_bytes=least_bytes), least_bytes=1),
         mock.patch("torchdelta.runtime.follow.programs._MAX_RETRACES", 0),  # steps take longer on a busy machine
         MemoryBudget(budget, Config(planner="torchdelta", tier="memory")) as memory_budget,
     ):

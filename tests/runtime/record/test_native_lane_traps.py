@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.record.partly import CHANGES_AT, NUM_LAYERS, ROWS, WIDTH
-from tests.runtime.record.taped import Loop, one_thread_and_the_tape, same_bits  # noqa: F401 - a fixture
+from tests.runtime.record.partly import CHANGES_AT, MARGIN, NUM_LAYERS, ROWS, WIDTH, following, num_native_steps
+from tests.runtime.record.taped import NUM_STEPS, Loop, one_thread_and_the_tape, same_bits  # noqa: F401 - a fixture
 from tests.same_bits.judge import bits_of
+from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
+from torchdelta.native.weak_storage import WeakStorage, weak_storage_type
 
 pytestmark = [
     pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
@@ -79,6 +81,45 @@ def test_a_batch_norm_that_is_not_replayed_writes_its_statistics() -> None:
         loop.update(loss)
 
     assert same_bits(body)[-1] > 2
+
+
+def test_a_batch_norm_beside_the_tape_is_not_recorded() -> None:
+    """It writes statistics that it has saved.
+
+    If Python recorded that, and the write in place behind it, it would hold what that write reads beside it, although
+    the tape drops it.
+    """
+    weak_storage = weak_storage_type()
+    assert weak_storage is not None
+
+    def train(num_steps: int) -> Any:
+        loop = Loop()
+        norms = [nn.BatchNorm1d(WIDTH) for _ in range(NUM_LAYERS)]
+        num_held: list[int] = []
+        for _ in range(num_steps):
+            read: list[WeakStorage] = []
+
+            def between(layer: int, x: torch.Tensor, read: list[WeakStorage] = read) -> torch.Tensor:
+                dropped = torch.sigmoid(x * 2)
+                large = norms[layer](torch.cat([x, -x]))  # no program here lets it leave: it is not replayed
+                if loop.is_on_tape() and layer > 1:  # the program lets no earlier ones leave
+                    read.append(weak_storage(dropped.untyped_storage()._cdata))  # noqa: SLF001 - its address
+                return x + nn.functional.relu_(large.view(2, ROWS, WIDTH).add_(dropped)).mean(0)
+
+            loss = loop.forward(between)
+            num_held += [storage.num_holders() for storage in read]
+            loss.backward()
+            loop.update(loss)
+        return [*loop.seen, bits_of([norm.state_dict() for norm in norms])], num_held
+
+    plain, _ = train(NUM_STEPS)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        train(2)
+    with following(int(unlimited.summary().peak_bytes * MARGIN), least_bytes=4 * ROWS * WIDTH):
+        seen, num_held = train(NUM_STEPS)
+        assert num_native_steps() > 2
+    assert set(num_held) == {0}
+    assert seen == plain
 
 
 def test_a_write_for_which_there_is_no_room() -> None:

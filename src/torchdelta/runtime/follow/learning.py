@@ -41,7 +41,7 @@ class Learning:
         self._environment: tuple[Any, ...] | None = None  # of the first op
         self._makers: dict[int, int] = {}  # by buffer that was overwritten: the op that made it
         self._writes: dict[int, list[int]] = {}  # by op: the buffers whose content it ended
-        self._written_saved: set[int] = set()  # ops that have written a storage of which a tensor was saved
+        self._written_saved: set[int] = set()  # saved buffers whose storages were written
         self._numbers: dict[int, int] = {}  # by saved tensor: its number among those that may leave
         self._saved = {0: first.id}  # by that number: the id of its buffer
         self._in_python: set[int] = set()  # buffers that were overwritten, or are made again by ops from before
@@ -70,7 +70,7 @@ class Learning:
             if buffer.op is not None:
                 self._makers[buffer.id] = buffer.op.position
             if buffer.num_saved:
-                self._written_saved.add(position)
+                self._written_saved.add(buffer.id)
 
     def _on_tape(self, entry: OpEntry) -> Recorded:
         """Return how the tape can record an op. See [Note: which part goes to the tape] in lane.py."""
@@ -117,7 +117,7 @@ class Learning:
         lane = make_lane(schedule, self._saved, self._ops, self._replayed, self._in_python)
         on_tape = lane.saves if lane is not None else {}
         others = [self._ops[position] for position in self._replayed if lane is None or position not in lane.ops]
-        in_python = {buffer for op in others for buffer in (*op.reads, *op.makes)}
+        in_python = {buffer for op in others for buffer in (*op.reads, *op.makes)} | self._written_in_python(on_tape)
         return Outline(
             ops=new_sequence(
                 self._hashes,
@@ -135,15 +135,26 @@ class Learning:
         )
 
     def _how_recorded(self, position: int, recorded: set[int], lane: Lane | None, in_python: set[int]) -> Recorded:
-        """Return how to record an op; `in_python` are the buffers that Python replays, or from which it replays."""
+        """Return how to record an op; `in_python` are the buffers whose writes Python has to see beside the tape."""
         if position not in recorded:
             return Recorded(0)
         if lane is not None and position in lane.ops:
             return Recorded.IN_PYTHON | self._ops[position].on_tape
-        is_replayed = position in self._replayed or position in self._written_saved
+        is_replayed = position in self._replayed
         if lane is not None and not is_replayed and not in_python.intersection(self._writes[position]):
             return Recorded.IN_PYTHON | Recorded.UNSEEN
         return Recorded.IN_PYTHON
+
+    def _written_in_python(self, on_tape: dict[int, OnTape]) -> set[int]:
+        """Return the saved buffers that were written and that Python packs, too, in a step on the tape.
+
+        The others have only handles in C++, which need not know of a write. A batch norm writes the statistics that it
+        saves. If Python recorded it, the gate would give Python also the ops in place on its output. What these read
+        beside it would stay in memory, even where the tape drops it: Python does not know how the tape makes it.
+        """
+        planned = self.program.schedule.planned_saves
+        packed = {self._saved[number] for number in self._saved if number == 0 or number in planned - on_tape.keys()}
+        return self._written_saved - (set(self._saved.values()) - packed)
 
     def _recorded(self) -> set[int]:
         """Return the ops to record: those that are replayed, and those that write what these or a saved tensor read."""
@@ -151,7 +162,7 @@ class Learning:
         read = {buffer_id for position in recorded for buffer_id in self._reads(position)}
         for position, overwritten in sorted(self._writes.items()):
             is_read = any(buffer_id in read or self._makers.get(buffer_id) in recorded for buffer_id in overwritten)
-            if is_read or position in self._written_saved:
+            if is_read or self._written_saved.intersection(overwritten):
                 recorded.add(position)
                 read.update(self._reads(position))
         return recorded
