@@ -147,7 +147,8 @@ def test_an_ops_own_workspace_is_learned() -> None:
             (x,),
             None,
         )
-        assert 4 << 20 <= need.workspace_bytes < 5 << 20
+        # Where peaks are seen: the output takes the place of some of it.
+        assert (4 << 20) - x.nbytes <= need.workspace_bytes < 5 << 20
         # The measured peak holds it as well.
         assert session.ledger.usage.peak_bytes >= session.ledger.usage.live_bytes + (4 << 20)
 

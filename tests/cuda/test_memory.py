@@ -132,4 +132,5 @@ def test_a_pinned_batch_that_comes_without_blocking() -> None:
 
 def test_the_state_of_a_generator_is_small() -> None:
     """A replayed random op keeps a seed and an offset, and not the host generator's five thousand bytes."""
+    torch.cuda.init()
     assert torch.cuda.default_generators[0].get_state().numel() == 16
