@@ -23,7 +23,7 @@ from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
 NUM_STEPS = 5
@@ -196,13 +196,11 @@ class Case:
                 with self._scope(subject, peer, budgets_bytes[peer]):
                     _settle(subject, peer)
                     self.check_overlap(subject, peer)
-        rows = []
-        for peer in peers:
-            times = median_interval([found[peer]["step_s"] / found[PLAIN]["step_s"] for found in rounds])
-            host = median_interval([found[peer]["host_s"] / found[PLAIN]["host_s"] for found in rounds])
-            peaks = statistics.median(found[peer]["peak_bytes"] / found[PLAIN]["peak_bytes"] for found in rounds)
-            rows.append([subject.name, peer, str(times), f"{peaks:.3f}", str(host)])
-        return rows
+        self.data["over_plain"] = over_plain(rounds, peers)
+        return [
+            [subject.name, peer, str(found["step_time"]), f"{found['peak']:.3f}", str(found["processor_time"])]
+            for peer, found in _intervals(rounds, peers).items()
+        ]
 
     def _check_followed(self, peer: str, budget_bytes: int, blocks: list[dict[str, float]]) -> None:
         """Hold the followed steps against the budget, and record how many of the timed steps were followed."""
@@ -251,6 +249,33 @@ class Case:
             block |= {"num_followed_steps": follow.num_followed_steps, "num_unplanned": follow.num_unplanned}
             block |= {"predicted_time_s": follow.predicted_time_s, "predicted_peak_bytes": follow.predicted_peak_bytes}
         return block
+
+
+def _intervals(rounds: list[dict[str, dict[str, Any]]], peers: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {
+        peer: {
+            "step_time": median_interval([found[peer]["step_s"] / found[PLAIN]["step_s"] for found in rounds]),
+            "processor_time": median_interval([found[peer]["host_s"] / found[PLAIN]["host_s"] for found in rounds]),
+            "peak": statistics.median(found[peer]["peak_bytes"] / found[PLAIN]["peak_bytes"] for found in rounds),
+        }
+        for peer in peers
+    }
+
+
+def over_plain(rounds: list[dict[str, dict[str, Any]]], peers: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return the medians of each way's step time, processor time and peak, as multiples of plain's."""
+    found = {
+        peer: {
+            "step_time": ratios["step_time"].median,
+            "processor_time": ratios["processor_time"].median,
+            "peak": ratios["peak"],
+        }
+        for peer, ratios in _intervals(rounds, peers).items()
+    }
+    if CHECKPOINT in found and AT_CHECKPOINT in found:
+        ratio = [blocks[AT_CHECKPOINT]["step_s"] / blocks[CHECKPOINT]["step_s"] for blocks in rounds]
+        found[AT_CHECKPOINT]["step_time_over_checkpoint"] = statistics.median(ratio)
+    return found
 
 
 def _settle(subject: Subject, peer: str) -> None:
