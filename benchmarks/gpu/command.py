@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
 
+NUM_BITS_STEPS = 3
 NUM_STEPS = 5
 NUM_SETTLING_STEPS = 4
 NUM_SETTLING_FOLLOWED = 8  # a plan may be replaced once measured times are known, and its backward proved
@@ -115,23 +116,29 @@ class Case:
         self.plain_peak_bytes = 0
 
     def check_bits(self) -> None:
-        """Train plainly, twice, and under the budget: the same bits, and active bytes within it."""
+        """Train plainly, twice, and under the budget, without and with plans: same bits, active bytes within it."""
         with deterministic():
             plain, self.plain_peak_bytes = self._train(None)
             again, _ = self._train(None)
             self.budget_bytes = int(self.share * self.plain_peak_bytes)
             budget = MemoryBudget(self.budget_bytes, Config(planner=None))
             ours, _ = self._train(budget)
-        self.outcome.check(
-            f"{self.name}: plain equals plain", "same bits" if plain == again else "differ", passed=plain == again
-        )
-        self.outcome.check(f"{self.name}: same bits", "same" if plain == ours else "differ", passed=plain == ours)
+            self._check_equal("plain equals plain", plain, again)
+            self._check_equal("same bits", plain, ours)
+            if can_plan():
+                plain, _ = self._train(None, NUM_SETTLING_FOLLOWED)
+                planned = MemoryBudget(self.budget_bytes, Config(planner="torchdelta"))
+                ours, _ = self._train(planned, NUM_SETTLING_FOLLOWED, ", following")
+                self._check_equal("same bits, following", plain, ours)
         summary = budget.summary()
         self.data["summary"] = summary.as_dict()
         acted = summary.swapped_out_bytes + summary.recomputed_bytes
         self.outcome.check(f"{self.name}: something left the device", f"{acted / MIB:.1f} MiB", passed=acted > 0)
 
-    def _train(self, budget: MemoryBudget | None) -> tuple[str, int]:
+    def _check_equal(self, what: str, one: str, other: str) -> None:
+        self.outcome.check(f"{self.name}: {what}", "same bits" if one == other else "differ", passed=one == other)
+
+    def _train(self, budget: MemoryBudget | None, num_steps: int = NUM_BITS_STEPS, how: str = "") -> tuple[str, int]:
         """Train from fixed seeds, and hold the active bytes against a budget. Returns the fingerprint and the peak."""
         meter = Peaks(self.device)
         with meter:
@@ -140,18 +147,20 @@ class Case:
         torch.manual_seed(1)
         peaks_bytes, losses = [], []
         with budget or contextlib.nullcontext():
-            for _ in range(NUM_STEPS):
+            for index in range(num_steps):
                 with meter:
                     losses.append(subject.step())
                 peaks_bytes.append(meter.peak_bytes)
+                if budget is not None and budget.config.planner is not None and index in (1, 3):
+                    _wait_for_plan()
         if budget is not None:
             later = max(peaks_bytes[1:])
-            self.data["peaks_bytes"] = peaks_bytes
+            self.data[f"peaks_bytes{how}"] = peaks_bytes
             detail = (
                 f"{later / self.budget_bytes:.4f} of the budget, first step {peaks_bytes[0] / self.budget_bytes:.4f}"
             )
             self.outcome.check(
-                f"{self.name}: active bytes from the second step on", detail, passed=later <= self.budget_bytes
+                f"{self.name}: active bytes from the second step on{how}", detail, passed=later <= self.budget_bytes
             )
         return subject.digest(*losses), max(peaks_bytes)
 

@@ -25,11 +25,13 @@ def test_the_harness_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SUBJECTS", {name: SUBJECTS[name]})
     # The libraries of a GPU need more for themselves than this model: nothing has to leave there.
     outcome = command.run(options("--share", "0.9") if DEVICE != "cuda" else options("--share", "1.2"))
-    failed = [f"{check.name}: {check.detail}" for check in outcome.checks if not check.passed]
-    expected = ["beside compute", "following at checkpoint's peak"]  # checkpointing does not save memory here
+    # Checkpointing saves no memory on this model, so what follows a plan at its peak does not fit.
+    expected = {"transfers beside compute", "following at checkpoint's peak: memory suffices"}
     if DEVICE == "cuda":
-        expected += ["left the device", "active bytes, torchdelta, following"]
-    assert [line for line in failed if not any(words in line for words in expected)] == []
+        expected |= {"something left the device", "active bytes, torchdelta, following"}
+        expected.add("active bytes, following at checkpoint's peak")
+    failed = {check.name: check.detail for check in outcome.checks if not check.passed}
+    assert {key: detail for key, detail in failed.items() if key.removeprefix(f"{name}: ") not in expected} == {}
     assert set(outcome.data[name]["rounds"][0]) == set(command.PEERS)
     blocks = outcome.data[name]["rounds"][0].values()
     assert all(block["peak_bytes"] > 0 for block in blocks if "error" not in block)

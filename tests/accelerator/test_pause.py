@@ -59,8 +59,9 @@ class ReadWatch:
         assert statistics is not None
         return int(statistics["allocated"]) - self.marked_bytes
 
-    def set_limit(self, limit_bytes: int, on_limit: Callable[[], object]) -> None:
+    def set_limit(self, limit_bytes: int, read: Callable[[], int], on_limit: Callable[[], object]) -> None:
         """Have a limit."""
+        del read
         self.limit_bytes, self.on_limit = limit_bytes, on_limit
 
     def clear_limit(self) -> None:

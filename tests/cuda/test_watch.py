@@ -72,7 +72,12 @@ def test_memory_that_another_stream_uses_is_in_use(watch: DeviceWatch) -> None:
 def test_a_limit_calls_back_once(watch: DeviceWatch) -> None:
     """Soon after the allocation that passes it, also on autograd's thread."""
     passed: list[int] = []
-    watch.set_limit(statistics()["current"] + 2 * MIB, lambda: passed.append(1))
+
+    def read() -> int:
+        watch.set_live(statistics()["current"])
+        return statistics()["current"]
+
+    watch.set_limit(statistics()["current"] + 2 * MIB, read, lambda: passed.append(1))
     small = torch.ones(MIB // 8)
     assert not passed
     large = torch.ones(MIB)
@@ -80,7 +85,7 @@ def test_a_limit_calls_back_once(watch: DeviceWatch) -> None:
     assert passed == [1]
     x = torch.ones(MIB, requires_grad=True)
     loss = x.exp().sum()
-    watch.set_limit(statistics()["current"] + MIB, lambda: passed.append(2))
+    watch.set_limit(statistics()["current"] + MIB, read, lambda: passed.append(2))
     loss.backward()
     torch.ones(1)
     assert passed == [1, 2]
@@ -116,21 +121,20 @@ def test_a_graph_that_is_captured_in_a_pause() -> None:
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x, found = torch.randn(32, 64), []
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # here, libraries make the workspaces of that stream
+            model(x).square().mean().backward()
+            optimizer.zero_grad()
+        torch.cuda.current_stream().wait_stream(side)
         with scope() as budget:
-            for index in range(6):
-                if index == 5 and budget is not None:
-                    assert running_session().pause.is_on
+            for _ in range(6):
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
             torch.cuda.synchronize()
-            graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                model(x).square().mean().backward()
-                optimizer.zero_grad(set_to_none=False)
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph):
+            assert budget is None or running_session().pause.is_on
+            with torch.cuda.graph(graph, stream=side):
                 loss = model(x).square().mean()
                 loss.backward()
             for value in (1.0, 2.0):

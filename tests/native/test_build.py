@@ -176,10 +176,10 @@ def test_the_status_says_that_a_module_is_prebuilt(source: Path, monkeypatch: py
 
 
 def test_the_list_of_modules_is_complete() -> None:
-    """Each source of the package is in it once; the one for CUDA where torch was built for it."""
+    """Each source of the package is in it once; the one for CUDA where it can be built."""
     sources = {module.source for module in NATIVE_MODULES}
     assert len(sources) == len(NATIVE_MODULES)
-    assert (device_watch.MODULE.source in sources) == (torch.version.cuda is not None)
+    assert torch.version.cuda is not None or device_watch.MODULE.source not in sources
     assert sources | {device_watch.MODULE.source} == set(Path(build.__file__).parent.glob("*.cpp"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,21 @@ def test_it_is_made_once_and_given_back(trace: Trace, calls: list[Any]) -> None:
     arena.stop()
     arena.stop()
     assert calls[3:] == [("end", "pool")]
+
+
+def test_it_ends_before_a_graph_is_captured(trace: Trace, calls: list[Any]) -> None:
+    """What a graph allocates would come from it, and is not the arena's to give back; others' patches stay."""
+    original = torch.cuda.CUDAGraph.capture_begin
+    arena = _region(trace)
+    arena.on_step_end()
+    assert torch.cuda.CUDAGraph.capture_begin is not original
+    with contextlib.suppress(Exception):  # there is no graph here
+        torch.cuda.CUDAGraph.capture_begin(None)
+    assert arena.pool is None
+    assert calls[3:] == [("end", "pool")]
+    assert torch.cuda.CUDAGraph.capture_begin is original
+    arena.on_step_end()
+    assert len(calls) == 4
 
 
 def test_it_waits_for_a_trace(calls: list[Any]) -> None:

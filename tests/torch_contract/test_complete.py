@@ -18,7 +18,9 @@ ELSEWHERE = {
     "modes.CAN_ENTER_MODES_IN_OPS",
     # They need an accelerator: tests/accelerator and tests/cuda.
     "device.allocator_statistics",
+    "device.before_captures",
     "device.begin_pool",
+    "device.can_watch_allocator",
     "device.end_pool",
     "device.reset_allocator_peak",
     "device.stream_id_reader",

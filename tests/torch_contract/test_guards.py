@@ -91,7 +91,8 @@ def test_set_grad_enabled() -> None:
 def test_numeric_environment() -> None:
     """What kernels read is read, and set again."""
     before = torch_device.numeric_environment()
-    changed = (torch.float64, not before[1], True, "medium", *before[4:])
+    num_threads, _, *others = before[3:]
+    changed = (torch.float64, not before[1], True, num_threads, "medium", *others)
     try:
         torch_device.set_numeric_environment(changed)
         assert torch.get_default_dtype() is torch.float64

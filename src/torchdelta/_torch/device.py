@@ -10,6 +10,7 @@ See `__init__.py` for the rules.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +39,17 @@ _CUDA_SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tupl
     )
     if hasattr(torch._C, f"_get_{name}")
 )
-# The same of each backend on its own. What sets them all (`torch.set_float32_matmul_precision`) and what sets CUDA's
+# The precision of float32, by backend. What sets them all (`torch.set_float32_matmul_precision`) and what sets CUDA's
 # alone (`torch.backends.cuda.matmul.allow_tf32`) may differ in the others, and then the common value is not enough.
 _FP32_PRECISIONS: tuple[tuple[str, str], ...] = (
     ("generic", "all"),
     *((backend, op) for backend in ("mkldnn", "cuda") for op in ("all", "matmul", "conv", "rnn")),
 )
-_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+_fp32_readers: tuple[Callable[[], str], ...] = tuple(
+    partial(torch._C._get_fp32_precision_getter, *place) for place in _FP32_PRECISIONS
+)
+_cublas_tf32: Callable[[], bool] = torch._C._get_cublas_allow_tf32
+_cudnn_tf32: Callable[[], bool] = torch._C._get_cudnn_allow_tf32
 is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 
 
@@ -60,10 +65,10 @@ def has_half_convolutions(dtype: torch.dtype) -> bool:
         return True
 
 
-def _allows_tf32(library: str) -> bool | None:
-    """Return whether "cublas" or "cudnn" may use TF32; None where old and new settings are mixed: torch refuses."""
+def _unless_mixed(read: Callable[[], Any]) -> Any:
+    """Return a setting; None where old and new settings are mixed, which torch refuses."""
     try:
-        return getattr(torch._C, f"_get_{library}_allow_tf32")()
+        return read()
     except RuntimeError:
         return None
 
@@ -73,11 +78,10 @@ def numeric_environment() -> tuple[Any, ...]:
     try:
         precision: Any = _matmul_precision()
     except RuntimeError:  # old and new settings are mixed, which torch refuses
-        precision = _allows_tf32("cublas")
-    precisions = tuple(_fp32_precision(backend, op) for backend, op in _FP32_PRECISIONS)
+        precision = _unless_mixed(_cublas_tf32)
     common = (
         *(_default_dtype(), is_mkldnn_enabled(), _is_deterministic(), _num_threads()),
-        *(precision, _allows_tf32("cudnn"), precisions),
+        *(precision, _unless_mixed(_cudnn_tf32), tuple([read() for read in _fp32_readers])),
     )
     if not reads_cuda_settings:
         return common
@@ -98,11 +102,10 @@ def set_numeric_environment(environment: tuple[Any, ...]) -> None:
         torch._C._set_cublas_allow_tf32(precision)
     if cudnn_tf32 is not None:
         torch._C._set_cudnn_allow_tf32(cudnn_tf32)
-    for (backend, op), value in zip(
-        _FP32_PRECISIONS, precisions, strict=True
-    ):  # after the old settings, which set some
-        if _fp32_precision(backend, op) != value:
-            torch._C._set_fp32_precision_setter(backend, op, value)
+    # After the old settings, which set some of them.
+    for place, read, value in zip(_FP32_PRECISIONS, _fp32_readers, precisions, strict=True):
+        if read() != value:
+            torch._C._set_fp32_precision_setter(*place, value)
     if others:
         for (_, write), value in zip(_CUDA_SETTINGS, others, strict=True):
             write(*(value if isinstance(value, tuple) else (value,)))  # some are pairs: two switches set at once
@@ -163,6 +166,23 @@ def begin_pool(device: torch.device) -> Any:
         pool = torch.cuda.MemPool()
     torch._C._cuda_beginAllocateToPool(device.index, pool.id)
     return pool
+
+
+def before_captures(call: Callable[[], None]) -> Callable[[], None]:
+    """Call a function before each capture of a CUDA graph begins. Return what ends that."""
+    original = torch.cuda.CUDAGraph.capture_begin
+
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call()
+        return original(self, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = capture_begin
+
+    def undo() -> None:
+        if torch.cuda.CUDAGraph.capture_begin is capture_begin:
+            torch.cuda.CUDAGraph.capture_begin = original
+
+    return undo
 
 
 def end_pool(device: torch.device, pool: Any) -> None:

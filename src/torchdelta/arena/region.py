@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch.device import begin_pool, end_pool, has_graph_trees
+from torchdelta._torch.device import before_captures, begin_pool, end_pool, has_graph_trees
 from torchdelta.errors import PoolError
 from torchdelta.notices import warn_once
 
@@ -51,6 +51,7 @@ class Region:
         self._trace = trace
         self._room_bytes = room_bytes
         self.pool: Any = None  # of CUDA, while the region serves
+        self._undo: Callable[[], None] = lambda: None
         self._is_given_up = importlib.util.find_spec("numba") is None
         if self._is_given_up:
             self._warn_once("no arena (planning needs numba: pip install 'torchdelta[plan]')")
@@ -94,6 +95,7 @@ class Region:
             end_pool(self._device, pool)
             raise
         self.pool = pool
+        self._undo = before_captures(self._leave_to_capture)
         self._is_given_up = False
         _logger.info("arena: a segment of %d bytes for the large tensors of a step", size_bytes)
 
@@ -101,8 +103,14 @@ class Region:
         """Let torch allocate without the region. The segment is freed with the last tensor in it."""
         pool, self.pool = self.pool, None
         if pool is not None:
+            self._undo()
             end_pool(self._device, pool)
         self._is_given_up = True
+
+    def _leave_to_capture(self) -> None:
+        """A captured graph needs memory of its own; the region serves all streams, and would be asked first."""
+        self._warn_once("the arena ends: a CUDA graph is captured")
+        self.stop()
 
     def leave_child(self) -> None:
         """Forget the pool in a forked child, which cannot use the device."""

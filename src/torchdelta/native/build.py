@@ -53,6 +53,7 @@ __all__ = [
     "built_path",
     "cache_directory",
     "find",
+    "has_cuda_headers",
     "import_module",
     "is_switched_off",
     "load",
@@ -226,6 +227,17 @@ def self_test(path: Path, module_name: str, code: str) -> None:
     paths = [str(package_root), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     _run([sys.executable, "-c", program, str(path), module_name, code], "self-test", environment)
+
+
+def has_cuda_headers() -> bool:
+    """Return whether modules that need CUDA's headers can be built for this build of torch."""
+    if torch.version.cuda is None:
+        return False
+    try:
+        _cuda_include_paths()
+    except (NativeError, ImportError):  # torch's list of paths needs setuptools
+        return False
+    return True
 
 
 def _cuda_include_paths() -> list[Path]:

@@ -26,6 +26,7 @@ struct Watched {
   std::atomic<int64_t> high{0};  // the most of these since they were last set
   std::atomic<int64_t> marked_high{0};  // the same since the last mark
   std::atomic<int64_t> limit{INT64_MAX};
+  std::atomic<int64_t> passed{0};  // what was in use when the limit was passed
   int64_t peak{0};    // before they were last set, since it was last taken; under Python's lock, as what follows
   int64_t marked{0};  // bytes in use at the last mark
   PyObject* on_limit{nullptr};
@@ -45,10 +46,12 @@ int call_on_limit(void* pointer) {
   return answer != nullptr ? 0 : -1;
 }
 
-void pass_limit(Watched& device, int64_t limit) {
-  // Only once. If too many calls are pending, the next allocation tries again.
+void pass_limit(Watched& device, int64_t limit, int64_t live) {
+  // Only once. If too many calls are pending, the next allocation tries again, unless there is another limit by then.
   if (!device.limit.compare_exchange_strong(limit, INT64_MAX)) return;
-  if (Py_AddPendingCall(&call_on_limit, &device) != 0) device.limit.store(limit);
+  device.passed.store(live);
+  int64_t none = INT64_MAX;
+  if (Py_AddPendingCall(&call_on_limit, &device) != 0) device.limit.compare_exchange_strong(none, limit);
 }
 
 void raise(std::atomic<int64_t>& high, int64_t live) {
@@ -61,7 +64,7 @@ void note(Watched& device, int64_t live) {
   raise(device.high, live);
   raise(device.marked_high, live);
   const int64_t limit = device.limit.load();
-  if (live > limit) pass_limit(device, limit);
+  if (live > limit) pass_limit(device, limit, live);
 }
 
 void track(const c10::CachingDeviceAllocator::TraceEntry& entry) {
@@ -138,6 +141,11 @@ PyObject* growth_bytes(PyObject*, PyObject* index) {
   return device != nullptr ? PyLong_FromLongLong(device->marked_high.load() - device->marked) : nullptr;
 }
 
+PyObject* passed_bytes(PyObject*, PyObject* index) {
+  Watched* device = watched(index);
+  return device != nullptr ? PyLong_FromLongLong(device->passed.load()) : nullptr;
+}
+
 PyObject* set_limit(PyObject*, PyObject* arguments) {
   PyObject *index, *function;
   long long limit;
@@ -146,7 +154,6 @@ PyObject* set_limit(PyObject*, PyObject* arguments) {
   if (device == nullptr) return nullptr;
   Py_XSETREF(device->on_limit, Py_NewRef(function));
   device->limit.store(limit);
-  note(*device, device->live.load());
   Py_RETURN_NONE;
 }
 
@@ -166,8 +173,9 @@ PyMethodDef module_methods[] = {
     {"mark", mark, METH_O, "Start to measure growth."},
     {"growth_bytes", growth_bytes, METH_O, "Return the largest growth since the mark."},
     {"set_limit", set_limit, METH_VARARGS,
-     "Call a function (device index, limit, function) once when the bytes in use pass a limit, or have passed it: on the "
-     "main thread, soon after."},
+     "Call a function (device index, limit, function) once when an allocation, or `set_live`, passes a limit: on the main "
+     "thread, soon after."},
+    {"passed_bytes", passed_bytes, METH_O, "Return the bytes in use when the latest limit was passed."},
     {"clear_limit", clear_limit, METH_O, "Call none."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -43,10 +43,15 @@ module.set_live(3, 900)
 module.set_live(3, 700)
 module.set_live(3, 800)
 assert module.growth_bytes(3) == 300 and module.take_peak(3) == 900 and module.take_peak(3) == 800
+assert module.passed_bytes(3) == 3000
 module.set_limit(3, 100, lambda: passed.append(2))
 for _ in range(3):
     pass
-assert passed == [1, 2]
+assert passed == [1]
+module.set_live(3, 810)
+for _ in range(3):
+    pass
+assert passed == [1, 2] and module.passed_bytes(3) == 810
 module.clear_limit(3)
 module.set_live(3, 10000)
 assert passed == [1, 2]
@@ -98,9 +103,27 @@ class DeviceWatch:
         """Return the largest growth since the mark."""
         return int(self._module.growth_bytes(self._index))
 
-    def set_limit(self, limit_bytes: int, on_limit: Callable[[], object]) -> None:
-        """Call a function once when the bytes in use pass a limit: on the main thread, between two instructions."""
-        self._module.set_limit(self._index, limit_bytes, on_limit)
+    def set_limit(self, limit_bytes: int, read: Callable[[], int], on_limit: Callable[[], object]) -> None:
+        """Call a function once when the bytes in use pass a limit: on the main thread, between two instructions.
+
+        Freed blocks may have held more than what was asked for, so the count may be too high between two readings. Such
+        a limit is set again.
+
+        Args:
+            limit_bytes: The limit.
+            read: Reads what the allocator says, and calls `set_live`.
+            on_limit: The function.
+        """
+
+        def check() -> None:
+            counted_bytes = self._module.live_bytes(self._index)
+            excess_bytes = max(0, counted_bytes - read())
+            if self._module.passed_bytes(self._index) - excess_bytes > limit_bytes:
+                on_limit()
+            else:
+                self._module.set_limit(self._index, limit_bytes, check)
+
+        self._module.set_limit(self._index, limit_bytes, check)
 
     def clear_limit(self) -> None:
         """Have no limit."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from torchdelta.native import arena, caching, counting, device_watch, gate, saved_hooks, tape
+from torchdelta.native.build import has_cuda_headers
 
 if TYPE_CHECKING:
     from torchdelta.native.build import NativeModule
@@ -20,6 +19,6 @@ NATIVE_MODULES: Final[tuple[NativeModule, ...]] = (
     arena.MODULE,
     caching.MODULE,
     counting.MODULE,
-    *((device_watch.MODULE,) if torch.version.cuda is not None else ()),
+    *((device_watch.MODULE,) if has_cuda_headers() else ()),
 )
 """Each has a source file of its own; those that take longest to build come first."""

@@ -54,6 +54,8 @@ _TUNED: Final = frozenset({"convolution", "convolution_overrideable", "_convolut
 _ROUNDING_BYTES: Final = 4 * 512
 _LARGE_BYTES: Final = 1 << 20
 
+_MARGIN_SHARE: Final = 1000  # of the budget; see `margin_bytes`
+
 # A forked child (a DataLoader worker) inherits the dispatch mode, but may not use the accelerator.
 _is_child = False
 
@@ -87,8 +89,9 @@ class Accelerator(Device):
         return _is_child or self.is_capturing()
 
     def new_counter(self) -> DeviceCounter:
-        """Return a reader of the allocator's statistics, with a watch where there can be one."""
-        return DeviceCounter(self.device, new_watch(self.device))
+        """Return a reader of the allocator's statistics; for the main thread, where limits call back, with a watch."""
+        is_main = threading.current_thread() is threading.main_thread()  # a device has one limit
+        return DeviceCounter(self.device, new_watch(self.device) if is_main else None)
 
     def may_replay(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return whether an op gives the same bits when it is replayed in this step."""
@@ -124,6 +127,10 @@ class Accelerator(Device):
         if need.workspace_bytes:
             usage.note_workspace(need.workspace_bytes)
         return need.workspace_bytes
+
+    def margin_bytes(self, budget_bytes: int) -> int:
+        """Return what blocks may hold more in one step than in another that is like it: they are split differently."""
+        return budget_bytes // _MARGIN_SHARE
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
         """Return the lock of [Note: threads of the engine]."""

@@ -82,26 +82,31 @@ class DeviceCounter:
         if statistics is None:
             return 0
         current_bytes = int(statistics["current"])
-        if self._watch is not None:
-            try:
-                self._watch.set_live(current_bytes)
-            except RuntimeError as error:  # a program may have put another allocator in place
-                self._watch = None
-                _logger.info("every step is recorded: %s", str(error).splitlines()[0])
+        self._correct_watch(current_bytes)
         return current_bytes
+
+    def _correct_watch(self, current_bytes: int) -> None:
+        """Give the watch the allocator's own figure; go on without a watch where torch no longer calls it."""
+        if self._watch is None:
+            return
+        try:
+            self._watch.set_live(current_bytes)
+        except RuntimeError as error:  # a program may have put another allocator in place
+            self._watch = None
+            _logger.info("every step is recorded: %s", str(error).splitlines()[0])
 
     def mark(self) -> int:
         """Start to measure. Return the active bytes."""
-        if self._watch is not None:
-            current_bytes = self.live_bytes()
-            if self._watch is not None:
-                self._watch.mark()
-            return current_bytes
         statistics = allocator_statistics(self.device)
         if statistics is None:
             return 0
-        self._allocated_bytes, self._freed_bytes = int(statistics["allocated"]), int(statistics["freed"])
-        return int(statistics["current"])
+        current_bytes = int(statistics["current"])
+        self._correct_watch(current_bytes)
+        if self._watch is not None:
+            self._watch.mark()
+        else:
+            self._allocated_bytes, self._freed_bytes = int(statistics["allocated"]), int(statistics["freed"])
+        return current_bytes
 
     def growth_bytes(self) -> int:
         """Return the largest growth since the mark; without a watch an upper bound: what was allocated since."""
@@ -117,9 +122,7 @@ class DeviceCounter:
 
     def take_peak_bytes(self) -> int:
         """Return the peak since the last call; 0 without a watch: the caller keeps the peak of the readings."""
-        if self._watch is None:
-            return 0
-        self.live_bytes()
+        self.live_bytes()  # which corrects the watch
         return self._watch.take_peak_bytes() if self._watch is not None else 0
 
     def set_limit(self, limit_bytes: int, most_bytes: int, on_limit: Callable[[], object], /) -> None:
@@ -133,7 +136,7 @@ class DeviceCounter:
         del most_bytes
         self.live_bytes()
         if self._watch is not None:
-            self._watch.set_limit(limit_bytes, on_limit)
+            self._watch.set_limit(limit_bytes, self.live_bytes, on_limit)
 
     def clear_limit(self) -> None:
         """Call none."""

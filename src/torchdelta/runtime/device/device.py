@@ -78,6 +78,11 @@ class Device:
             usage.note_workspace(need.workspace_bytes)
         return need.workspace_bytes
 
+    def margin_bytes(self, budget_bytes: int) -> int:
+        """Return by how much more of the budget a step may take than an equal step has taken."""
+        del budget_bytes
+        return 0
+
     # -- queues and threads
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:

@@ -134,6 +134,7 @@ class Follower:
         proof = program.proofs.get((self.position.key, self._name_of(graph))) if program is not None else None
         if proof is None or budget_bytes is None:
             return False
+        budget_bytes -= self.room.device.margin_bytes(budget_bytes)
         return proof.expected_peak_bytes(start_bytes, self.leaving_bytes()) <= budget_bytes
 
     def on_unwatched(self) -> None:
