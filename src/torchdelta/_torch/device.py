@@ -191,9 +191,9 @@ def end_pool(device: torch.device, pool: Any) -> None:
     torch._C._cuda_releasePool(device.index, pool.id)
 
 
-def can_watch_allocator() -> bool:
-    """Return whether CUDA's allocator is torch's own caching one, the only one that calls trackers."""
-    return torch._C._cuda_getAllocatorBackend() == "native"
+def can_watch_allocator(device: torch.device) -> bool:
+    """Return False where CUDA has another allocator than torch's own caching one, the only one that calls trackers."""
+    return device.type != "cuda" or torch._C._cuda_getAllocatorBackend() == "native"
 
 
 def allocator_statistics(device: torch.device) -> dict[str, Any] | None:

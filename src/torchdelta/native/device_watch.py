@@ -11,7 +11,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta._torch.device import can_watch_allocator
 from torchdelta.errors import NativeError
 from torchdelta.native.build import NativeModule, is_switched_off, loaded
 
@@ -132,7 +131,7 @@ class DeviceWatch:
 
 def new_watch(device: torch.device) -> DeviceWatch | None:
     """Return what watches a device; build the module first if needed. None if that fails, or for other devices."""
-    if device.type != "cuda" or is_switched_off() or not can_watch_allocator():
+    if device.type != "cuda" or is_switched_off():
         return None
     module = loaded(MODULE)
     if isinstance(module, NativeError):

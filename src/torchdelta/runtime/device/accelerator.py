@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta._torch.device import capture_reader
+from torchdelta._torch.device import can_watch_allocator, capture_reader
 from torchdelta.aten.order import is_fixed_here
 from torchdelta.native.device_watch import new_watch
 from torchdelta.runtime.device.counter import DeviceCounter
@@ -91,7 +91,8 @@ class Accelerator(Device):
     def new_counter(self) -> DeviceCounter:
         """Return a reader of the allocator's statistics; for the main thread, where limits call back, with a watch."""
         is_main = threading.current_thread() is threading.main_thread()  # a device has one limit
-        return DeviceCounter(self.device, new_watch(self.device) if is_main else None)
+        is_watched = is_main and can_watch_allocator(self.device)
+        return DeviceCounter(self.device, new_watch(self.device) if is_watched else None)
 
     def may_replay(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return whether an op gives the same bits when it is replayed in this step."""
