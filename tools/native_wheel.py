@@ -23,7 +23,7 @@ import torch
 from packaging.tags import sys_tags
 
 from torchdelta.errors import NativeError
-from torchdelta.native.build import NativeModule, build, has_cuda_headers, prebuilt_path
+from torchdelta.native.build import NativeModule, build, cuda_include_paths, prebuilt_path
 from torchdelta.native.modules import NATIVE_MODULES
 
 __all__ = ["main"]
@@ -71,11 +71,8 @@ def build_modules(folder: Path) -> None:
         module = dataclasses.replace(module, source=folder / module.source.name)
         build(module, prebuilt_path(module.source))
 
-    if torch.version.cuda is not None and not has_cuda_headers():
-        raise NativeError(
-            f"torch {torch.__version__} is built for CUDA, and CUDA's headers are missing: install its toolkit, or the "
-            "package nvidia-cuda-crt (with CUDA 12: nvidia-cuda-nvcc-cu12)"
-        )
+    if torch.version.cuda is not None:
+        cuda_include_paths()  # raises where headers are missing: without them, the wheel would lack a module
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(prebuild, NATIVE_MODULES))
 

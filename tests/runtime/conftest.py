@@ -29,15 +29,22 @@ def _quick_collector() -> Iterator[None]:
     give_back()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread in a file's tests, and in what its fixtures train: with others, sums have other bits."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     """Check that no test leaves a session, a dispatch mode, a saved-tensor hook or a patch behind."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     doors = engine_doors()
     yield
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     assert current_session() is None
     assert num_modes() == 0
     assert num_saved_hooks() == 0

@@ -53,20 +53,21 @@ def test_names_that_only_an_accelerator_can_run() -> None:
     assert callable(torch.accelerator.set_stream)
 
 
-def _settings() -> list[Callable[[], object]]:
+def _settings(*, has_cuda: bool) -> list[Callable[[], object]]:
     """Return the ways to set the precision of float32, old and new."""
     backends = torch.backends
-    places = [backends, backends.mkldnn, backends.cudnn, backends.mkldnn.matmul, backends.mkldnn.conv]
-    places += [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    places = [backends, backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv]
+    if has_cuda:
+        places += [backends.cudnn, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     found: list[Callable[[], object]] = [
         functools.partial(setattr, place, "fp32_precision", value) for place in places for value in ("ieee", "tf32")
     ]
     found += [functools.partial(torch.set_float32_matmul_precision, name) for name in ("highest", "high", "medium")]
-    switches = (backends.cuda.matmul, backends.cudnn)
+    switches = (backends.cuda.matmul, backends.cudnn) if has_cuda else ()
     return found + [functools.partial(setattr, place, "allow_tf32", on) for place in switches for on in (True, False)]
 
 
-def _seen() -> list[object]:
+def _seen(*, has_cuda: bool) -> list[object]:
     """Return what a program can read of them."""
 
     def answer(read: Callable[[], object]) -> object:
@@ -76,8 +77,10 @@ def _seen() -> list[object]:
             return "old and new settings are mixed"
 
     backends = torch.backends
-    places = (backends, *(getattr(backends, name) for name in ("mkldnn", "cudnn")), backends.cuda.matmul)
-    places += (backends.mkldnn.matmul, backends.mkldnn.conv, backends.cudnn.conv, backends.cudnn.rnn)
+    places = [backends, backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv]
+    if not has_cuda:
+        return [*(place.fp32_precision for place in places), answer(torch.get_float32_matmul_precision)]
+    places += [backends.cudnn, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     return [
         *(place.fp32_precision for place in places),
         answer(torch.get_float32_matmul_precision),
@@ -86,10 +89,15 @@ def _seen() -> list[object]:
     ]
 
 
+@pytest.mark.parametrize("has_cuda", [False, True])
 @pytest.mark.filterwarnings("ignore")  # of torch, about old settings
-def test_precisions_of_float32_are_put_back() -> None:
+def test_precisions_of_float32_are_put_back(monkeypatch: pytest.MonkeyPatch, *, has_cuda: bool) -> None:
     """Whatever a program has set, and by whichever switch: a replay's settings leave nothing behind."""
-    settings, start = _settings(), torch_device.numeric_environment()
+    if has_cuda or not torch_device.reads_cuda_settings:
+        readers = torch_device._fp32_precisions(*(("mkldnn", "cuda") if has_cuda else ("mkldnn",)))
+        monkeypatch.setattr(torch_device, "_fp32_readers", readers)
+        monkeypatch.setattr(torch_device, "reads_cuda_settings", has_cuda)
+    settings, start = _settings(has_cuda=has_cuda), torch_device.numeric_environment()
     num_consistent = 0
     try:
         for seed in range(2000):
@@ -101,15 +109,15 @@ def test_precisions_of_float32_are_put_back() -> None:
 
             for _ in range(draw.randrange(3)):
                 change()
-            wanted, seen = torch_device.numeric_environment(), _seen()
+            wanted, seen = torch_device.numeric_environment(), _seen(has_cuda=has_cuda)
             for _ in range(draw.randrange(1, 3)):
                 change()
             torch_device.set_numeric_environment(wanted)
-            assert torch_device.numeric_environment()[6] == wanted[6]  # what kernels read
+            assert torch_device.numeric_environment()[5] == wanted[5]  # what kernels read
             if "old and new settings are mixed" not in seen:
                 num_consistent += 1
                 assert torch_device.numeric_environment() == wanted
-                assert _seen() == seen
+                assert _seen(has_cuda=has_cuda) == seen
     finally:
         torch_device.set_numeric_environment(start)
     assert num_consistent > 100

@@ -39,15 +39,19 @@ _CUDA_SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tupl
     )
     if hasattr(torch._C, f"_get_{name}")
 )
-# The precision of float32, by backend. What sets them all (`torch.set_float32_matmul_precision`) and what sets CUDA's
-# alone (`torch.backends.cuda.matmul.allow_tf32`) may differ in the others, and then the common value is not enough.
-_FP32_PRECISIONS: tuple[tuple[str, str], ...] = (
-    ("generic", "all"),
-    *((backend, op) for backend in ("mkldnn", "cuda") for op in ("all", "matmul", "conv", "rnn")),
-)
-_fp32_readers: tuple[Callable[[], str], ...] = tuple(
-    partial(torch._C._get_fp32_precision_getter, *place) for place in _FP32_PRECISIONS
-)
+
+
+def _fp32_precisions(*backends: str) -> dict[tuple[str, str], Callable[[], str]]:
+    """Return what reads the precision of float32, by backend and kind of op: first the settings that others inherit.
+
+    One call sets it for all backends (`torch.set_float32_matmul_precision`), others for one of them
+    (`torch.backends.cuda.matmul.allow_tf32`), so no single value stands for all.
+    """
+    places = [("generic", "all"), *((backend, op) for backend in backends for op in ("all", "matmul", "conv", "rnn"))]
+    return {place: partial(torch._C._get_fp32_precision_getter, *place) for place in places}
+
+
+_fp32_readers = _fp32_precisions("mkldnn", "cuda") if reads_cuda_settings else _fp32_precisions("mkldnn")
 _cublas_tf32: Callable[[], bool] = torch._C._get_cublas_allow_tf32
 _cudnn_tf32: Callable[[], bool] = torch._C._get_cudnn_allow_tf32
 is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
@@ -81,16 +85,16 @@ def numeric_environment() -> tuple[Any, ...]:
         precision = _unless_mixed(_cublas_tf32)
     common = (
         *(_default_dtype(), is_mkldnn_enabled(), _is_deterministic(), _num_threads()),
-        *(precision, _unless_mixed(_cudnn_tf32), tuple([read() for read in _fp32_readers])),
+        *(precision, tuple([read() for read in _fp32_readers.values()])),
     )
     if not reads_cuda_settings:
         return common
-    return (*common, *(read() for read, _ in _CUDA_SETTINGS))
+    return (*common, _unless_mixed(_cudnn_tf32), *(read() for read, _ in _CUDA_SETTINGS))
 
 
 def set_numeric_environment(environment: tuple[Any, ...]) -> None:
     """Set what `numeric_environment` returned; the number of threads only where it differs (it is slow to set)."""
-    dtype, mkldnn, deterministic, num_threads, precision, cudnn_tf32, precisions, *others = environment
+    dtype, mkldnn, deterministic, num_threads, precision, precisions, *others = environment
     torch.set_default_dtype(dtype)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch._C._set_deterministic_algorithms(deterministic, warn_only=torch._C._get_deterministic_algorithms_warn_only())
@@ -100,14 +104,14 @@ def set_numeric_environment(environment: tuple[Any, ...]) -> None:
         torch._C._set_float32_matmul_precision(precision)
     elif precision is not None:
         torch._C._set_cublas_allow_tf32(precision)
-    if cudnn_tf32 is not None:
-        torch._C._set_cudnn_allow_tf32(cudnn_tf32)
+    if others and others[0] is not None:
+        torch._C._set_cudnn_allow_tf32(others[0])
     # After the old settings, which set some of them.
-    for place, read, value in zip(_FP32_PRECISIONS, _fp32_readers, precisions, strict=True):
+    for (place, read), value in zip(_fp32_readers.items(), precisions, strict=True):
         if read() != value:
             torch._C._set_fp32_precision_setter(*place, value)
     if others:
-        for (_, write), value in zip(_CUDA_SETTINGS, others, strict=True):
+        for (_, write), value in zip(_CUDA_SETTINGS, others[1:], strict=True):
             write(*(value if isinstance(value, tuple) else (value,)))  # some are pairs: two switches set at once
 
 

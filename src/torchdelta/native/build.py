@@ -52,6 +52,7 @@ __all__ = [
     "build",
     "built_path",
     "cache_directory",
+    "cuda_include_paths",
     "find",
     "has_cuda_headers",
     "import_module",
@@ -234,13 +235,13 @@ def has_cuda_headers() -> bool:
     if torch.version.cuda is None:
         return False
     try:
-        _cuda_include_paths()
+        cuda_include_paths()
     except (NativeError, ImportError):  # torch's list of paths needs setuptools
         return False
     return True
 
 
-def _cuda_include_paths() -> list[Path]:
+def cuda_include_paths() -> list[Path]:
     """Return the folders that may have CUDA's headers: of a toolkit, else of packages.
 
     Raises:
@@ -269,7 +270,7 @@ def _compile(module: NativeModule, target: Path) -> None:
     source = module.source
     folders = [*include_paths(device_type="cpu"), sysconfig.get_path("include")]
     if module.needs_cuda:
-        folders += _cuda_include_paths()
+        folders += cuda_include_paths()
     arguments = [
         *(f"-I{path}" for path in folders),
         *("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden"),

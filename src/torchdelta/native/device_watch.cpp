@@ -176,7 +176,7 @@ PyMethodDef module_methods[] = {
      "Call a function (device index, limit, function) once when an allocation, or `set_live`, passes a limit: on the main "
      "thread, soon after."},
     {"passed_bytes", passed_bytes, METH_O, "Return the bytes in use when the latest limit was passed."},
-    {"clear_limit", clear_limit, METH_O, "Call none."},
+    {"clear_limit", clear_limit, METH_O, "Remove the limit."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_device_watch", nullptr, -1, module_methods};

@@ -125,7 +125,7 @@ class DeviceWatch:
         self._module.set_limit(self._index, limit_bytes, check)
 
     def clear_limit(self) -> None:
-        """Have no limit."""
+        """Remove the limit."""
         self._module.clear_limit(self._index)
 
 

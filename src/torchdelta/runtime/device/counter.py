@@ -65,7 +65,7 @@ class DeviceCounter:
         """Do nothing: the allocator always counts."""
 
     def stop(self) -> None:
-        """Have no limit."""
+        """Remove the limit."""
         self.clear_limit()
 
     def add(self, size_bytes: int, /) -> None:
@@ -139,6 +139,6 @@ class DeviceCounter:
             self._watch.set_limit(limit_bytes, self.live_bytes, on_limit)
 
     def clear_limit(self) -> None:
-        """Call none."""
+        """Remove the limit."""
         if self._watch is not None:
             self._watch.clear_limit()
