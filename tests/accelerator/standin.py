@@ -73,7 +73,9 @@ def _build(source: Path, path: Path) -> None:
 
 def load() -> Any:
     """Put the stand-in on torch and on torchdelta; returns torch's module for it."""
-    return put_on_torch("standin", _SOURCE, _engine)[0]
+    module, extension = put_on_torch("standin", _SOURCE, _engine)
+    module.watch = extension
+    return module
 
 
 def put_on_torch(name: str, source: Path, engine: Callable[[torch.device], Any]) -> tuple[Any, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.accelerator.watch import StandinWatch
 from tests.runtime.parts import running_session
 from tests.same_bits.judge import DEVICE, run, state_of
 from torchdelta import Config, MemoryBudget
@@ -16,9 +17,6 @@ from torchdelta.native.build import status_before_use
 from torchdelta.native.saved_hooks import MODULE
 from torchdelta.runtime.device import accelerator
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.skipif(not status_before_use(MODULE, "").is_on, reason="needs the native parts"),
@@ -26,54 +24,11 @@ pytestmark = [
 WIDTH, DEPTH = 256, 8
 
 
-class ReadWatch:
-    """What native/device_watch.py does, by readings alone: the stand-in's allocator calls nobody."""
-
-    def __init__(self, device: torch.device) -> None:
-        del device
-        self.live_bytes = self.peak_bytes = self.marked_bytes = 0
-        self.limit_bytes: int | None = None
-        self.on_limit: Callable[[], object] = lambda: None
-
-    def set_live(self, size_bytes: int) -> None:
-        """Compare a reading with the limit."""
-        self.live_bytes, self.peak_bytes = size_bytes, max(self.peak_bytes, size_bytes)
-        if self.limit_bytes is not None and size_bytes > self.limit_bytes:
-            self.limit_bytes = None
-            self.on_limit()
-
-    def take_peak_bytes(self) -> int:
-        """Return the highest reading since the last call."""
-        peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
-        return peak_bytes
-
-    def mark(self) -> None:
-        """Remember the reading."""
-        statistics = allocator_statistics(torch.device(DEVICE, 0))
-        assert statistics is not None
-        self.marked_bytes = int(statistics["allocated"])
-
-    def growth_bytes(self) -> int:
-        """Return what was allocated since then."""
-        statistics = allocator_statistics(torch.device(DEVICE, 0))
-        assert statistics is not None
-        return int(statistics["allocated"]) - self.marked_bytes
-
-    def set_limit(self, limit_bytes: int, read: Callable[[], int], on_limit: Callable[[], object]) -> None:
-        """Have a limit."""
-        del read
-        self.limit_bytes, self.on_limit = limit_bytes, on_limit
-
-    def clear_limit(self) -> None:
-        """Have none."""
-        self.limit_bytes = None
-
-
 @pytest.fixture(autouse=True)
 def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch the stand-in's allocator, too."""
     if DEVICE != "cuda":
-        monkeypatch.setattr(accelerator, "new_watch", ReadWatch)
+        monkeypatch.setattr(accelerator, "new_watch", StandinWatch)
 
 
 class Training:

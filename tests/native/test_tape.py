@@ -11,7 +11,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.native.test_gate import Seen
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status, new_counter
 from torchdelta.native.gate import Recorded, load_gate, new_gate, new_sequence
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts"),
-    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
 ]
 
 _COMPUTES = Recorded.IN_PYTHON | Recorded.ON_TAPE
@@ -67,7 +65,7 @@ class Taped:
         self.asked: list[Any] = []
         self.builder = _Builder()
         counter: Any = new_counter()
-        self.gate = new_gate(self.mode, counter, self.on_other, self.asked.append)
+        self.gate = new_gate(self.mode, torch.device("cpu"), counter, self.on_other, self.asked.append)
         hooks = new_hooks(lambda t: [t.detach()], self.unpack, lambda t: t, self.on_modified, lambda: None)
         assert not isinstance(hooks, NativeError)
         self.hooks = hooks
@@ -76,7 +74,7 @@ class Taped:
 
     def use_tape_with(self, make_room: Callable[[int, bool], bool]) -> None:
         """Use a new tape that asks this for room."""
-        tape = new_tape(self.counter, make_room, self.on_changed, self.hand_over)
+        tape = new_tape(torch.device("cpu"), self.counter, make_room, self.on_changed, self.hand_over)
         assert not isinstance(tape, NativeError)
         self.tape, self.capsule = tape, tape.capsule()
 

@@ -15,7 +15,6 @@ ELSEWHERE = {
     "doors.together",
     "ops.Guarded",
     # Tested by what it decides: runtime/record/test_partial.py, test_without_gate.py.
-    "modes.CAN_ENTER_MODES_IN_OPS",
     # They need an accelerator: tests/accelerator and tests/cuda.
     "device.allocator_statistics",
     "device.before_captures",

@@ -31,9 +31,6 @@ AUTOCAST_KEYS = (
 )
 # What acts between autograd and the kernels: autocast, and the gate (native/gate.cpp), which sees the ops of a program.
 _GATE_KEY = torch._C._parse_dispatch_key("Fake")
-# Whether the gate may enter a mode in the middle of an op; without it the gate is not used. Before 2.13, torch asserts
-# that a mode was already on when the op began (PythonFallbackKernel.cpp).
-CAN_ENTER_MODES_IN_OPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _UNSEEN_BY = AUTOCAST_KEYS | torch._C.DispatchKeySet(_GATE_KEY) if _GATE_KEY is not None else AUTOCAST_KEYS
 _AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 

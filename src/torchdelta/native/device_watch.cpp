@@ -119,6 +119,11 @@ PyObject* live_bytes(PyObject*, PyObject* index) {
   return device != nullptr ? PyLong_FromLongLong(device->live.load()) : nullptr;
 }
 
+PyObject* live_capsule(PyObject*, PyObject* index) {
+  Watched* device = watched(index);
+  return device != nullptr ? PyCapsule_New(&device->live, "torchdelta.live_bytes", nullptr) : nullptr;
+}
+
 PyObject* take_peak(PyObject*, PyObject* index) {
   Watched* device = watched(index);
   if (device == nullptr) return nullptr;
@@ -169,6 +174,7 @@ PyMethodDef module_methods[] = {
     {"attach", attach, METH_NOARGS, "Begin to watch all devices; CUDA must have been initialized. Repeated calls do nothing."},
     {"set_live", set_live, METH_VARARGS, "Set the bytes in use (device index, bytes) to what the allocator says."},
     {"live_bytes", live_bytes, METH_O, "Return the bytes in use on a device."},
+    {"live_capsule", live_capsule, METH_O, "Return where they are, for other native modules."},
     {"take_peak", take_peak, METH_O, "Return their peak since the last call."},
     {"mark", mark, METH_O, "Start to measure growth."},
     {"growth_bytes", growth_bytes, METH_O, "Return the largest growth since the mark."},

@@ -28,6 +28,7 @@ _SELF_TEST: Final = """
 passed = []
 module.set_live(3, 1000)
 assert module.live_bytes(3) == module.take_peak(3) == 1000
+assert "torchdelta.live_bytes" in repr(module.live_capsule(3))
 module.set_limit(3, 2000, lambda: passed.append(1))
 assert not passed
 module.set_live(3, 3000)
@@ -89,6 +90,14 @@ class DeviceWatch:
             self._module.attach()
             self.is_on = True
         self._module.set_live(self._index, size_bytes)
+
+    def live_bytes(self) -> int:
+        """Return the bytes in use: those that were set, and what was allocated since."""
+        return int(self._module.live_bytes(self._index))
+
+    def live_capsule(self) -> object:
+        """Return a capsule with the address of these bytes, for other native modules."""
+        return self._module.live_capsule(self._index)
 
     def take_peak_bytes(self) -> int:
         """Return the peak of the bytes in use since the last call; 0 before they were first set."""

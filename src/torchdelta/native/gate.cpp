@@ -9,18 +9,23 @@
 // Two steps with the same sequence may still write different tensors (`slots[step % 2].copy_(x)`). So an op is also
 // recorded if it writes a storage that the recorder knows: a replay might read it, or an op might be known to have made
 // its content. The gate notes the storages of what recorded ops read and return; `forget` clears that.
+//
+// On an accelerator, an op in another stream than the one in which `follow` was called counts as one that differs.
 #include <Python.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "above_autograd.h"
@@ -62,6 +67,24 @@ struct Sequence {
   std::vector<Op>* ops;
 };
 
+// Tells whether ops of this thread are queued in the stream in which the step began.
+class Streams {
+ public:
+  explicit Streams(c10::Device device) : device_(device) {}
+
+  void begin() {
+    if (!device_.is_cpu()) home_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  }
+
+  bool is_at_home() const {
+    return !home_.has_value() || c10::impl::VirtualGuardImpl(device_.type()).getStream(device_) == *home_;
+  }
+
+ private:
+  c10::Device device_;
+  std::optional<c10::Stream> home_;
+};
+
 struct Gate {
   PyObject_HEAD
   PyObject* mode;       // the recorder; `shared_mode` holds the reference
@@ -76,6 +99,7 @@ struct Gate {
   std::vector<uint64_t>* learned;
   int64_t most_bytes;  // the budget
   KnownStorages* known;
+  Streams* streams;
   PyObject* tape_owner;
   tape::Tape* tape;  // null: there is none in this step
 };
@@ -229,7 +253,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
     case State::kFollowing: {
       const std::vector<Op>& ops = *gate->sequence->ops;
       const size_t position = gate->position;
-      if (position >= ops.size() || ops[position].hash != hash_of(op, *stack)) {
+      if (position >= ops.size() || ops[position].hash != hash_of(op, *stack) || !gate->streams->is_at_home()) {
         ask(gate->on_other, static_cast<int64_t>(position));
         if (gate->tape != nullptr) gate->tape->before_write(op, *stack);  // recording resumes later: see `end`
         break;
@@ -302,8 +326,10 @@ PyType_Spec sequence_spec = {"torchdelta_gate.Sequence", sizeof(Sequence), 0, Py
 // -- gates
 
 PyObject* gate_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *mode, *counter, *live, *on_other, *make_room;
-  if (!PyArg_ParseTuple(arguments, "OOOOO", &mode, &counter, &live, &on_other, &make_room)) return nullptr;
+  PyObject *mode, *device, *counter, *live, *on_other, *make_room;
+  if (!PyArg_ParseTuple(arguments, "OO!OOOO", &mode, &THPDeviceType, &device, &counter, &live, &on_other, &make_room)) {
+    return nullptr;
+  }
   auto* count = static_cast<const std::atomic<int64_t>*>(PyCapsule_GetPointer(live, "torchdelta.live_bytes"));
   if (count == nullptr) return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
@@ -317,6 +343,7 @@ PyObject* gate_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   gate->shared_mode = new std::shared_ptr<Mode>(std::make_shared<Mode>(Py_NewRef(mode), getPyInterpreter()));
   gate->learned = new std::vector<uint64_t>;
   gate->known = new KnownStorages;
+  gate->streams = new Streams(reinterpret_cast<THPDevice*>(device)->device);
   return self;
 }
 
@@ -365,6 +392,7 @@ void gate_dealloc(PyObject* self) {
   delete gate_of(self)->shared_mode;
   delete gate_of(self)->learned;
   delete gate_of(self)->known;
+  delete gate_of(self)->streams;
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -391,6 +419,7 @@ PyObject* gate_follow(PyObject* self, PyObject* arguments) {
   Py_XSETREF(gate->sequence, reinterpret_cast<Sequence*>(Py_NewRef(sequence)));
   gate->most_bytes = most_bytes;
   gate->position = 0;
+  gate->streams->begin();
   turn(gate, State::kFollowing);
   Py_RETURN_NONE;
 }

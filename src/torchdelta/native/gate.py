@@ -18,6 +18,8 @@ from torchdelta.native.tape import load_tape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from torchdelta.native.counting import LimitedCounter
     from torchdelta.native.tape import Tape
 
@@ -42,8 +44,10 @@ new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype = ctypes.py_object
 name = ctypes.c_char_p(b"torchdelta.live_bytes")
 capsule = new_capsule(ctypes.byref(live), name, None)
-gate = module.Gate(mode, None, capsule, lambda position: (asked.append(("other", position)), gate.end()),
-                   lambda need: asked.append(("room", need)))
+def on_other(position):
+    asked.append(("other", position))
+    gate.end()
+gate = module.Gate(mode, torch.device("cpu"), None, capsule, on_other, lambda need: asked.append(("room", need)))
 x = torch.randn(4, 4, requires_grad=True)
 def step(size=4):
     return torch.nn.functional.layer_norm((x[:size] @ x).exp(), (4,)).sum()
@@ -184,17 +188,22 @@ def _load_both() -> None:
 
 
 def new_gate(
-    mode: object, counter: LimitedCounter, on_other: Callable[[int], object], make_room: Callable[[int], object]
+    mode: object,
+    device: torch.device,
+    counter: LimitedCounter,
+    on_other: Callable[[int], object],
+    make_room: Callable[[int], object],
 ) -> Gate:
     """Return a gate for this thread. Call this only after `load_gate`, if that returned a module.
 
     Args:
         mode: The dispatch mode to which it gives ops; not on the thread's stack meanwhile.
+        device: With its index, if it is an accelerator.
         counter: Counts the live bytes.
         on_other: Called with the position of an op that is not the expected one, before it runs.
         make_room: Called with the bytes that an op needs, before it runs, if they might not fit.
     """
-    return load_gate().Gate(mode, counter, counter.live_capsule(), on_other, make_room)
+    return load_gate().Gate(mode, device, counter, counter.live_capsule(), on_other, make_room)
 
 
 class Recorded(enum.IntFlag):

@@ -122,7 +122,7 @@ void compare_size(Hooks* hooks, int64_t size_bytes) {
 PyObject* pack_handle(Hooks* hooks, PyObject* argument) {
   if (!THPVariable_Check(argument)) return PyObject_CallOneArg(hooks->pack_odd, argument);
   const at::Tensor& tensor = THPVariable_Unpack(argument);
-  return tape::is_plain_anywhere(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
+  return tape::is_plain(tensor) ? new_handle(hooks, tensor) : PyObject_CallOneArg(hooks->pack_odd, argument);
 }
 
 // Return whether the step saves what it is expected to, and count that. Otherwise ask Python, which may fail.

@@ -1,12 +1,13 @@
 // The tape of steps whose program is known: records the ops that it replays, drops what they make, and replays them, all
 // without Python. It does for such steps what runtime/record, runtime/memory and runtime/state do in Python for all
-// others, and only what is common: plain tensors on the CPU, and ops that make new tensors or write their first argument.
+// others, and only what is common: plain tensors on one device, and ops that make new tensors or write their first argument.
 //
 // gate.cpp gives it the ops of a forward, and tells it of each op that writes an argument before that runs. saved_hooks.cpp
 // gives it the saved tensors. A *lane* says what leaves and returns at which saved tensor (runtime/follow/lane.py).
 // Whatever happens that is not in the lane, Python takes over: `describe` tells it all that was recorded and is still
 // needed, as if Python had recorded it (runtime/record/handover.py).
 #include <Python.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -36,16 +37,20 @@ struct PyTape {
 PyTape* tape_of(PyObject* self) { return reinterpret_cast<PyTape*>(self); }
 
 PyObject* tape_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *live, *make_room, *raise_changed, *hand_over;
-  if (!PyArg_ParseTuple(arguments, "OOOO", &live, &make_room, &raise_changed, &hand_over)) return nullptr;
+  PyObject *device, *live, *make_room, *raise_changed, *hand_over;
+  if (!PyArg_ParseTuple(arguments, "O!OOOO", &THPDeviceType, &device, &live, &make_room, &raise_changed, &hand_over)) {
+    return nullptr;
+  }
   auto* count = static_cast<const std::atomic<int64_t>*>(PyCapsule_GetPointer(live, "torchdelta.live_bytes"));
   if (count == nullptr) return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
+  const c10::Device where = reinterpret_cast<THPDevice*>(device)->device;
   tape_of(self)->make_room = Py_NewRef(make_room);
   tape_of(self)->raise_changed = Py_NewRef(raise_changed);
   tape_of(self)->hand_over = Py_NewRef(hand_over);
-  tape_of(self)->tape = new NativeTape(count, make_room, raise_changed, hand_over);
+  tape_of(self)->tape = new NativeTape(where.is_cpu() ? c10::Device(c10::kCPU) : where, count, make_room, raise_changed,
+                                       hand_over);
   return self;
 }
 

@@ -28,7 +28,7 @@ enum Recorded : int64_t {
 };
 
 // Return whether a tensor is a plain one: all that matters of it are its storage, sizes, strides and dtype.
-inline bool is_plain_anywhere(const at::Tensor& tensor) {
+inline bool is_plain(const at::Tensor& tensor) {
   using c10::DispatchKey;
   static const c10::DispatchKeySet odd(
       {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::FuncTorchGradWrapper,
@@ -37,9 +37,6 @@ inline bool is_plain_anywhere(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_meta() && tensor.layout() == c10::kStrided && !tensor.is_inference() &&
          !tensor.key_set().has_any(odd);
 }
-
-// The same of a tensor on the CPU.
-inline bool is_plain(const at::Tensor& tensor) { return is_plain_anywhere(tensor) && tensor.is_cpu(); }
 
 constexpr size_t kFirstStatistics = 3;  // of a batch norm: the running mean, and the running variance behind it
 

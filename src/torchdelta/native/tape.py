@@ -27,7 +27,7 @@ live = ctypes.c_int64(0)
 new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype = ctypes.py_object
 name = ctypes.c_char_p(b"torchdelta.live_bytes")
-tape = module.Tape(new_capsule(ctypes.byref(live), name, None), print, print, print)
+tape = module.Tape(torch.device("cpu"), new_capsule(ctypes.byref(live), name, None), print, print, print)
 for _ in range(2):
     tape.begin({3: [1, 2]}, {1: [[1], [2]]}, 100)
     tape.act(3, False)
@@ -132,6 +132,7 @@ def load_tape() -> Any:
 
 
 def new_tape(
+    device: torch.device,
     counter: LimitedCounter,
     make_room: Callable[[int, bool], bool],
     raise_changed: Callable[[int, int, int], None],
@@ -140,6 +141,7 @@ def new_tape(
     """Return a tape, or the reason why there is none.
 
     Args:
+        device: With its index, if it is an accelerator. Only ops on its tensors are recorded.
         counter: Counts the live bytes.
         make_room: Called with the bytes that a replay needs if they might not fit, and whether it can wait. Returns
             whether they fit. It may hand over.
@@ -150,4 +152,4 @@ def new_tape(
     module = load_tape()
     if isinstance(module, NativeError):
         return module
-    return module.Tape(counter.live_capsule(), make_room, raise_changed, hand_over)
+    return module.Tape(device, counter.live_capsule(), make_room, raise_changed, hand_over)

@@ -2,13 +2,11 @@
 // each missing op once, in the order of their first run, and what was made on the way is freed after its last use.
 #pragma once
 #include <ATen/core/List.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstring>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -26,8 +24,12 @@ class ChainOwner {
   virtual void on_replayed(const ContentPtr& content, const c10::Storage& storage) = 0;  // it is there now
   virtual void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) = 0;
 
+  const c10::Device device;  // of all contents
   int64_t num_replayed = 0;
   int64_t replayed_bytes = 0;
+
+ protected:
+  explicit ChainOwner(c10::Device where) : device(where) {}
 };
 
 // Lets a generator draw from an earlier state for a while; nothing if there is none.
@@ -139,16 +141,10 @@ class Chain {
     return view.on(std::move(storage));
   }
 
-  static c10::Storage new_storage(size_t size_bytes) {
-    return at::empty({static_cast<int64_t>(size_bytes)}, at::TensorOptions().dtype(at::kByte)).storage();
-  }
-
   // Return a copy of a whole storage, seen as the argument sees it.
   at::Tensor copied(const View& view) {
     const at::Tensor original = argument(view);
-    const c10::Storage copy = new_storage(original.storage().nbytes());
-    std::memcpy(copy.mutable_data(), original.storage().data(), copy.nbytes());
-    return view.on(copy);
+    return view.on(copy_of(original.storage(), static_cast<int64_t>(original.storage().nbytes())));
   }
 
   c10::IValue rebuilt(const Argument& argument_) {
@@ -159,13 +155,13 @@ class Chain {
         return argument(*argument_.views.front());
       case Argument::Kind::kScratch: {
         const View& view = *argument_.views.front();
-        return at::ones(view.sizes, at::TensorOptions().dtype(view.dtype));
+        return at::ones(view.sizes, at::TensorOptions().dtype(view.dtype).device(owner_->device));
       }
       case Argument::Kind::kWritten:
         return copied(*argument_.views.front());
       case Argument::Kind::kOverwritten: {
         const View& view = *argument_.views.front();
-        return view.on(new_storage(static_cast<size_t>(wanted_->size_bytes)));
+        return view.on(new_storage(wanted_->size_bytes, owner_->device));
       }
       case Argument::Kind::kList:
         break;

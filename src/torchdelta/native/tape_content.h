@@ -8,15 +8,18 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/CPUAllocator.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -37,6 +40,35 @@ using EntryPtr = c10::intrusive_ptr<Entry>;
 inline std::mutex& storage_mutex() {
   static std::mutex mutex;
   return mutex;
+}
+
+// Return a storage of so many bytes on a device.
+inline c10::Storage new_storage(int64_t size_bytes, c10::Device device) {
+  return at::empty({size_bytes}, at::TensorOptions().dtype(at::kByte).device(device)).storage();
+}
+
+// Return a storage's bytes as a tensor that autograd does not see.
+inline at::Tensor bytes_of(c10::Storage storage, int64_t size_bytes) {
+  const c10::DispatchKey key = c10::computeDispatchKey(c10::kByte, c10::kStrided, storage.device());
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key),
+                                                               caffe2::TypeMeta::Make<uint8_t>());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({size_bytes});
+  return tensor;
+}
+
+// Return a copy of the first bytes of a storage, on its device and in the current stream.
+inline c10::Storage copy_of(const c10::Storage& source, int64_t size_bytes) {
+  c10::Storage copy = new_storage(size_bytes, source.device());
+  const int64_t copied_bytes = std::min(size_bytes, static_cast<int64_t>(source.nbytes()));
+  if (source.device_type() == c10::kCPU) {
+    std::memcpy(copy.mutable_data(), source.data(), static_cast<size_t>(copied_bytes));
+    return copy;
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard_of_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard guard_of_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Fake}));
+  bytes_of(copy, copied_bytes).copy_(bytes_of(source, copied_bytes));
+  return copy;
 }
 
 // How a tensor sees a content: what is needed to make the tensor again on a storage with that content.
@@ -206,6 +238,7 @@ class NativeSave final : public Save {
       : view(std::move(content), tensor),
         counter_(tensor.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
+        device_(tensor.device()),
         number_(number),
         step_(step) {
     if (view.content) ++view.content->num_saved;
@@ -221,7 +254,9 @@ class NativeSave final : public Save {
   at::Tensor resident(bool or_empty) const override {
     c10::Storage storage = view.content->successor ? view.content->successor : view.content->resident();
     if (!storage && !or_empty) return at::Tensor();
-    if (!storage) storage = c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::GetAllocator(c10::kCPU), true);
+    if (!storage) {
+      storage = c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device_), nullptr, false);
+    }
     at::Tensor tensor = view.on(std::move(storage));
     tensor.unsafeGetTensorImpl()->set_version_counter(counter_);
     return tensor;
@@ -243,6 +278,7 @@ class NativeSave final : public Save {
 
   c10::VariableVersion counter_;
   uint32_t version_;
+  c10::Device device_;
   int64_t number_;
   int64_t step_;
 };

@@ -68,9 +68,7 @@ class Describer {
 
   // Return the bytes of a storage, with the version counter that shows writes to the content.
   static py::object tensor_of(const Content& content, const c10::Storage& storage) {
-    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
-    tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(storage.nbytes())});
+    at::Tensor tensor = bytes_of(storage, static_cast<int64_t>(storage.nbytes()));
     if (content.counter.has_value()) tensor.unsafeGetTensorImpl()->set_version_counter(*content.counter);
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
   }

@@ -1,10 +1,8 @@
 // The tape itself: what it records of a step, drops and replays. See tape.cpp.
 #pragma once
 #include <Python.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
@@ -13,7 +11,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <unordered_map>
@@ -57,8 +54,9 @@ struct WithoutInterpreter {
 
 class NativeTape final : public Tape, private ChainOwner {
  public:
-  NativeTape(const std::atomic<int64_t>* live, PyObject* make_room, PyObject* raise_changed, PyObject* hand_over)
-      : live_(live), make_room_(make_room), raise_changed_(raise_changed), hand_over_(hand_over) {}
+  NativeTape(c10::Device where, const std::atomic<int64_t>* live, PyObject* make_room, PyObject* raise_changed,
+             PyObject* hand_over)
+      : ChainOwner(where), live_(live), make_room_(make_room), raise_changed_(raise_changed), hand_over_(hand_over) {}
 
   // -- a step
 
@@ -246,21 +244,42 @@ class NativeTape final : public Tape, private ChainOwner {
     WeakContent content;
   };
 
+  using Environment = std::array<int64_t, 18>;
+
   // The settings that kernels read besides their arguments: see `numeric_environment` in _torch/device.py.
-  static std::array<int64_t, 8> environment() {
+  Environment environment() const {
+    using Backend = at::Float32Backend;
+    using Op = at::Float32Op;
     const at::Context& context = at::globalContext();
-    int64_t precision = -1;
+    Environment all{};
+    size_t size = 0;
+    const auto add = [&all, &size](auto value) { all.at(size++) = static_cast<int64_t>(value); };
+    add(unless_mixed([&context] { return context.float32MatmulPrecision(); }));
+    for (const Op op : {Op::MATMUL, Op::CONV, Op::RNN}) add(context.float32Precision(Backend::MKLDNN, op));
+    add(c10::get_default_dtype_as_scalartype());
+    add(context.userEnabledMkldnn());
+    add(context.deterministicAlgorithms());
+    add(at::get_num_threads());
+    if (device.is_cpu()) return all;
+    for (const Op op : {Op::MATMUL, Op::CONV, Op::RNN}) add(context.float32Precision(Backend::CUDA, op));
+    add(unless_mixed([&context] { return context.allowTF32CuDNN(); }));
+    add(context.userEnabledCuDNN());
+    add(context.benchmarkCuDNN());
+    add(context.deterministicCuDNN());
+    add(context.allowFP16ReductionCuBLAS());
+    add(context.allowBF16ReductionCuBLAS());
+    add(context.allowFP16AccumulationCuBLAS());
+    return all;
+  }
+
+  // Return a setting; -1 where old and new settings are mixed, which torch refuses.
+  template <typename Function>
+  static int64_t unless_mixed(const Function& read) {
     try {
-      precision = static_cast<int64_t>(context.float32MatmulPrecision());
-    } catch (const c10::Error&) {  // old and new settings are mixed, which torch refuses
+      return static_cast<int64_t>(read());
+    } catch (const c10::Error&) {
+      return -1;
     }
-    const auto precision_of = [&context](at::Float32Op op) {
-      return static_cast<int64_t>(context.float32Precision(at::Float32Backend::MKLDNN, op));
-    };
-    return {precision_of(at::Float32Op::MATMUL), precision_of(at::Float32Op::CONV), precision_of(at::Float32Op::RNN),
-            static_cast<int64_t>(c10::get_default_dtype_as_scalartype()),
-            static_cast<int64_t>(context.userEnabledMkldnn()), static_cast<int64_t>(context.deterministicAlgorithms()),
-            precision, static_cast<int64_t>(at::get_num_threads())};
   }
 
   ContentPtr find(const c10::StorageImpl* storage) const {
@@ -279,8 +298,13 @@ class NativeTape final : public Tape, private ChainOwner {
     return content;
   }
 
+  // Return whether the tape may record what is done to a tensor.
+  bool is_own(const at::Tensor& tensor) const {
+    return is_plain(tensor) && tensor.has_storage() && tensor.device() == device;
+  }
+
   std::optional<View> view_of(const at::Tensor& tensor) {
-    if (!is_plain(tensor) || !tensor.has_storage()) return std::nullopt;
+    if (!is_own(tensor)) return std::nullopt;
     const c10::Storage& storage = tensor.storage();
     ContentPtr content = find(storage.unsafeGetStorageImpl());
     if (!content) {
@@ -294,11 +318,11 @@ class NativeTape final : public Tape, private ChainOwner {
     return View(std::move(content), tensor);
   }
 
-  static at::Generator generator_of(const torch::jit::Stack& stack, size_t begin) {
+  at::Generator generator_of(const torch::jit::Stack& stack, size_t begin) const {
     for (size_t index = begin; index < stack.size(); ++index) {
       if (stack[index].isGenerator()) return stack[index].toGenerator();
     }
-    return at::detail::getDefaultCPUGenerator();
+    return at::globalContext().defaultGenerator(device);
   }
 
   // Capture the arguments of an op. Return false if it cannot be replayed with them.
@@ -328,7 +352,7 @@ class NativeTape final : public Tape, private ChainOwner {
 
   // A replay needs the content that the op writes to, unless the op overwrites all of the storage.
   bool capture_written(const at::Tensor& tensor, bool is_overwritten, Entry* entry) {
-    if (!is_plain(tensor) || !tensor.has_storage()) return false;
+    if (!is_own(tensor)) return false;
     Argument argument;
     if (is_overwritten) {
       if (tensor.nbytes() != tensor.storage().nbytes() || !tensor.is_non_overlapping_and_dense()) return false;
@@ -383,7 +407,7 @@ class NativeTape final : public Tape, private ChainOwner {
   }
 
   void note_made(const at::Tensor& tensor, const EntryPtr& entry, size_t index) {
-    if (!is_plain(tensor) || !tensor.has_storage() || find(tensor.storage().unsafeGetStorageImpl())) return;
+    if (!is_own(tensor) || find(tensor.storage().unsafeGetStorageImpl())) return;
     ContentPtr content = new_content(tensor.storage());
     content->op = entry;
     content->output_index = index;
@@ -409,10 +433,7 @@ class NativeTape final : public Tape, private ChainOwner {
         content->end();
       } else {  // replays read it, and it cannot be made again
         ensure(content->size_bytes, false);
-        const at::Tensor copy = at::empty({content->size_bytes}, at::TensorOptions().dtype(at::kByte));
-        const c10::Storage storage = content->resident();
-        std::memcpy(copy.mutable_data_ptr(), storage.data(), std::min(copy.nbytes(), storage.nbytes()));
-        content->hold(copy.storage());
+        content->hold(copy_of(content->resident(), content->size_bytes));
         content->counter.reset();
       }
     } else if (value.isList() && holds_tensor(value)) {
@@ -480,7 +501,7 @@ class NativeTape final : public Tape, private ChainOwner {
   bool is_on_ = false;
   int64_t epoch_ = 0;
   int64_t next_id_ = 0;
-  std::array<int64_t, 8> environment_{};
+  Environment environment_{};
   std::unordered_map<const c10::StorageImpl*, Slot> slots_;
   std::vector<ContentPtr> pinned_;  // made by ops, while their storages live
   std::unordered_map<int64_t, WeakContent> saved_;

@@ -29,7 +29,6 @@ from tests.runtime.record.taped import (  # noqa: F401 - a fixture
 )
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import ReplayError
 from torchdelta.native.gate import Recorded
 from torchdelta.runtime.current import current_session
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     Seen = list[Any]
 
 pytestmark = [
-    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
     pytest.mark.usefixtures("one_thread_and_the_tape"),
 ]
 

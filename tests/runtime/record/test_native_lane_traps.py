@@ -12,11 +12,9 @@ from tests.runtime.record.partly import CHANGES_AT, MARGIN, NUM_LAYERS, ROWS, WI
 from tests.runtime.record.taped import NUM_STEPS, Loop, one_thread_and_the_tape, same_bits  # noqa: F401 - a fixture
 from tests.same_bits.judge import bits_of
 from torchdelta import Config, MemoryBudget
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.native.weak_storage import WeakStorage, weak_storage_type
 
 pytestmark = [
-    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
     pytest.mark.usefixtures("one_thread_and_the_tape"),
 ]
 

@@ -24,7 +24,6 @@ from tests.runtime.record.taped import (
 )
 from tests.same_bits.judge import seed_everything
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from torchdelta.trace.model import Trace
 
 pytestmark = [
-    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
     pytest.mark.usefixtures("one_thread_and_the_tape"),
 ]
 _NUM_STEPS = 60

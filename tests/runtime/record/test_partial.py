@@ -24,7 +24,6 @@ from tests.runtime.record.partly import (
 )
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate
 from torchdelta.runtime.follow.program import Proof
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.runtime.record.partly import Step
-
-pytestmark = pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 
 
 @pytest.fixture(autouse=True)

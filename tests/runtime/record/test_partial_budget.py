@@ -13,7 +13,6 @@ from torch import nn
 from tests.following import planned_here
 from tests.runtime.parts import running_session
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status
 from torchdelta.native.gate import load_gate
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
 
 WIDTH, NUM_ROWS, NUM_STEPS = 64, 512, 14
-pytestmark = pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 
 CONFIG = Config(planner="torchdelta", tier="memory")
 

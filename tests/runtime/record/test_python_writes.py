@@ -20,7 +20,7 @@ from tests.runtime.record.taped import (  # noqa: F401 - a fixture
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS, num_modes, top_function_mode
+from torchdelta._torch.modes import num_modes, top_function_mode
 from torchdelta._torch.tensors import version_of
 
 if TYPE_CHECKING:
@@ -185,7 +185,6 @@ def _step(loop: Loop, writer: Any, *, hides: bool) -> None:
 
 @pytest.mark.parametrize("hides", [False, True], ids=["in place", "through data"])
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 @pytest.mark.usefixtures("one_thread_and_the_tape")
 def test_written_in_every_followed_step(writer: Any, hides: bool) -> None:
     """Recorded in Python at first, and on the tape once the backward is known."""
@@ -196,7 +195,6 @@ def test_written_in_every_followed_step(writer: Any, hides: bool) -> None:
 
 
 @pytest.mark.parametrize("hides", [False, True], ids=["in place", "through data"])
-@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 @pytest.mark.usefixtures("one_thread_and_the_tape")
 def test_written_only_after_the_backward_is_known(hides: bool) -> None:
     """The function is in the graph from the first step on, and writes from one step on."""
@@ -241,7 +239,6 @@ def test_written_in_steps_without_a_plan(writer: Any, hides: bool) -> None:
     assert budget.summary().num_recomputed_ops > 0
 
 
-@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 @pytest.mark.usefixtures("one_thread_and_the_tape")
 def test_statistics_that_a_batch_norm_writes_in_the_backward() -> None:
     """Layers whose replays come later read the running mean."""
@@ -302,7 +299,6 @@ def test_saved_statistics_that_a_batch_norm_writes_in_the_backward() -> None:
     assert budget.summary().num_recomputed_ops > 0
 
 
-@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 @pytest.mark.usefixtures("one_thread_and_the_tape")
 def test_a_write_to_what_was_replayed() -> None:
     """Another saved tensor is replayed later, and reads the content from before the write."""
@@ -322,7 +318,6 @@ def test_a_write_to_what_was_replayed() -> None:
     assert same_bits(body, num_steps=_NUM_STEPS)[-1] > 0
 
 
-@pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13")
 @pytest.mark.usefixtures("one_thread_and_the_tape")
 def test_a_write_by_an_op_of_a_subclass() -> None:
     """Only one argument of the op is of the subclass; what it writes is plain."""

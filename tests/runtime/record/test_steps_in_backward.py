@@ -12,7 +12,6 @@ from tests.runtime.record.partly import CHANGES_AT, NUM_LAYERS, ROWS, WIDTH, Sta
 from tests.runtime.record.taped import one_thread_and_the_tape  # noqa: F401 - a fixture
 from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import Config, MemoryBudget
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 pytestmark = [
-    pytest.mark.skipif(not CAN_ENTER_MODES_IN_OPS, reason="needs torch 2.13"),
     pytest.mark.usefixtures("one_thread_and_the_tape"),
 ]
 NUM_STEPS = CHANGES_AT + 4

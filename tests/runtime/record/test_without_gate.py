@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.following import following_drawn
 from tests.runtime.parts import running_session
+from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status
 
 NUM_STEPS = 10
@@ -28,10 +29,11 @@ def train() -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts")
-def test_a_torch_whose_modes_cannot_be_entered_in_ops() -> None:
-    """As before torch 2.13: steps follow their program, none is recorded in part, and the bits are plain's."""
+def test_without_the_module() -> None:
+    """Steps follow their program, none is recorded in part, and the bits are plain's."""
     plain = train()
-    with mock.patch("torchdelta.runtime.record.partial.CAN_ENTER_MODES_IN_OPS", new=False), following_drawn() as budget:
+    none = NativeError("there is no compiler")
+    with mock.patch("torchdelta.runtime.record.partial.load_gate_soon", return_value=none), following_drawn() as budget:
         running_session().pause.forbid()
         followed = train()
         num_partial = running_session().partial.num_steps

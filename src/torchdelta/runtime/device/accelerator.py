@@ -31,7 +31,7 @@ from torchdelta.native.device_watch import new_watch
 from torchdelta.runtime.device.counter import DeviceCounter
 from torchdelta.runtime.device.device import Device
 from torchdelta.runtime.device.op_timer import NUM_SAMPLES, EventTimer
-from torchdelta.runtime.device.reserve import Reserve
+from torchdelta.runtime.device.reserve import LARGEST_SHARE, Reserve
 from torchdelta.runtime.device.streams import Streams
 
 if TYPE_CHECKING:
@@ -132,6 +132,10 @@ class Accelerator(Device):
     def margin_bytes(self, budget_bytes: int) -> int:
         """Return what blocks may hold more in one step than in another that is like it: they are split differently."""
         return budget_bytes // _MARGIN_SHARE
+
+    def unread_bytes(self, budget_bytes: int) -> int:
+        """Return how much the rounding of blocks may take, before the allocator is read again."""
+        return int(budget_bytes * LARGEST_SHARE)
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
         """Return the lock of [Note: threads of the engine]."""

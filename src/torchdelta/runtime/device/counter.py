@@ -15,9 +15,10 @@ The workspace of an op is what it allocates and frees while it runs. The first r
 workspace that a library keeps, and take much more, so the last measurement counts, not the largest.
 
 On CUDA the allocator calls back for every allocation (native/device_watch.py), if that can be built. So the workspace
-of an op and the peak of a step are measured, and a step that is known to fit need not be recorded: its limit is
-watched. Otherwise the workspace is the difference of the total freed bytes. This does not reset the peak, which is one
-for the process and has other readers. It is an upper bound if an op frees one temporary before it allocates the next.
+of an op and the peak of a step are measured, what is not recorded is counted, too, and a step that is known to fit need
+not be recorded: its limit is watched. Only the rounding of blocks is unknown between two readings. Without a watch the
+workspace is the difference of the total freed bytes. This does not reset the peak, which is one for the process and has
+other readers. It is an upper bound if an op frees one temporary before it allocates the next.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class DeviceCounter:
     def __init__(self, device: torch.device, watch: DeviceWatch | None = None) -> None:
         self.device = device
         self._watch = watch
+        self.missed_bytes: int | None = None  # what the watch did not see before the latest reading; None without one
         self._allocated_bytes = 0
         self._freed_bytes = 0
 
@@ -76,6 +78,15 @@ class DeviceCounter:
         del address
         return True
 
+    def glance_bytes(self) -> int | None:
+        """Return the active bytes except for rounding since the latest reading; None without a watch."""
+        return self._watch.live_bytes() if self._watch is not None and self._watch.is_on else None
+
+    def live_capsule(self) -> object:
+        """Return a capsule with the address of what `glance_bytes` returns. Call this only if `sees_peaks`."""
+        assert self._watch is not None
+        return self._watch.live_capsule()
+
     def live_bytes(self) -> int:
         """Return the active bytes."""
         statistics = allocator_statistics(self.device)
@@ -90,9 +101,10 @@ class DeviceCounter:
         if self._watch is None:
             return
         try:
+            self.missed_bytes = current_bytes - self._watch.live_bytes() if self._watch.is_on else 0
             self._watch.set_live(current_bytes)
         except RuntimeError as error:  # a program may have put another allocator in place
-            self._watch = None
+            self._watch = self.missed_bytes = None
             _logger.info("every step is recorded: %s", str(error).splitlines()[0])
 
     def mark(self) -> int:

@@ -83,6 +83,11 @@ class Device:
         del budget_bytes
         return 0
 
+    def unread_bytes(self, budget_bytes: int) -> int:
+        """Return how much more than what was counted since the latest reading may be in use."""
+        del budget_bytes
+        return 0
+
     # -- queues and threads
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torchdelta.runtime.state.usage import Usage
 
-__all__ = ["Reserve"]
+__all__ = ["LARGEST_SHARE", "Reserve"]
 
 _INTERVALS: Final = (64, 8, 64, 24)  # requests between two readings, in turns
 _MOST_REQUESTS: Final = 64
-_LARGEST_SHARE: Final = 1 / 400  # of the budget: a quarter of a percent
+LARGEST_SHARE: Final = 1 / 400  # of the budget: a quarter of a percent
 _FEWEST_COMPARED: Final = 8  # from fewer requests nothing is concluded
 _MARGIN: Final = 1.5
 _FADING: Final = 0.95  # of what was learned, each time that more is learned
@@ -62,7 +62,7 @@ class Reserve:
             self._learn(usage)
         if (
             self._num_requests >= _INTERVALS[self._interval]
-            or usage.uncertain_bytes - usage.rounding_bytes > budget_bytes * _LARGEST_SHARE
+            or usage.uncertain_bytes - usage.rounding_bytes > budget_bytes * LARGEST_SHARE
         ):
             usage.rounding_bytes = 0  # the latest request was served: the reading includes it
             usage.ask_counter(fresh=True)
@@ -80,7 +80,8 @@ class Reserve:
         """Note by how much the latest reading differed from the count."""
         if self._num_readings >= 0:
             # What was rounded up in forward is freed in backward: a fall tells how much the next rise may be.
-            missed_bytes = abs(usage.unseen_bytes - self._unseen_bytes)
+            difference_bytes = usage.unseen_bytes - self._unseen_bytes
+            missed_bytes = abs(difference_bytes if usage.missed_bytes is None else usage.missed_bytes)
             excess_bytes = _MARGIN * max(0, missed_bytes - self._rounding_bytes)
             self._excess_bytes = max(excess_bytes, _FADING * self._excess_bytes)
             self._num_compared += self._num_requests

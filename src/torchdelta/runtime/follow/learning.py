@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from torchdelta._torch.ops import returns_tensors
@@ -37,6 +38,7 @@ class Learning:
         self._hooks = hooks
         self._needs: dict[int, int] = {}  # in bytes, by op
         self._replayed: set[int] = set()
+        self._threads: set[int] = set()  # on which that was done: an accelerator's backward runs on one of its own
         self._ops: dict[int, LearnedOp] = {}  # by op, if it was recorded
         self._environment: tuple[Any, ...] | None = None  # of the first op
         self._makers: dict[int, int] = {}  # by buffer that was overwritten: the op that made it
@@ -101,6 +103,7 @@ class Learning:
 
     def on_replay(self, entry: OpEntry) -> None:
         """Note that an op is replayed."""
+        self._threads.add(threading.get_ident())
         if entry.position >= 0:  # else it ran before, where all ops are recorded
             self._replayed.add(entry.position)
         else:
@@ -114,7 +117,9 @@ class Learning:
         numbers = [self._numbers.get(index, -1) for index in range(len(self._sizes_bytes))]
         positions = range(len(self._hashes))
         recorded = self._recorded()
-        lane = make_lane(schedule, self._saved, self._ops, self._replayed, self._in_python)
+        lane = None
+        if len(self._threads) == 1:  # the native tape has no locks for a backward on several threads
+            lane = make_lane(schedule, self._saved, self._ops, self._replayed, self._in_python)
         on_tape = lane.saves if lane is not None else {}
         others = [self._ops[position] for position in self._replayed if lane is None or position not in lane.ops]
         in_python = {buffer for op in others for buffer in (*op.reads, *op.makes)} | self._written_in_python(on_tape)

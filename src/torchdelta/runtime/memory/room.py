@@ -38,6 +38,7 @@ _logger = logging.getLogger("torchdelta")
 
 # Smaller buffers are not evicted: the overhead outweighs the bytes freed.
 LEAST_EVICTION_BYTES: Final = 4096
+_NO_LIMIT: Final = (1 << 63) - 1
 # How many ops a ranking is used for: scores change slowly, and computing them takes time.
 RANKING_LIFE_OPS: Final = 24
 
@@ -141,6 +142,13 @@ class Room:
             usage.ask_counter()
         if usage.most_bytes + size_bytes > budget_bytes:
             self._on_shortage(size_bytes + usage.uncertain_bytes, why)
+
+    @property
+    def counted_budget_bytes(self) -> int:
+        """What the counter may show at most without being read again."""
+        if self.budget_bytes is None:
+            return _NO_LIMIT
+        return self.budget_bytes - self.device.unread_bytes(self.budget_bytes)
 
     def _fits_after_reading(self, size_bytes: int) -> bool:
         """Return whether bytes fit once an expensive counter has been read; False for any other."""

@@ -65,7 +65,7 @@ class NativeLane:
         self._tape: Tape | None = None
         self._capsule: object = None
         counter = cast("LimitedCounter", self._room.usage.counter)
-        tape = new_tape(counter, self._make_room, raise_changed, on_failure)
+        tape = new_tape(self._room.device.device, counter, self._make_room, raise_changed, on_failure)
         if isinstance(tape, NativeError):
             _logger.debug("what followed steps record is recorded in Python: %s", tape)
         else:
@@ -82,7 +82,7 @@ class NativeLane:
             return
         self._environment = numeric_environment()
         self._program = program
-        tape.begin(lane.drops, lane.replays, self._room.budget_bytes or 0)
+        tape.begin(lane.drops, lane.replays, self._room.counted_budget_bytes)
         self._gate.use_tape(tape, self._capsule)
         self._hooks.use_tape(tape, self._capsule, self._adopt_dropped, self._act)
         self._follower.use_tape(tape, lane.rest)

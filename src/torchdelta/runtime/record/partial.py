@@ -11,7 +11,7 @@ these phases:
 4. If the latest steps were alike, nothing is recorded from then until the optimizer has stepped. The tape is cut, so no
    replay can read a tensor that is written in between.
 
-This needs the counter at the allocator and the native hooks; without them followed steps are recorded as a whole.
+This needs a counter that sees peaks and the native hooks; without them followed steps are recorded as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import CAN_ENTER_MODES_IN_OPS, insert_mode, position_of_mode, remove_mode
+from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
 from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate_soon, new_gate, new_sequence
@@ -51,7 +51,6 @@ _logger = logging.getLogger("torchdelta")
 
 _FORGIVEN_AFTER: Final = 16  # steps that were like their outlines, before one that was not is forgotten
 _FEWEST_ALIKE: Final = 4  # steps with one backward and one optimizer each, before nothing is recorded between these
-_NO_LIMIT: Final = (1 << 63) - 1
 
 
 class _Phase(enum.Enum):
@@ -86,7 +85,7 @@ class PartialRecording:
         self._phase = _Phase.OFF
         self._gate: Gate | None = None
         self.lane: NativeLane | None = None  # once there is a gate
-        self._can_have_gate = CAN_ENTER_MODES_IN_OPS
+        self._can_have_gate = True
         self._position = 0  # of the recorder on the stack of dispatch modes
         self._program: Program | None = None  # whose outline is learned or used in this step
         self._learning: Learning | None = None
@@ -157,7 +156,8 @@ class PartialRecording:
                 _logger.debug("followed steps are recorded as a whole: %s", module)
             elif module is not None:
                 counter = cast("LimitedCounter", self._room.usage.counter)
-                self._gate = new_gate(self._recorder, counter, self._on_other_op, self._make_room)
+                recorder = self._recorder
+                self._gate = new_gate(recorder, recorder.device.device, counter, self._on_other_op, self._make_room)
                 self.lane = NativeLane(*self._parts(), self._follower, lambda: self._hand_over("a replay failed"))
                 self._backward.python_writes.before_write = self.lane.before_write
         return self._gate is not None
@@ -208,7 +208,7 @@ class PartialRecording:
             gate.learn()
         else:
             self._phase = _Phase.OUTLINED
-            gate.follow(outline.ops, self._room.budget_bytes or _NO_LIMIT)
+            gate.follow(outline.ops, self._room.counted_budget_bytes)
             hooks.compare(outline.saves, self._on_other_save, self._pack_numbered)
             if self.lane is not None and self._known.has_any(program):
                 self.lane.begin(program)
@@ -250,7 +250,7 @@ class PartialRecording:
         if self._phase in (_Phase.OFF, _Phase.PAUSED) or hooks is None or gate is None:
             return False
         if graph_task_id() == -1:
-            gate.follow(new_sequence([], [], []), _NO_LIMIT)  # the next op is another one
+            gate.follow(new_sequence([], [], []), 0)  # the next op is another one
         else:
             self._must_end = True
         if self._phase is not _Phase.OUTLINED:
@@ -336,7 +336,7 @@ class PartialRecording:
                 self._phase = _Phase.PAUSED
                 self._program.settle()
                 self._paused_in = self._steps.num_steps
-                self._set_limit(self._room.budget_bytes or _NO_LIMIT)
+                self._set_limit(self._room.counted_budget_bytes)
                 return
         if self._must_end or ledger.surveys:
             self.end("its backward was unusual")
@@ -345,10 +345,10 @@ class PartialRecording:
 
     @shielded
     def end(self, why: str) -> None:
-        """Resume recording as a whole: from here on, or from the end of the running backward or transform on."""
+        """Resume recording as a whole, from here on or from the end of the running backward, transform or capture on."""
         if self._phase is _Phase.OFF:
             return
-        if graph_task_id() != -1 or is_transforming():
+        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
             self._must_end = True
             return
         _logger.debug("steps are recorded as a whole again: %s", why)

@@ -37,7 +37,7 @@ def may_begin(recorder: Recorder, ended: EndedStep | None) -> bool:
         and ended.program is not None
         and ended.program.num_others < MOST_OTHERS
         and ended.is_exact
-        and recorder.device.counts_exactly
+        and recorder.room.usage.sees_peaks
         and is_quiet(recorder)
         and recorder.ledger.num_handles == 0
         and recorder.persistents is None

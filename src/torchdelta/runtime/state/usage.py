@@ -23,6 +23,7 @@ class Usage:
         self.uncertain_bytes = 0  # by how much an expensive counter may have risen since then (device/reserve.py)
         self.rounding_bytes = 0  # what the latest request may take of that; its memory may not be allocated yet
         self.num_readings = 0  # of an expensive counter
+        self.missed_bytes: int | None = None  # what was in use unseen before the latest reading, if that is known
         self.counter: Counter | None = None  # at the allocator, if it exists (native/counting.py)
         self.is_counting = False  # false in a survey, whose storages take no memory
         self._is_exact = True  # whether the counter knows every byte at every moment
@@ -88,14 +89,20 @@ class Usage:
         """Update the bytes that live in no known storage. Negative: the known storages have more than the counter.
 
         Args:
-            fresh: Ask even if that is expensive. Otherwise the last answer of an expensive counter remains in use.
+            fresh: Ask even if that is expensive. Otherwise the last answer of an expensive counter remains in use, with
+                what it can tell at once that has changed since.
         """
-        if self.is_counting and self.counter is not None and (fresh or self._is_cheap):
+        if not self.is_counting or self.counter is None:
+            return
+        if fresh or self._is_cheap:
             self.unseen_bytes = self.counter.live_bytes() - self.live_bytes
             if not self._is_cheap:
                 self.uncertain_bytes = self.rounding_bytes
                 self.num_readings += 1
+                self.missed_bytes = getattr(self.counter, "missed_bytes", None)
             self._raise_peak(self.live_bytes)
+        elif (glance := getattr(self.counter, "glance_bytes", None)) and (counted_bytes := glance()) is not None:
+            self.unseen_bytes = counted_bytes - self.live_bytes
 
     @property
     def peak_bytes(self) -> int:
