@@ -13,6 +13,7 @@
 #include <torch/csrc/Generator.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -106,6 +107,39 @@ struct CurrentHooks : at::PrivateUse1HooksInterface {
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
 };
+
+// What native/device_watch.cpp has of CUDA's allocator: the bytes in use on a device, and their peak.
+struct Watched {
+  std::atomic<int64_t> live{0};
+  std::atomic<int64_t> high{0};  // the most of these since `take_peak`
+
+  void add(int64_t change_bytes) {
+    const int64_t now = live.fetch_add(change_bytes) + change_bytes;
+    int64_t before = high.load();
+    while (now > before && !high.compare_exchange_weak(before, now)) {
+    }
+  }
+};
+
+inline Watched watched[kNumDevices];
+
+inline PyObject* live_capsule(PyObject*, PyObject* index) {
+  return PyCapsule_New(&watched[PyLong_AsLong(index)].live, "torchdelta.live_bytes", nullptr);
+}
+
+inline PyObject* live_bytes(PyObject*, PyObject* index) {
+  return PyLong_FromLongLong(watched[PyLong_AsLong(index)].live.load());
+}
+
+inline PyObject* take_peak(PyObject*, PyObject* index) {
+  Watched& device = watched[PyLong_AsLong(index)];
+  return PyLong_FromLongLong(device.high.exchange(device.live.load()));
+}
+
+#define STANDIN_WATCH_METHODS                                                                                     \
+  {"live_capsule", live_capsule, METH_O, "Return a capsule with the address of the bytes in use on a device."},   \
+      {"live_bytes", live_bytes, METH_O, "Return them."},                                                         \
+      {"take_peak", take_peak, METH_O, "Return their peak since the last call."}
 
 inline PyObject* python_generator(PyObject*, PyObject* index) {
   return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(PyLong_AsLong(index))));

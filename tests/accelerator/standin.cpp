@@ -65,7 +65,7 @@ struct Allocator final : c10::DeviceAllocator {
     std::memset(pointer, 0xFF, rounded_bytes);
     std::lock_guard<std::mutex> guard(lock);
     blocks[pointer] = {rounded_bytes, current_device};
-    high[current_device] = std::max(high[current_device], live[current_device] += static_cast<int64_t>(rounded_bytes));
+    watched[current_device].add(static_cast<int64_t>(rounded_bytes));
     for (auto* stat : {&stats[current_device].active_bytes, &stats[current_device].allocated_bytes}) {
       (*stat)[0].increase(rounded_bytes);
     }
@@ -77,7 +77,7 @@ struct Allocator final : c10::DeviceAllocator {
     for (auto* stat : {&stats[found->second.second].active_bytes, &stats[found->second.second].allocated_bytes}) {
       (*stat)[0].decrease(found->second.first);
     }
-    live[found->second.second] -= static_cast<int64_t>(found->second.first);
+    watched[found->second.second].add(-static_cast<int64_t>(found->second.first));
     std::memset(pointer, 0xFF, found->second.first);
     blocks.erase(found);
     std::free(pointer);
@@ -107,8 +107,6 @@ struct Allocator final : c10::DeviceAllocator {
   std::mutex lock;
   std::unordered_map<void*, std::pair<size_t, c10::DeviceIndex>> blocks;
   c10::CachingDeviceAllocator::DeviceStats stats[kNumDevices];
-  std::atomic<int64_t> live[kNumDevices]{};
-  int64_t high[kNumDevices]{};  // the most of these since `take_peak`
 };
 
 Allocator& allocator = *new Allocator;  // never destroyed: storages die after static objects do
@@ -227,25 +225,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
 
-// What native/device_watch.cpp has of CUDA's allocator.
-PyObject* live_capsule(PyObject*, PyObject* index) {
-  return PyCapsule_New(&allocator.live[PyLong_AsLong(index)], "torchdelta.live_bytes", nullptr);
-}
-
-PyObject* live_bytes(PyObject*, PyObject* index) {
-  return PyLong_FromLongLong(allocator.live[PyLong_AsLong(index)].load());
-}
-
-PyObject* take_peak(PyObject*, PyObject* argument) {
-  const long index = PyLong_AsLong(argument);
-  std::lock_guard<std::mutex> guard(allocator.lock);
-  return PyLong_FromLongLong(std::exchange(allocator.high[index], allocator.live[index].load()));
-}
-
 PyMethodDef methods[] = {
-    {"live_capsule", live_capsule, METH_O, "Return a capsule with the address of the bytes in use on a device."},
-    {"live_bytes", live_bytes, METH_O, "Return them."},
-    {"take_peak", take_peak, METH_O, "Return their peak since the last call."},
+    STANDIN_WATCH_METHODS,
     {"default_generator", python_generator, METH_O, "Return the generator that a device draws from."},
     {nullptr, nullptr, 0, nullptr}};
 

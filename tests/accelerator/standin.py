@@ -73,9 +73,7 @@ def _build(source: Path, path: Path) -> None:
 
 def load() -> Any:
     """Put the stand-in on torch and on torchdelta; returns torch's module for it."""
-    module, extension = put_on_torch("standin", _SOURCE, _engine)
-    module.watch = extension
-    return module
+    return put_on_torch("standin", _SOURCE, _engine)[0]
 
 
 def put_on_torch(name: str, source: Path, engine: Callable[[torch.device], Any]) -> tuple[Any, Any]:
@@ -97,6 +95,7 @@ def put_on_torch(name: str, source: Path, engine: Callable[[torch.device], Any])
         manual_seed_all=lambda seed: [generator.manual_seed(seed) for generator in generators],
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         _is_in_bad_fork=lambda: False,
+        watch=extension,  # what tests/accelerator/watch.py reads
     )
     torch._register_device_module(name, module)
     torch.utils.generate_methods_for_privateuse1_backend()

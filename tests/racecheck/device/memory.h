@@ -164,6 +164,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
 
   void count(c10::DeviceIndex device, int64_t change_bytes) {
+    watched[device].add(change_bytes);
     for (auto* stat : {&stats_[device].active_bytes, &stats_[device].allocated_bytes}) {
       if (change_bytes > 0) {
         (*stat)[0].increase(change_bytes);

@@ -227,6 +227,7 @@ PyObject* reset(PyObject*, PyObject*) {
 }
 
 PyMethodDef methods[] = {
+    STANDIN_WATCH_METHODS,
     {"default_generator", python_generator, METH_O, "Return the generator that a device draws from."},
     {"set_mode", set_mode, METH_VARARGS, "Say who chooses the order: 0 nobody, 1 a seed, 2 a script."},
     {"set_script", set_script, METH_O, "Say what the next questions about events find; afterwards: not reached."},

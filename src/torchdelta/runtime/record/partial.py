@@ -345,7 +345,7 @@ class PartialRecording:
 
     @shielded
     def end(self, why: str) -> None:
-        """Resume recording as a whole, from here on or from the end of the running backward, transform or capture on."""
+        """Resume recording as a whole, from here or from the end of the running backward, transform or capture on."""
         if self._phase is _Phase.OFF:
             return
         if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
