@@ -16,6 +16,9 @@ from tests.sampling import sample
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 TRAININGS = [example for example in EXAMPLES if example.stem != "plan_only"]
 MAX_LINES = 70
+# How a process with gloo may end after its last step: one of 40 runs of examples/ddp.py without torchdelta did, too.
+GLOO_FAILURE = "terminate called without an active exception"
+NUM_ATTEMPTS = 3
 BOTH = """
 import gc, runpy, sys
 example = sys.argv[1]
@@ -41,15 +44,18 @@ def outputs_of(example: Path, home: Path) -> tuple[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(home),
     }
-    result = subprocess.run(
-        [sys.executable, "-c", BOTH, str(example)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-        cwd=home,
-    )
+    for _ in range(NUM_ATTEMPTS):
+        result = subprocess.run(
+            [sys.executable, "-c", BOTH, str(example)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env=environment,
+            cwd=home,
+        )
+        if result.returncode == 0 or GLOO_FAILURE not in result.stderr:
+            break
     assert result.returncode == 0, result.stderr
     inside, plain, _ = result.stdout.split("the end\n")
     return inside, plain

@@ -11,14 +11,13 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.native.steps import LEAST_BYTES, block, cut, is_full_of, settle
 from torchdelta.errors import NativeError
 from torchdelta.native.arena import arena_status, new_arena
 
 if TYPE_CHECKING:
-    import torch
-
     from torchdelta.native.arena import Arena
 
 
@@ -65,6 +64,7 @@ def test_a_forked_child_allocates_as_ever(arena: Arena) -> None:
     held = block(64, 9)
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # OpenMP's threads do not exist in the child, and plain torch would wait for them
         is_right = is_full_of(held, 9) and is_full_of(block(64, 3), 3)
         held.zero_()
         os._exit(0 if is_right else 1)
