@@ -123,6 +123,20 @@ struct Watched {
 
 inline Watched watched[kNumDevices];
 
+inline std::atomic<int64_t> fails_from{0};
+
+// Fail once if an allocation has at least the size for which a failure was asked.
+inline void fail_if_asked(size_t size_bytes) {
+  int64_t least_bytes = fails_from.load();
+  if (least_bytes == 0 || static_cast<int64_t>(size_bytes) < least_bytes) return;
+  TORCH_CHECK_WITH(OutOfMemoryError, !fails_from.compare_exchange_strong(least_bytes, 0), "the device is out of memory");
+}
+
+inline PyObject* fail_once(PyObject*, PyObject* least_bytes) {
+  fails_from = PyLong_AsLongLong(least_bytes);
+  Py_RETURN_NONE;
+}
+
 inline PyObject* live_capsule(PyObject*, PyObject* index) {
   return PyCapsule_New(&watched[PyLong_AsLong(index)].live, "torchdelta.live_bytes", nullptr);
 }
@@ -139,7 +153,8 @@ inline PyObject* take_peak(PyObject*, PyObject* index) {
 #define STANDIN_WATCH_METHODS                                                                                     \
   {"live_capsule", live_capsule, METH_O, "Return a capsule with the address of the bytes in use on a device."},   \
       {"live_bytes", live_bytes, METH_O, "Return them."},                                                         \
-      {"take_peak", take_peak, METH_O, "Return their peak since the last call."}
+      {"take_peak", take_peak, METH_O, "Return their peak since the last call."},                                 \
+      {"fail_once", fail_once, METH_O, "Let the next allocation of so many bytes or more fail."}
 
 inline PyObject* python_generator(PyObject*, PyObject* index) {
   return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(PyLong_AsLong(index))));

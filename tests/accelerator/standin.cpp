@@ -59,6 +59,7 @@ struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size_bytes) override {
     const c10::Device device{kDevice, current_device};
     if (size_bytes == 0) return {nullptr, nullptr, &free_on_device, device};
+    fail_if_asked(size_bytes);
     const size_t rounded_bytes = (size_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
     void* pointer = std::aligned_alloc(kBlockBytes, rounded_bytes);
     TORCH_CHECK_WITH(OutOfMemoryError, pointer != nullptr, "the stand-in device is out of memory");

@@ -43,7 +43,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Net(nn.Module):
-    """Convolutions with batch norms, linear layers, dropout, and an op in place."""
+    """Convolutions with batch norms, linear layers, dropout, an op in place, and ops with a number on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
         x = x.reshape(-1, 32)
         with stream:
             for layer in self.layers:
-                x = x + self.drop(nn.functional.gelu(layer(x)))
+                x = x + self.drop(nn.functional.gelu(layer(x) * torch.tensor(0.5, device="cpu")))
         return x.square().mean()
 
 
@@ -67,7 +67,7 @@ class Training:
 
     def __init__(self, inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
         self.inside = inside
-        self.num_partial = self.num_native = self.num_resumed = 0
+        self.num_partial = self.num_native = self.num_resumed = self.num_native_later = 0
 
     def __call__(self, scope: Scope) -> dict[str, Any]:
         """Train."""
@@ -87,7 +87,9 @@ class Training:
                     partial = running_session().partial
                     self.num_partial, self.num_native = partial.num_steps, partial.lane.num_steps if partial.lane else 0
             if current_session() is not None:
-                self.num_resumed = running_session().partial.num_resumed
+                partial = running_session().partial
+                self.num_resumed = partial.num_resumed
+                self.num_native_later = partial.lane.num_steps - self.num_native if partial.lane else 0
         return state_of(model, losses=losses)
 
 
@@ -128,6 +130,47 @@ def test_the_same_ops_in_another_stream_end_the_outline(device: torch.device) ->
     assert ours.observed == plain.observed
     assert training.num_native >= 1
     assert training.num_resumed >= 1
+
+
+def test_a_device_without_memory(device: torch.device) -> None:
+    """An op that finds none is recorded and run again, as in steps that are recorded as a whole."""
+    if DEVICE == "cuda":
+        pytest.skip("an allocation cannot be made to fail there")
+
+    @contextlib.contextmanager
+    def inside() -> Generator[None]:
+        if current_session() is not None:
+            torch.get_device_module(device).watch.fail_once(1)
+        yield
+
+    training = Training(inside)
+    plain = run(training)
+    ours = run(training, lambda: following_drawn(0))
+    assert ours.message == ""
+    assert ours.observed == plain.observed
+    assert training.num_native >= 1
+    assert training.num_resumed >= 1
+
+
+def test_other_settings_than_the_learned_ones(device: torch.device) -> None:
+    """Which ops give the same bits again depends on settings, and is found out where an outline is learned."""
+    del device
+
+    def inside() -> contextlib.AbstractContextManager[None]:
+        torch.set_float32_matmul_precision("high")
+        return contextlib.nullcontext()
+
+    training = Training(inside)
+    try:
+        plain = run(training)
+        torch.set_float32_matmul_precision("highest")
+        ours = run(training, lambda: following_drawn(0))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert ours.message == ""
+    assert ours.observed == plain.observed
+    assert training.num_native >= 1
+    assert training.num_native_later == 0
 
 
 def test_a_budget_holds(device: torch.device) -> None:

@@ -29,9 +29,9 @@ class StandinWatch:
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         self._peak_since_mark_bytes = max(self._peak_since_mark_bytes, peak_bytes)
 
-    def set_live(self, size_bytes: int) -> None:
+    def set_live(self, size_bytes: int, counted_bytes: int) -> None:
         """Compare a reading with what was counted, and with the limit."""
-        assert size_bytes == self.live_bytes()
+        assert size_bytes == counted_bytes
         if self._limit_bytes is not None and size_bytes > self._limit_bytes:
             self._limit_bytes = None
             self._on_limit()

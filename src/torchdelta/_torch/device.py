@@ -77,6 +77,9 @@ def _unless_mixed(read: Callable[[], Any]) -> Any:
         return None
 
 
+warns_only: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
+
+
 def numeric_environment() -> tuple[Any, ...]:
     """Return the global settings that kernels read besides their arguments: a replay runs under the recorded ones."""
     try:
@@ -97,7 +100,7 @@ def set_numeric_environment(environment: tuple[Any, ...]) -> None:
     dtype, mkldnn, deterministic, num_threads, precision, precisions, *others = environment
     torch.set_default_dtype(dtype)
     torch._C._set_mkldnn_enabled(mkldnn)
-    torch._C._set_deterministic_algorithms(deterministic, warn_only=torch._C._get_deterministic_algorithms_warn_only())
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=warns_only())
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     if isinstance(precision, str):

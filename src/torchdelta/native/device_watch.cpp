@@ -104,11 +104,12 @@ PyObject* attach(PyObject*, PyObject*) {
 
 PyObject* set_live(PyObject*, PyObject* arguments) {
   PyObject* index;
-  long long live;
-  if (!PyArg_ParseTuple(arguments, "OL", &index, &live)) return nullptr;
+  long long reading, counted;
+  if (!PyArg_ParseTuple(arguments, "OLL", &index, &reading, &counted)) return nullptr;
   Watched* device = watched(index);
   if (device == nullptr) return nullptr;
-  const int64_t missed = live - device->live.exchange(live);
+  const int64_t missed = reading - counted;
+  const int64_t live = device->live.fetch_add(missed) + missed;
   device->peak = std::max(device->peak, device->high.exchange(live) + std::max<int64_t>(missed, 0));
   note(*device, live);
   Py_RETURN_NONE;
@@ -172,7 +173,8 @@ PyObject* clear_limit(PyObject*, PyObject* index) {
 
 PyMethodDef module_methods[] = {
     {"attach", attach, METH_NOARGS, "Begin to watch all devices; CUDA must have been initialized. Repeated calls do nothing."},
-    {"set_live", set_live, METH_VARARGS, "Set the bytes in use (device index, bytes) to what the allocator says."},
+    {"set_live", set_live, METH_VARARGS,
+     "Correct the bytes in use: (device index, what the allocator says, what was counted just before it was asked)."},
     {"live_bytes", live_bytes, METH_O, "Return the bytes in use on a device."},
     {"live_capsule", live_capsule, METH_O, "Return where they are, for other native modules."},
     {"take_peak", take_peak, METH_O, "Return their peak since the last call."},

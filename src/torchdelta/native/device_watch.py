@@ -26,34 +26,36 @@ _logger = logging.getLogger("torchdelta")
 # Where the module is built there may be no device: only what needs none is tested here. tests/cuda has the rest.
 _SELF_TEST: Final = """
 passed = []
-module.set_live(3, 1000)
+def set_live(size):
+    module.set_live(3, size, module.live_bytes(3))
+set_live(1000)
 assert module.live_bytes(3) == module.take_peak(3) == 1000
 assert "torchdelta.live_bytes" in repr(module.live_capsule(3))
 module.set_limit(3, 2000, lambda: passed.append(1))
 assert not passed
-module.set_live(3, 3000)
-module.set_live(3, 500)
+set_live(3000)
+set_live(500)
 for _ in range(3):
     pass
 assert passed == [1] and module.take_peak(3) == 3000 and module.take_peak(3) == 500
-module.set_live(3, 600)
+set_live(600)
 module.mark(3)
 assert module.take_peak(3) == 600 and module.live_bytes(3) == 600
-module.set_live(3, 900)
-module.set_live(3, 700)
-module.set_live(3, 800)
+set_live(900)
+set_live(700)
+set_live(800)
 assert module.growth_bytes(3) == 300 and module.take_peak(3) == 900 and module.take_peak(3) == 800
 assert module.passed_bytes(3) == 3000
 module.set_limit(3, 100, lambda: passed.append(2))
 for _ in range(3):
     pass
 assert passed == [1]
-module.set_live(3, 810)
+set_live(810)
 for _ in range(3):
     pass
 assert passed == [1, 2] and module.passed_bytes(3) == 810
 module.clear_limit(3)
-module.set_live(3, 10000)
+set_live(10000)
 assert passed == [1, 2]
 try:
     module.live_bytes(64)
@@ -84,12 +86,17 @@ class DeviceWatch:
         self._index = device.index
         self.is_on = False  # whether allocations are counted
 
-    def set_live(self, size_bytes: int) -> None:
-        """Set the bytes in use to what the allocator says. CUDA must have been initialized."""
+    def set_live(self, size_bytes: int, counted_bytes: int) -> None:
+        """Correct the bytes in use. CUDA must have been initialized.
+
+        Args:
+            size_bytes: What the allocator says.
+            counted_bytes: What `live_bytes` returned just before it was asked.
+        """
         if not self.is_on:
             self._module.attach()
             self.is_on = True
-        self._module.set_live(self._index, size_bytes)
+        self._module.set_live(self._index, size_bytes, counted_bytes)
 
     def live_bytes(self) -> int:
         """Return the bytes in use: those that were set, and what was allocated since."""

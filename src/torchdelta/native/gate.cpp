@@ -10,14 +10,14 @@
 // recorded if it writes a storage that the recorder knows: a replay might read it, or an op might be known to have made
 // its content. The gate notes the storages of what recorded ops read and return; `forget` clears that.
 //
-// On an accelerator, an op in another stream than the one in which `follow` was called counts as one that differs.
+// On an accelerator, an op on another stream than the one that was current when `follow` was called counts as one that
+// differs. If an op finds no memory there, the recorder runs it again, which makes room.
 #include <Python.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -25,10 +25,10 @@
 
 #include <atomic>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "above_autograd.h"
+#include "home_stream.h"
 #include "known_storages.h"
 #include "lists.h"
 #include "op_hash.h"
@@ -67,24 +67,6 @@ struct Sequence {
   std::vector<Op>* ops;
 };
 
-// Tells whether ops of this thread are queued in the stream in which the step began.
-class Streams {
- public:
-  explicit Streams(c10::Device device) : device_(device) {}
-
-  void begin() {
-    if (!device_.is_cpu()) home_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  }
-
-  bool is_at_home() const {
-    return !home_.has_value() || c10::impl::VirtualGuardImpl(device_.type()).getStream(device_) == *home_;
-  }
-
- private:
-  c10::Device device_;
-  std::optional<c10::Stream> home_;
-};
-
 struct Gate {
   PyObject_HEAD
   PyObject* mode;       // the recorder; `shared_mode` holds the reference
@@ -99,7 +81,8 @@ struct Gate {
   std::vector<uint64_t>* learned;
   int64_t most_bytes;  // the budget
   KnownStorages* known;
-  Streams* streams;
+  HomeStream* stream;
+  bool is_on_cpu;
   PyObject* tape_owner;
   tape::Tape* tape;  // null: there is none in this step
 };
@@ -231,6 +214,40 @@ bool follow(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, tor
   return record(gate, op, stack), true;
 }
 
+// Return whether an op may run once more after it has failed: it neither writes its arguments nor draws numbers.
+bool may_run_again(const c10::OperatorHandle& op) {
+  return op.operator_name().name.rfind("aten::", 0) == 0 && !tape::writes_arguments(op) &&
+         !op.hasTag(at::Tag::nondeterministic_seeded);
+}
+
+// Run an op where it has to run now: in the recorder, if that is on the thread's stack again.
+void finish(const Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
+  if (gate->state != State::kEnded || !is_on_top(gate)) return op.redispatchBoxed(below, stack);
+  at::impl::MaybeSetTLSOnEntryGuard snapshot;
+  op.callBoxedForDispatchKey(DispatchKey::Python, *stack);
+}
+
+// Run an op of a step that is followed. Where the device has no memory left although the budget has (fragments, another
+// process), recording resumes, and the recorder runs it, which evicts what can leave.
+void run_followed(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
+  const auto run = [gate, &op, below, stack] {
+    if (!follow(gate, op, below, stack)) finish(gate, op, below, stack);
+  };
+  if (gate->is_on_cpu || !may_run_again(op)) return run();
+  const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  const torch::jit::Stack arguments(begin, stack->end());
+  const size_t height = stack->size() - arguments.size();
+  try {
+    return run();
+  } catch (const c10::OutOfMemoryError&) {
+    if (gate->state == State::kFollowing) ask(gate->on_other, static_cast<int64_t>(gate->position));
+    if (gate->state != State::kEnded || !is_on_top(gate)) throw;
+  }
+  stack->resize(height);
+  stack->insert(stack->end(), arguments.begin(), arguments.end());
+  finish(gate, op, below, stack);
+}
+
 void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);  // what the op and the recorder call is no op of the step
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey);
@@ -253,22 +270,17 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
     case State::kFollowing: {
       const std::vector<Op>& ops = *gate->sequence->ops;
       const size_t position = gate->position;
-      if (position >= ops.size() || ops[position].hash != hash_of(op, *stack) || !gate->streams->is_at_home()) {
+      if (position >= ops.size() || ops[position].hash != hash_of(op, *stack) || !gate->stream->is_current()) {
         ask(gate->on_other, static_cast<int64_t>(position));
         if (gate->tape != nullptr) gate->tape->before_write(op, *stack);  // recording resumes later: see `end`
         break;
       }
-      if (follow(gate, op, below, stack)) return;
-      break;
+      return run_followed(gate, op, below, stack);
     }
     case State::kEnded:
       break;
   }
-  if (gate->state == State::kEnded && is_on_top(gate)) {
-    at::impl::MaybeSetTLSOnEntryGuard snapshot;
-    return op.callBoxedForDispatchKey(DispatchKey::Python, *stack);
-  }
-  op.redispatchBoxed(below, stack);
+  finish(gate, op, below, stack);
 }
 
 c10::RegistrationHandleRAII& registration() {
@@ -343,7 +355,8 @@ PyObject* gate_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   gate->shared_mode = new std::shared_ptr<Mode>(std::make_shared<Mode>(Py_NewRef(mode), getPyInterpreter()));
   gate->learned = new std::vector<uint64_t>;
   gate->known = new KnownStorages;
-  gate->streams = new Streams(reinterpret_cast<THPDevice*>(device)->device);
+  gate->stream = new HomeStream(reinterpret_cast<THPDevice*>(device)->device);
+  gate->is_on_cpu = reinterpret_cast<THPDevice*>(device)->device.is_cpu();
   return self;
 }
 
@@ -392,7 +405,7 @@ void gate_dealloc(PyObject* self) {
   delete gate_of(self)->shared_mode;
   delete gate_of(self)->learned;
   delete gate_of(self)->known;
-  delete gate_of(self)->streams;
+  delete gate_of(self)->stream;
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -419,7 +432,7 @@ PyObject* gate_follow(PyObject* self, PyObject* arguments) {
   Py_XSETREF(gate->sequence, reinterpret_cast<Sequence*>(Py_NewRef(sequence)));
   gate->most_bytes = most_bytes;
   gate->position = 0;
-  gate->streams->begin();
+  gate->stream->begin();
   turn(gate, State::kFollowing);
   Py_RETURN_NONE;
 }

@@ -15,12 +15,12 @@ inline uint64_t with_tensor(uint64_t hash, const at::Tensor& tensor) {
   if (!tensor.defined()) return mixed(hash, 1);
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   hash = mixed(hash, static_cast<uint64_t>(c10::typeMetaToScalarType(impl->dtype())));
-  const c10::Device device = impl->device();
-  hash = mixed(hash, static_cast<uint64_t>(device.type()) * 256 + static_cast<uint64_t>(device.index() + 1));
+  hash = mixed(hash, static_cast<uint64_t>(impl->device_type()));
   if (impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided || tensor.is_nested() ||
       impl->key_set().has(c10::DispatchKey::Python)) {
     return mixed(hash, 2);
   }
+  hash = mixed(hash, static_cast<uint64_t>(impl->device().index() + 1));
   for (const int64_t size : impl->sizes()) hash = mixed(hash, static_cast<uint64_t>(size) + 3);
   return mixed(hash, static_cast<uint64_t>(impl->is_contiguous()));
 }

@@ -47,7 +47,7 @@ inline c10::Storage new_storage(int64_t size_bytes, c10::Device device) {
   return at::empty({size_bytes}, at::TensorOptions().dtype(at::kByte).device(device)).storage();
 }
 
-// Return a storage's bytes as a tensor that autograd does not see.
+// Return a tensor of bytes over a storage, without a gradient function.
 inline at::Tensor bytes_of(c10::Storage storage, int64_t size_bytes) {
   const c10::DispatchKey key = c10::computeDispatchKey(c10::kByte, c10::kStrided, storage.device());
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key),
@@ -69,6 +69,15 @@ inline c10::Storage copy_of(const c10::Storage& source, int64_t size_bytes) {
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Fake}));
   bytes_of(copy, copied_bytes).copy_(bytes_of(source, copied_bytes));
   return copy;
+}
+
+// Return a copy of a number that is on the CPU; the program may change it.
+inline at::Tensor copy_of_number(const at::Tensor& number) {
+  c10::Storage copy = new_storage(static_cast<int64_t>(number.nbytes()), c10::kCPU);
+  std::memcpy(copy.mutable_data(), number.const_data_ptr(), number.nbytes());
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(copy), number.key_set(), number.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(c10::IntArrayRef());
+  return tensor;
 }
 
 // How a tensor sees a content: what is needed to make the tensor again on a storage with that content.

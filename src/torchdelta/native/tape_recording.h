@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "above_autograd.h"
+#include "home_stream.h"
 #include "tape.h"
 #include "tape_chain.h"
 #include "tape_content.h"
@@ -56,7 +57,7 @@ class NativeTape final : public Tape, private ChainOwner {
  public:
   NativeTape(c10::Device where, const std::atomic<int64_t>* live, PyObject* make_room, PyObject* raise_changed,
              PyObject* hand_over)
-      : ChainOwner(where), live_(live), make_room_(make_room), raise_changed_(raise_changed), hand_over_(hand_over) {}
+      : ChainOwner(where), stream_(where), live_(live), make_room_(make_room), raise_changed_(raise_changed), hand_over_(hand_over) {}
 
   // -- a step
 
@@ -65,6 +66,7 @@ class NativeTape final : public Tape, private ChainOwner {
     lane_ = std::move(lane);
     most_bytes_ = most_bytes;
     environment_ = environment();
+    stream_.begin();
     is_on_ = true;
   }
 
@@ -204,7 +206,7 @@ class NativeTape final : public Tape, private ChainOwner {
         }
       }
       try {
-        if (!missing.empty() && environment() == environment_) run_chain(missing, false);
+        if (!missing.empty() && is_as_in_forward()) run_chain(missing, false);
       } catch (const HandedOver&) {
         return;
       } catch (const NotNow&) {  // `unpack` makes each of them again, and raises; not all of them may be needed
@@ -219,7 +221,7 @@ class NativeTape final : public Tape, private ChainOwner {
     if (!content) return at::Tensor();
     c10::Storage storage = content->successor ? content->successor : content->resident();
     try {
-      if (!storage && environment() != environment_) throw NotNow();  // Python replays under the earlier settings
+      if (!storage && !is_as_in_forward()) throw NotNow();  // Python replays under the earlier settings, and at home
       if (!storage) storage = run_chain({content}, true);
     } catch (const HandedOver&) {
       return at::Tensor();
@@ -259,8 +261,10 @@ class NativeTape final : public Tape, private ChainOwner {
     add(c10::get_default_dtype_as_scalartype());
     add(context.userEnabledMkldnn());
     add(context.deterministicAlgorithms());
-    add(at::get_num_threads());
-    if (device.is_cpu()) return all;
+    if (device.is_cpu()) {
+      add(at::get_num_threads());  // each thread has its own number, and a backward on the CPU runs where it was started
+      return all;
+    }
     for (const Op op : {Op::MATMUL, Op::CONV, Op::RNN}) add(context.float32Precision(Backend::CUDA, op));
     add(unless_mixed([&context] { return context.allowTF32CuDNN(); }));
     add(context.userEnabledCuDNN());
@@ -271,6 +275,8 @@ class NativeTape final : public Tape, private ChainOwner {
     add(context.allowFP16AccumulationCuBLAS());
     return all;
   }
+
+  bool is_as_in_forward() const { return stream_.is_current() && environment() == environment_; }
 
   // Return a setting; -1 where old and new settings are mixed, which torch refuses.
   template <typename Function>
@@ -374,6 +380,8 @@ class NativeTape final : public Tape, private ChainOwner {
       const at::Tensor& tensor = value.toTensor();
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {  // a number of the program: nothing writes it
         argument.value = at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(0, false));
+      } else if (!device.is_cpu() && tensor.is_cpu() && tensor.dim() == 0 && is_plain(tensor)) {
+        argument.value = copy_of_number(tensor);
       } else if (is_scratch) {
         argument.kind = Argument::Kind::kScratch;
         argument.views.emplace_back(View(ContentPtr(), tensor));
@@ -492,6 +500,7 @@ class NativeTape final : public Tape, private ChainOwner {
     return chain.storage_of(first);
   }
 
+  HomeStream stream_;
   const std::atomic<int64_t>* live_;
   PyObject* make_room_;      // (size_bytes, is_optional): whether there is room
   PyObject* raise_changed_;  // (size_bytes, version, expected version): raises

@@ -31,6 +31,7 @@ class Allocator final : public c10::DeviceAllocator {
     const auto index = current_device;
     const c10::Device device{kDevice, index};
     if (size_bytes == 0) return {nullptr, nullptr, &free_on_device, device};
+    fail_if_asked(size_bytes);
     const size_t rounded_bytes = (size_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
     const Lock guard(queues.lock);
     collect_deferred();

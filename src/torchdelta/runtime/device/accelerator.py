@@ -133,9 +133,10 @@ class Accelerator(Device):
         """Return what blocks may hold more in one step than in another that is like it: they are split differently."""
         return budget_bytes // _MARGIN_SHARE
 
-    def unread_bytes(self, budget_bytes: int) -> int:
-        """Return how much the rounding of blocks may take, before the allocator is read again."""
-        return int(budget_bytes * LARGEST_SHARE)
+    def unread_bytes(self, usage: Usage, budget_bytes: int) -> int:
+        """Return by how much the rounding of blocks may exceed the count before the allocator is read again."""
+        missed_bytes = usage.counter.most_missed_bytes if isinstance(usage.counter, DeviceCounter) else 0
+        return max(int(budget_bytes * LARGEST_SHARE), missed_bytes)
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
         """Return the lock of [Note: threads of the engine]."""

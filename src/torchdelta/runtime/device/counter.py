@@ -15,16 +15,17 @@ The workspace of an op is what it allocates and frees while it runs. The first r
 workspace that a library keeps, and take much more, so the last measurement counts, not the largest.
 
 On CUDA the allocator calls back for every allocation (native/device_watch.py), if that can be built. So the workspace
-of an op and the peak of a step are measured, what is not recorded is counted, too, and a step that is known to fit need
-not be recorded: its limit is watched. Only the rounding of blocks is unknown between two readings. Without a watch the
-workspace is the difference of the total freed bytes. This does not reset the peak, which is one for the process and has
-other readers. It is an upper bound if an op frees one temporary before it allocates the next.
+of an op and the peak of a step are measured, and memory of ops that are not recorded is counted. A step that is known
+to fit need not be recorded, because the watch tells when it passes its limit. Between two readings, only the rounding
+of blocks is missing from the count. Without a watch the workspace is the difference of the total freed bytes. This does
+not reset the peak, which is one for the process and has other readers. It is an upper bound if an op frees one
+temporary before it allocates the next.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta._torch.device import allocator_statistics
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["DeviceCounter"]
 
 _logger = logging.getLogger("torchdelta")
+
+_FADING: Final = 0.99  # of the most that was missed, at each reading
 
 
 class DeviceCounter:
@@ -54,7 +57,8 @@ class DeviceCounter:
     def __init__(self, device: torch.device, watch: DeviceWatch | None = None) -> None:
         self.device = device
         self._watch = watch
-        self.missed_bytes: int | None = None  # what the watch did not see before the latest reading; None without one
+        self.most_missed_bytes = 0  # by which the watch's count was wrong between two of the latest readings
+        self._missed_bytes = 0
         self._allocated_bytes = 0
         self._freed_bytes = 0
 
@@ -89,36 +93,43 @@ class DeviceCounter:
 
     def live_bytes(self) -> int:
         """Return the active bytes."""
-        statistics = allocator_statistics(self.device)
-        if statistics is None:
-            return 0
-        current_bytes = int(statistics["current"])
-        self._correct_watch(current_bytes)
-        return current_bytes
+        statistics = self._read()
+        return int(statistics["current"]) if statistics is not None else 0
 
-    def _correct_watch(self, current_bytes: int) -> None:
-        """Give the watch the allocator's own figure; go on without a watch where torch no longer calls it."""
-        if self._watch is None:
-            return
+    def _read(self) -> dict[str, Any] | None:
+        """Read the allocator's statistics, and correct the watch; go on without one where torch no longer calls it."""
+        watch = self._watch
+        counted_bytes = watch.live_bytes() if watch is not None else 0
+        statistics = allocator_statistics(self.device)
+        if watch is None or statistics is None:
+            return statistics
+        current_bytes = int(statistics["current"])
+        missed_bytes = current_bytes - counted_bytes if watch.is_on else 0
         try:
-            self.missed_bytes = current_bytes - self._watch.live_bytes() if self._watch.is_on else 0
-            self._watch.set_live(current_bytes)
+            watch.set_live(current_bytes, counted_bytes)
         except RuntimeError as error:  # a program may have put another allocator in place
-            self._watch = self.missed_bytes = None
+            self._watch = None
             _logger.info("every step is recorded: %s", str(error).splitlines()[0])
+            return statistics
+        self._missed_bytes += missed_bytes
+        self.most_missed_bytes = max(abs(missed_bytes), int(_FADING * self.most_missed_bytes))
+        return statistics
+
+    def take_missed_bytes(self) -> int | None:
+        """Return by how much the watch's count was too low since the last call; None without a watch."""
+        missed_bytes, self._missed_bytes = self._missed_bytes, 0
+        return missed_bytes if self._watch is not None else None
 
     def mark(self) -> int:
         """Start to measure. Return the active bytes."""
-        statistics = allocator_statistics(self.device)
+        statistics = self._read()
         if statistics is None:
             return 0
-        current_bytes = int(statistics["current"])
-        self._correct_watch(current_bytes)
         if self._watch is not None:
             self._watch.mark()
         else:
             self._allocated_bytes, self._freed_bytes = int(statistics["allocated"]), int(statistics["freed"])
-        return current_bytes
+        return int(statistics["current"])
 
     def growth_bytes(self) -> int:
         """Return the largest growth since the mark; without a watch an upper bound: what was allocated since."""

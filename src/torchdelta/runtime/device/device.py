@@ -83,9 +83,9 @@ class Device:
         del budget_bytes
         return 0
 
-    def unread_bytes(self, budget_bytes: int) -> int:
-        """Return how much more than what was counted since the latest reading may be in use."""
-        del budget_bytes
+    def unread_bytes(self, usage: Usage, budget_bytes: int) -> int:
+        """Return by how many bytes the count may be too low before the counter is read again."""
+        del usage, budget_bytes
         return 0
 
     # -- queues and threads

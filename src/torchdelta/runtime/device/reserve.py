@@ -9,7 +9,7 @@ missing after so many requests.
 
 If more was missing than rounding explains (an op with many outputs, a library that keeps a workspace, another thread,
 memory that a stream still uses), the difference is reserved as well, for a while. The first time, it shows in the next
-reading only.
+reading only. Where allocations are watched (native/device_watch.py), all of this is counted: only rounding is missing.
 
 The allocator is read earlier if the reserve takes more than a small share of the budget, and always before a budget is
 refused. Intervals between readings differ in length, so that what rises and falls within a long one shows in a short
@@ -80,9 +80,9 @@ class Reserve:
         """Note by how much the latest reading differed from the count."""
         if self._num_readings >= 0:
             # What was rounded up in forward is freed in backward: a fall tells how much the next rise may be.
-            difference_bytes = usage.unseen_bytes - self._unseen_bytes
-            missed_bytes = abs(difference_bytes if usage.missed_bytes is None else usage.missed_bytes)
-            excess_bytes = _MARGIN * max(0, missed_bytes - self._rounding_bytes)
+            watched_bytes = usage.take_missed_bytes()
+            missed_bytes = abs(usage.unseen_bytes - self._unseen_bytes if watched_bytes is None else watched_bytes)
+            excess_bytes = _MARGIN * max(0, missed_bytes - self._rounding_bytes) if watched_bytes is None else 0.0
             self._excess_bytes = max(excess_bytes, _FADING * self._excess_bytes)
             self._num_compared += self._num_requests
             self._missed_bytes += missed_bytes

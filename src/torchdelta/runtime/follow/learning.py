@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torchdelta._torch.device import warns_only
 from torchdelta._torch.ops import returns_tensors
 from torchdelta.aten.facts import Kind
 from torchdelta.native.gate import Recorded, new_sequence
 from torchdelta.native.saved_hooks import OnTape, new_saves
 from torchdelta.runtime.follow.lane import Lane, LearnedOp, make_lane
 from torchdelta.runtime.follow.outline import Outline
-from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, Fresh, sources
+from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, Fresh, source_views, sources
 
 if TYPE_CHECKING:
     from torchdelta.native.gate import Gate
@@ -38,9 +40,10 @@ class Learning:
         self._hooks = hooks
         self._needs: dict[int, int] = {}  # in bytes, by op
         self._replayed: set[int] = set()
-        self._threads: set[int] = set()  # on which that was done: an accelerator's backward runs on one of its own
+        self._threads: set[int] = set()  # that replayed them: an accelerator's backward has its own thread
         self._ops: dict[int, LearnedOp] = {}  # by op, if it was recorded
         self._environment: tuple[Any, ...] | None = None  # of the first op
+        self._warns_only = warns_only()
         self._makers: dict[int, int] = {}  # by buffer that was overwritten: the op that made it
         self._writes: dict[int, list[int]] = {}  # by op: the buffers whose content it ended
         self._written_saved: set[int] = set()  # saved buffers whose storages were written
@@ -80,7 +83,15 @@ class Learning:
         if self._environment is None:
             self._environment = entry.environment
         is_torchs = entry.func.namespace == "aten" and returns_tensors(entry.func)
-        if not is_torchs or facts.conjugates_inside or facts.casts_inside or entry.environment != self._environment:
+        # Buffers of other devices have no bytes. The tape knows tensors of one device, and numbers.
+        has_others = any(view.shape and not view.buffer.size_bytes for view in source_views(entry))
+        if (
+            not is_torchs
+            or has_others
+            or facts.conjugates_inside
+            or facts.casts_inside
+            or entry.environment != self._environment
+        ):
             return Recorded(0)
         how = Recorded.ON_TAPE
         if facts.keeps_statistics:
@@ -120,6 +131,8 @@ class Learning:
         lane = None
         if len(self._threads) == 1:  # the native tape has no locks for a backward on several threads
             lane = make_lane(schedule, self._saved, self._ops, self._replayed, self._in_python)
+        if lane is not None:
+            lane = replace(lane, environment=(*(self._environment or ()), self._warns_only))
         on_tape = lane.saves if lane is not None else {}
         others = [self._ops[position] for position in self._replayed if lane is None or position not in lane.ops]
         in_python = {buffer for op in others for buffer in (*op.reads, *op.makes)} | self._written_in_python(on_tape)

@@ -143,12 +143,12 @@ class Room:
         if usage.most_bytes + size_bytes > budget_bytes:
             self._on_shortage(size_bytes + usage.uncertain_bytes, why)
 
-    @property
-    def counted_budget_bytes(self) -> int:
-        """What the counter may show at most without being read again."""
+    def begin_counting(self) -> int:
+        """Read the counter. Return the count at which it has to be read again before more is allocated."""
         if self.budget_bytes is None:
             return _NO_LIMIT
-        return self.budget_bytes - self.device.unread_bytes(self.budget_bytes)
+        self.usage.ask_counter(fresh=True)
+        return self.budget_bytes - self.device.unread_bytes(self.usage, self.budget_bytes)
 
     def _fits_after_reading(self, size_bytes: int) -> bool:
         """Return whether bytes fit once an expensive counter has been read; False for any other."""
@@ -168,7 +168,7 @@ class Room:
     def wait_for(self, size_bytes: int) -> bool:
         """Wait for copies out that a program has started, if `size_bytes` do not fit. Return whether they fit then."""
         budget_bytes, usage = self.budget_bytes, self.usage
-        usage.ask_counter()
+        usage.ask_counter(fresh=True)
         if budget_bytes is None or self.has(size_bytes):
             return True
         with self.device.exclusive():

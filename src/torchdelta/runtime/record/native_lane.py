@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torchdelta._torch.device import numeric_environment
+from torchdelta._torch.device import numeric_environment, warns_only
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import NativeError
 from torchdelta.native.tape import new_tape
@@ -67,7 +67,7 @@ class NativeLane:
         counter = cast("LimitedCounter", self._room.usage.counter)
         tape = new_tape(self._room.device.device, counter, self._make_room, raise_changed, on_failure)
         if isinstance(tape, NativeError):
-            _logger.debug("what followed steps record is recorded in Python: %s", tape)
+            _logger.debug("the native tape is not used, and Python records what is replayed: %s", tape)
         else:
             self._tape, self._capsule = tape, tape.capsule()
 
@@ -81,8 +81,10 @@ class NativeLane:
             self._num_waiting -= 1
             return
         self._environment = numeric_environment()
+        if (*self._environment, warns_only()) != lane.environment:
+            return  # what may be replayed was found out under other settings
         self._program = program
-        tape.begin(lane.drops, lane.replays, self._room.counted_budget_bytes)
+        tape.begin(lane.drops, lane.replays, self._room.begin_counting())
         self._gate.use_tape(tape, self._capsule)
         self._hooks.use_tape(tape, self._capsule, self._adopt_dropped, self._act)
         self._follower.use_tape(tape, lane.rest)
@@ -137,7 +139,8 @@ class NativeLane:
 
     @shielded
     def _act(self, number: int, is_unpack: bool) -> None:
-        self._follower.act(number, is_unpack)
+        with self._room.device.locked():
+            self._follower.act(number, is_unpack)
 
     @shielded
     def _adopt_dropped(self, saves: list[object]) -> list[object]:
@@ -147,11 +150,13 @@ class NativeLane:
     @shielded
     def _make_room(self, size_bytes: int, is_optional: bool) -> bool:
         room = self._room
-        room.is_optional = is_optional
-        try:
-            room.make(size_bytes, "a replay")
-        except NoRoomError:
-            return False
-        finally:
-            room.is_optional = False
+        with room.device.locked():
+            room.is_optional = is_optional
+            room.usage.ask_counter(fresh=True)
+            try:
+                room.make(size_bytes, "a replay")
+            except NoRoomError:
+                return False
+            finally:
+                room.is_optional = False
         return True

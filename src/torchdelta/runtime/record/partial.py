@@ -10,8 +10,6 @@ these phases:
 3. The backward runs like that of any followed step.
 4. If the latest steps were alike, nothing is recorded from then until the optimizer has stepped. The tape is cut, so no
    replay can read a tensor that is written in between.
-
-This needs a counter that sees peaks and the native hooks; without them followed steps are recorded as a whole.
 """
 
 from __future__ import annotations
@@ -208,7 +206,7 @@ class PartialRecording:
             gate.learn()
         else:
             self._phase = _Phase.OUTLINED
-            gate.follow(outline.ops, self._room.counted_budget_bytes)
+            gate.follow(outline.ops, self._room.begin_counting())
             hooks.compare(outline.saves, self._on_other_save, self._pack_numbered)
             if self.lane is not None and self._known.has_any(program):
                 self.lane.begin(program)
@@ -237,7 +235,7 @@ class PartialRecording:
             self._leave_outline("the budget has no room for an op")
 
     def _leave_outline(self, why: str) -> None:
-        if self._phase is _Phase.OUTLINED and self._program is not None:
+        if self._phase is _Phase.OUTLINED and self._program is not None and not self._must_end:
             self._program.num_others += 1
         self.end(why)
 
@@ -267,18 +265,17 @@ class PartialRecording:
         """Resume recording: the budget is passed before the optimizer has stepped, or it does not step."""
         if self._phase is not _Phase.PAUSED:
             return
-        if is_in_section() or is_transforming():
+        if is_in_section() or is_transforming() or self._recorder.device.is_off():
             self._set_limit(0)  # the next allocation calls this again
         else:
-            is_used_up = self._steps.num_steps == self._paused_in
-            self.end("the budget is used up" if is_used_up else "the optimizer has not stepped")
+            self.end("the budget is used up, or the optimizer has not stepped")
 
     # -- backward
 
     def run_backward(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward: that of a followed step, if this one was like its outline."""
         gate, hooks = self._parts()
-        if graph_task_id() != -1 or is_transforming():
+        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
             return self._backward.python_writes.run_nested(original, outputs, *args, **kwargs)
         if self._phase is _Phase.PAUSED:
             self.end("a second backward begins")
@@ -314,8 +311,9 @@ class PartialRecording:
 
     @shielded
     def _hand_over(self, why: str) -> None:
-        self._follower.leave_outlined(why)
-        self._adopt()
+        with self._recorder.device.locked():
+            self._follower.leave_outlined(why)
+            self._adopt()
 
     @shielded
     def _on_backward_end(self, hooks: NativeHooks) -> None:
@@ -336,7 +334,7 @@ class PartialRecording:
                 self._phase = _Phase.PAUSED
                 self._program.settle()
                 self._paused_in = self._steps.num_steps
-                self._set_limit(self._room.counted_budget_bytes)
+                self._set_limit(self._room.begin_counting())
                 return
         if self._must_end or ledger.surveys:
             self.end("its backward was unusual")
@@ -345,10 +343,12 @@ class PartialRecording:
 
     @shielded
     def end(self, why: str) -> None:
-        """Resume recording as a whole, from here or from the end of the running backward, transform or capture on."""
+        """Record every op again: from now on, or once a running backward, transform or graph capture has ended."""
         if self._phase is _Phase.OFF:
             return
         if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
+            if self._recorder.device.is_off() and not self._must_end:  # the native tape copies what a graph may not
+                self._hand_over(why)
             self._must_end = True
             return
         _logger.debug("steps are recorded as a whole again: %s", why)

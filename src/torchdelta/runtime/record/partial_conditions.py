@@ -20,13 +20,14 @@ MOST_OTHERS = 3  # steps that were not like the outline of their program, before
 
 def is_quiet(recorder: Recorder) -> bool:
     """Return whether the recorder may be taken off the stack, or stay off it."""
-    ledger = recorder.ledger
+    ledger, streams = recorder.ledger, recorder.device.streams
     return (
         not ledger.surveys
         and not ledger.observing.observer.wants_every_op
         and not recorder.only_counts
         and not recorder.subclasses.were_met
         and graph_task_id() == -1
+        and (streams is None or streams.current_id() == streams.home_id)
     )
 
 

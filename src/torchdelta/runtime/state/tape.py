@@ -87,13 +87,18 @@ class Fresh:
 
 def sources(entry: OpEntry) -> Iterator[Buffer]:
     """Yield the buffers that an op reads, with repetitions."""
+    return (view.buffer for view in source_views(entry))
+
+
+def source_views(entry: OpEntry) -> Iterator[View]:
+    """Yield how an op sees the buffers that it reads, with repetitions."""
     for argument in entry.args:
         if argument.__class__ is View:
-            yield argument.buffer
+            yield argument
         elif argument.__class__ is list:
-            yield from (item.buffer for item in argument if item.__class__ is View)
+            yield from (item for item in argument if item.__class__ is View)
     if entry.kwargs:
-        yield from (argument.buffer for argument in entry.kwargs.values() if argument.__class__ is View)
+        yield from (argument for argument in entry.kwargs.values() if argument.__class__ is View)
 
 
 def written_sources(entry: OpEntry) -> set[int]:

@@ -23,7 +23,6 @@ class Usage:
         self.uncertain_bytes = 0  # by how much an expensive counter may have risen since then (device/reserve.py)
         self.rounding_bytes = 0  # what the latest request may take of that; its memory may not be allocated yet
         self.num_readings = 0  # of an expensive counter
-        self.missed_bytes: int | None = None  # what was in use unseen before the latest reading, if that is known
         self.counter: Counter | None = None  # at the allocator, if it exists (native/counting.py)
         self.is_counting = False  # false in a survey, whose storages take no memory
         self._is_exact = True  # whether the counter knows every byte at every moment
@@ -89,8 +88,8 @@ class Usage:
         """Update the bytes that live in no known storage. Negative: the known storages have more than the counter.
 
         Args:
-            fresh: Ask even if that is expensive. Otherwise the last answer of an expensive counter remains in use, with
-                what it can tell at once that has changed since.
+            fresh: Ask even if that is expensive. Otherwise an expensive counter is not read: the running count of its
+                watch is used, or, without one, the latest reading.
         """
         if not self.is_counting or self.counter is None:
             return
@@ -99,10 +98,14 @@ class Usage:
             if not self._is_cheap:
                 self.uncertain_bytes = self.rounding_bytes
                 self.num_readings += 1
-                self.missed_bytes = getattr(self.counter, "missed_bytes", None)
             self._raise_peak(self.live_bytes)
         elif (glance := getattr(self.counter, "glance_bytes", None)) and (counted_bytes := glance()) is not None:
             self.unseen_bytes = counted_bytes - self.live_bytes
+
+    def take_missed_bytes(self) -> int | None:
+        """Return by how much the count of a watch was too low since the last call; None if nothing is watched."""
+        take = getattr(self.counter, "take_missed_bytes", None)
+        return take() if take is not None else None
 
     @property
     def peak_bytes(self) -> int:

@@ -1,0 +1,26 @@
+// The stream in which a step's work is queued on an accelerator: nothing is known of what happens in others.
+#pragma once
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
+
+class HomeStream {
+ public:
+  explicit HomeStream(c10::Device device) : device_(device) {}
+
+  // Make the current stream of this thread the home stream.
+  void begin() {
+    if (!device_.is_cpu()) home_ = current();
+  }
+
+  // Return whether the home stream is the current stream of this thread; always true on the CPU.
+  bool is_current() const { return !home_.has_value() || current() == *home_; }
+
+ private:
+  c10::Stream current() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
+
+  c10::Device device_;
+  std::optional<c10::Stream> home_;
+};
