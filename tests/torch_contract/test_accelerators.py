@@ -37,6 +37,17 @@ def test_numeric_environment_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_device.set_numeric_environment(before)
 
 
+def test_deterministic_algorithms_may_only_warn() -> None:
+    """Then kernels without a fixed order run all the same."""
+    assert not torch_device.warns_only()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert torch_device.warns_only()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not torch_device.warns_only()
+
+
 def test_what_cuda_builds_read() -> None:
     """CUDA's settings are read where torch was built for it, and nothing is captured on any other device."""
     assert torch_device.reads_cuda_settings == torch.backends.cuda.is_built()

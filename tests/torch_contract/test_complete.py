@@ -14,7 +14,6 @@ ELSEWHERE = {
     "compiled.InputsOf",
     "doors.together",
     "ops.Guarded",
-    # Tested by what it decides: runtime/record/test_partial.py, test_without_gate.py.
     # They need an accelerator: tests/accelerator and tests/cuda.
     "device.allocator_statistics",
     "device.before_captures",

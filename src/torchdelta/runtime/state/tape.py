@@ -29,6 +29,7 @@ __all__ = [
     "capture",
     "generator_of",
     "replay_op",
+    "source_views",
     "sources",
     "with_random_state",
     "written_sources",
