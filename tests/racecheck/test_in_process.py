@@ -33,7 +33,7 @@ def failures_of(*words: str) -> str:
             *words,
         ],
         cwd=REPOSITORY,
-        # A kernel runs on the thread that waits for it, perhaps a tier's, and each thread has its own number of threads.
+        # A kernel runs on the thread that waits for it; each thread has its own number of threads for kernels.
         env=os.environ | {"TORCHDELTA_TEST_DEVICE": "racecheck", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
