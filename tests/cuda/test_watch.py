@@ -37,7 +37,8 @@ def watch() -> DeviceWatch:
     found = new_watch(DEVICE)
     assert found is not None
     torch.ones(1)
-    found.set_live(statistics()["current"], found.live_bytes())
+    counted_bytes = found.live_bytes()
+    found.set_live(statistics()["current"], counted_bytes)
     found.take_peak_bytes()
     return found
 
@@ -74,7 +75,8 @@ def test_a_limit_calls_back_once(watch: DeviceWatch) -> None:
     passed: list[int] = []
 
     def read() -> int:
-        watch.set_live(statistics()["current"], watch.live_bytes())
+        counted_bytes = watch.live_bytes()
+        watch.set_live(statistics()["current"], counted_bytes)
         return statistics()["current"]
 
     watch.set_limit(statistics()["current"] + 2 * MIB, read, lambda: passed.append(1))

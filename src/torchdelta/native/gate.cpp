@@ -18,6 +18,7 @@
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -54,12 +55,14 @@ enum class State {
 };
 
 enum class Writes : int8_t { kUnknown, kNothing, kArguments };
+enum class Again : int8_t { kUnknown, kNo, kYes };
 
 struct Op {
   uint64_t hash;
   int64_t need_bytes;  // of its outputs, and what it allocated inside itself
   int64_t recorded;    // a sum of tape::Recorded
   Writes writes = Writes::kUnknown;  // what the schema says, once it was asked
+  Again again = Again::kUnknown;     // whether it may run once more after it has failed; the same
 };
 
 struct Sequence {
@@ -215,9 +218,13 @@ bool follow(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet below, tor
 }
 
 // Return whether an op may run once more after it has failed: it neither writes its arguments nor draws numbers.
-bool may_run_again(const c10::OperatorHandle& op) {
-  return op.operator_name().name.rfind("aten::", 0) == 0 && !tape::writes_arguments(op) &&
-         !op.hasTag(at::Tag::nondeterministic_seeded);
+bool may_run_again(Op& expected, const c10::OperatorHandle& op) {
+  if (expected.again == Again::kUnknown) {
+    const bool is_torchs = op.operator_name().name.rfind("aten::", 0) == 0;
+    const bool may = is_torchs && !writes_arguments(expected, op) && !op.hasTag(at::Tag::nondeterministic_seeded);
+    expected.again = may ? Again::kYes : Again::kNo;
+  }
+  return expected.again == Again::kYes;
 }
 
 // Run an op where it has to run now: in the recorder, if that is on the thread's stack again.
@@ -233,9 +240,9 @@ void run_followed(Gate* gate, const c10::OperatorHandle& op, DispatchKeySet belo
   const auto run = [gate, &op, below, stack] {
     if (!follow(gate, op, below, stack)) finish(gate, op, below, stack);
   };
-  if (gate->is_on_cpu || !may_run_again(op)) return run();
+  if (gate->is_on_cpu || !may_run_again((*gate->sequence->ops)[gate->position], op)) return run();
   const auto begin = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
-  const torch::jit::Stack arguments(begin, stack->end());
+  const c10::SmallVector<c10::IValue, 12> arguments(begin, stack->end());
   const size_t height = stack->size() - arguments.size();
   try {
     return run();

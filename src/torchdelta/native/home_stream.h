@@ -1,4 +1,4 @@
-// The stream in which a step's work is queued on an accelerator: nothing is known of what happens in others.
+// The stream on which a step's work is queued on an accelerator. What happens on others is not known.
 #pragma once
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>

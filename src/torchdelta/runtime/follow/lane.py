@@ -18,7 +18,7 @@ Whatever else differs from the lane in a step, the tape hands all over to Python
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchdelta.native.saved_hooks import OnTape
 from torchdelta.runtime.follow.schedule import Due
@@ -56,7 +56,6 @@ class Lane:
         replays: By saved tensor: what is replayed before it is returned, in groups.
         saves: What happens to each saved tensor that has a number.
         rest: What Python does.
-        environment: The numeric settings under which it was learned. Which ops may be replayed depends on them.
     """
 
     ops: frozenset[int]
@@ -64,7 +63,6 @@ class Lane:
     replays: dict[int, list[list[int]]]
     saves: dict[int, OnTape]
     rest: Schedule
-    environment: tuple[Any, ...] = ()
 
 
 def make_lane(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchdelta._torch.device import warns_only
@@ -131,8 +130,6 @@ class Learning:
         lane = None
         if len(self._threads) == 1:  # the native tape has no locks for a backward on several threads
             lane = make_lane(schedule, self._saved, self._ops, self._replayed, self._in_python)
-        if lane is not None:
-            lane = replace(lane, environment=(*(self._environment or ()), self._warns_only))
         on_tape = lane.saves if lane is not None else {}
         others = [self._ops[position] for position in self._replayed if lane is None or position not in lane.ops]
         in_python = {buffer for op in others for buffer in (*op.reads, *op.makes)} | self._written_in_python(on_tape)
@@ -148,6 +145,7 @@ class Learning:
                 [on_tape.get(number, OnTape(0)) for number in numbers],
             ),
             lane=lane,
+            settings=(self._environment, self._warns_only),
             num_ops=len(positions),
             num_recorded=len(recorded),
         )

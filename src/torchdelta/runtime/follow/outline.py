@@ -21,7 +21,7 @@ that differs, and the policy carries out the rest of that step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchdelta.runtime.follow.lane import Lane
@@ -37,6 +37,8 @@ class Outline:
         ops: For the gate.
         saves: For the hooks.
         lane: What the native tape does of it; None if nothing.
+        settings: The numeric settings of the first op, and whether kernels without a fixed order only warn. Which ops
+            may be replayed depends on both.
         num_ops: How many ops there are.
         num_recorded: How many of them are recorded.
     """
@@ -44,5 +46,6 @@ class Outline:
     ops: object
     saves: object
     lane: Lane | None
+    settings: tuple[tuple[Any, ...] | None, bool]
     num_ops: int
     num_recorded: int

@@ -71,20 +71,25 @@ class NativeLane:
         else:
             self._tape, self._capsule = tape, tape.capsule()
 
-    def begin(self, program: Program) -> None:
-        """Use the tape from here on to the end of the step, if the program has a lane."""
-        lane = program.outline.lane if program.outline is not None else None
-        tape = self._tape
-        if lane is None or tape is None or program.num_handovers >= _MOST_HANDOVERS:
+    def begin(self, program: Program, most_bytes: int) -> None:
+        """Use the tape from here on to the end of the step, if the program has a lane.
+
+        Args:
+            program: Has an outline.
+            most_bytes: The count of the allocator at which Python is asked for room.
+        """
+        outline, tape = program.outline, self._tape
+        lane = outline.lane if outline is not None else None
+        if outline is None or lane is None or tape is None or program.num_handovers >= _MOST_HANDOVERS:
             return
         if self._num_waiting:
             self._num_waiting -= 1
             return
         self._environment = numeric_environment()
-        if (*self._environment, warns_only()) != lane.environment:
-            return  # what may be replayed was found out under other settings
+        if (self._environment, warns_only()) != outline.settings:
+            return  # which ops may be replayed was learned under other settings
         self._program = program
-        tape.begin(lane.drops, lane.replays, self._room.begin_counting())
+        tape.begin(lane.drops, lane.replays, most_bytes)
         self._gate.use_tape(tape, self._capsule)
         self._hooks.use_tape(tape, self._capsule, self._adopt_dropped, self._act)
         self._follower.use_tape(tape, lane.rest)

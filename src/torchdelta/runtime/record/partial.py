@@ -90,7 +90,6 @@ class PartialRecording:
         self._known = KnownBackwards()
         self._must_end = False
         self._num_alike = 0
-        self._paused_in = 0  # the step
 
     @property
     def is_on(self) -> bool:
@@ -206,10 +205,11 @@ class PartialRecording:
             gate.learn()
         else:
             self._phase = _Phase.OUTLINED
-            gate.follow(outline.ops, self._room.begin_counting())
+            most_bytes = self._room.begin_counting()
+            gate.follow(outline.ops, most_bytes)
             hooks.compare(outline.saves, self._on_other_save, self._pack_numbered)
             if self.lane is not None and self._known.has_any(program):
-                self.lane.begin(program)
+                self.lane.begin(program, most_bytes)
 
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
@@ -268,7 +268,7 @@ class PartialRecording:
         if is_in_section() or is_transforming() or self._recorder.device.is_off():
             self._set_limit(0)  # the next allocation calls this again
         else:
-            self.end("the budget is used up, or the optimizer has not stepped")
+            self.end("the budget was passed, or the optimizer did not step")
 
     # -- backward
 
@@ -333,7 +333,6 @@ class PartialRecording:
             if self._num_alike >= _FEWEST_ALIKE:
                 self._phase = _Phase.PAUSED
                 self._program.settle()
-                self._paused_in = self._steps.num_steps
                 self._set_limit(self._room.begin_counting())
                 return
         if self._must_end or ledger.surveys:
@@ -347,7 +346,8 @@ class PartialRecording:
         if self._phase is _Phase.OFF:
             return
         if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
-            if self._recorder.device.is_off() and not self._must_end:  # the native tape copies what a graph may not
+            # The native tape may copy what is about to be written, which must not become part of a captured graph.
+            if self._recorder.device.is_off() and self.lane is not None and self.lane.is_on:
                 self._hand_over(why)
             self._must_end = True
             return

@@ -27,6 +27,7 @@ class Usage:
         self.is_counting = False  # false in a survey, whose storages take no memory
         self._is_exact = True  # whether the counter knows every byte at every moment
         self._is_cheap = True  # whether asking the counter is
+        self._glance: Callable[[], int | None] | None = None  # reads the watch of an expensive counter
         self._peak_bytes = 0
 
     def count_with(self, counter: Counter) -> None:
@@ -36,13 +37,14 @@ class Usage:
         self.is_counting = True
         self._is_exact = getattr(counter, "is_exact", True)  # an accelerator's (device/counter.py) is neither
         self._is_cheap = getattr(counter, "is_cheap", True)
+        self._glance = getattr(counter, "glance_bytes", None)
         counter.start()
 
     def stop(self) -> None:
         """Stop counting, and reset the byte counts."""
         self.live_bytes = self.unseen_bytes = self.uncertain_bytes = self.rounding_bytes = 0
         self.is_counting = False
-        self.counter = None
+        self.counter = self._glance = None
 
     def set_limit(self, limit_bytes: int, most_bytes: int | None, on_limit: Callable[[], object]) -> None:
         """Call back, between two instructions of Python, once more than `limit_bytes` are in use.
@@ -99,7 +101,7 @@ class Usage:
                 self.uncertain_bytes = self.rounding_bytes
                 self.num_readings += 1
             self._raise_peak(self.live_bytes)
-        elif (glance := getattr(self.counter, "glance_bytes", None)) and (counted_bytes := glance()) is not None:
+        elif self._glance is not None and (counted_bytes := self._glance()) is not None:
             self.unseen_bytes = counted_bytes - self.live_bytes
 
     def take_missed_bytes(self) -> int | None:
