@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 
 from torchdelta.errors import NativeError
 from torchdelta.native import build, device_watch
-from torchdelta.native.build import NativeModule, built_path, find, load, prebuilt_path, status_before_use
+from torchdelta.native.build import (
+    NativeModule,
+    built_path,
+    find,
+    load,
+    loaded,
+    prebuilt_path,
+    status_before_use,
+)
 from torchdelta.native.modules import NATIVE_MODULES
 
 SOURCE = """
@@ -61,14 +70,26 @@ def test_a_changed_source_is_another_module(source: Path) -> None:
     assert built_path(source) != first
 
 
-@pytest.mark.rest
-def test_a_changed_header_is_another_module(source: Path) -> None:
-    """So are the headers beside a source that it includes, whatever their names."""
-    source.write_text(f'#include "answer.h"\n{SOURCE}', encoding="ascii")
+@pytest.mark.parametrize("through", ["", "between.h"])
+def test_a_changed_header_is_another_module(source: Path, through: str) -> None:
+    """So are the headers beside a source that it includes, itself or through another header."""
+    source.write_text(f'#include "{through or "answer.h"}"\n{SOURCE}', encoding="ascii")
+    (source.parent / "between.h").write_text('#include "answer.h"\n#include "between.h"\n', encoding="ascii")
     (source.parent / "answer.h").write_text("// 42\n", encoding="ascii")
     first = built_path(source)
     (source.parent / "answer.h").write_text("// 43\n", encoding="ascii")
     assert built_path(source) != first
+
+
+def test_a_module_that_cannot_be_built_is_one_line_of_the_log(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It says what happens without the module, once for the process."""
+    source.write_text("int main( {", encoding="ascii")
+    module = replace(tiny(source), without="every step is recorded")
+    for _ in range(2):
+        assert isinstance(loaded(module), NativeError)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("every step is recorded (")
+    assert "\n" not in warning
 
 
 @pytest.mark.parametrize(

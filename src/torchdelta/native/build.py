@@ -82,12 +82,14 @@ class NativeModule:
         name: The name in its init function.
         self_test: Python code that a new module must pass, with `module` bound to it.
         needs_cuda: Whether it also includes headers of CUDA and links torch's library for CUDA.
+        without: What happens where it cannot be built, for the log; "" if the caller logs that.
     """
 
     source: Path
     name: str
     self_test: str
     needs_cuda: bool = False
+    without: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,12 +141,19 @@ def cache_directory() -> Path:
 
 def built_path(source: Path) -> Path:
     """Return the path of a source's module in the cache; it changes with the source text, torch and Python."""
-    text = source.read_bytes()
-    headers = [source.parent / name.decode() for name in _OWN_HEADER.findall(text)]
-    text += b"".join(header.read_bytes() for header in headers if header.exists())
-    digest = hashlib.sha256(text).hexdigest()[:12]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in _with_own_headers(source))).hexdigest()[:12]
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     return cache_directory() / f"{source.stem}-{digest}-torch{torch.__version__}{suffix}"
+
+
+def _with_own_headers(source: Path) -> list[Path]:
+    """Return a source and the headers beside it that it includes, also through one another, in a fixed order."""
+    paths = [source]
+    for path in paths:  # grows while it is walked
+        names = _OWN_HEADER.findall(path.read_bytes())
+        headers = [source.parent / name.decode() for name in names]
+        paths += [header for header in dict.fromkeys(headers) if header.exists() and header not in paths]
+    return paths
 
 
 def prebuilt_path(source: Path) -> Path:
@@ -181,10 +190,15 @@ def load(module: NativeModule) -> Any:
 
 @functools.cache
 def loaded(module: NativeModule) -> Any:
-    """Return the module as `load` does, or the NativeError that explains why there is none; once per process."""
+    """Return the module as `load` does, or the NativeError that explains why there is none; once per process.
+
+    The error is logged as a warning, if the module says what happens without it.
+    """
     try:
         return load(module)
     except NativeError as error:
+        if module.without:
+            _logger.warning("%s (%s)", module.without, error)
         return error
 
 

@@ -95,7 +95,10 @@ hooks.adopt()
 """
 
 MODULE: Final = NativeModule(
-    source=Path(__file__).with_name("saved_hooks.cpp"), name="torchdelta_saved_hooks", self_test=_SELF_TEST
+    source=Path(__file__).with_name("saved_hooks.cpp"),
+    name="torchdelta_saved_hooks",
+    self_test=_SELF_TEST,
+    without="every step is recorded, which takes more host time",
 )
 
 
