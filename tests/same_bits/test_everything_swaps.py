@@ -165,6 +165,90 @@ def test_a_checkpoint_below_what_persists(optimizer_of: Any) -> None:
     assert persistent_bytes > 1.9 * scope.budget_bytes
 
 
+LIST_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True, amsgrad=True),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adam fused": lambda parameters: torch.optim.Adam(parameters, fused=True, amsgrad=True),
+    "sgd foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "nadam foreach": lambda parameters: torch.optim.NAdam(parameters, foreach=True),
+    "radam foreach": lambda parameters: torch.optim.RAdam(parameters, foreach=True),
+    "rmsprop foreach": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True, foreach=True),
+    "adamax foreach": lambda parameters: torch.optim.Adamax(parameters, foreach=True),
+    "adadelta foreach": lambda parameters: torch.optim.Adadelta(parameters, foreach=True),
+    "asgd foreach": lambda parameters: torch.optim.ASGD(parameters, foreach=True),
+    "rprop foreach": lambda parameters: torch.optim.Rprop(parameters, foreach=True),
+    "adagrad fused": lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+    "adafactor foreach": lambda parameters: torch.optim.Adafactor(parameters, foreach=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name", keep(list(LIST_OPTIMIZERS), ["adamw foreach", "adamw fused", "sgd foreach", "nadam foreach"])
+)
+def test_optimizers_that_take_lists_run_in_pieces(name: str) -> None:
+    """They need not have everything here at once, and compute what they do as a whole."""
+    plain, _ = train(gpt2, LIST_OPTIMIZERS[name], plain_scope)
+
+    def scope_of(size_bytes: int) -> MemoryBudget:
+        return MemoryBudget(int(1.9 * size_bytes), Config(decision_class="all"))
+
+    observed, scope = train(gpt2, LIST_OPTIMIZERS[name], scope_of)
+    assert observed == plain
+    assert isinstance(scope, MemoryBudget)
+    assert all(step.peak_bytes <= scope.budget_bytes for step in scope.summary().steps[1:])
+
+
+def test_list_ops_run_in_pieces() -> None:
+    """So do list ops outside of optimizers: clipping by norm, and an average of parameters."""
+
+    def run(scope_of: Callable[[int], contextlib.AbstractContextManager[Any]]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = gpt2()
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        norms: list[float] = []
+        with scope_of(parameter_bytes(model)) as scope:
+            for _ in range(NUM_STEPS):
+                model(**batch_of(model)).loss.backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.1, foreach=True).item())
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+        if isinstance(scope, MemoryBudget):
+            assert all(step.peak_bytes <= scope.budget_bytes for step in scope.summary().steps[1:])
+        return {"norms": norms, "model": bits_of(model.state_dict()), "average": bits_of(average.state_dict())}
+
+    # The average is one more copy of the parameters.
+    assert run(lambda size_bytes: MemoryBudget(2 * size_bytes, Config(decision_class="all"))) == run(plain_scope)
+
+
+@pytest.mark.parametrize("optimizer_of", [adamw, LIST_OPTIMIZERS["adamw fused"]])
+def test_a_training_goes_on_below_what_is_there_already(optimizer_of: Any) -> None:
+    """Parameters and optimizer states alone pass the budget when the scope begins, before any op has read them."""
+
+    def run(scope_of: Callable[[int], contextlib.AbstractContextManager[Any]]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = gpt2()
+        optimizer = optimizer_of(model.parameters())
+        scope = scope_of(parameter_bytes(model))
+        for step in range(NUM_STEPS):
+            if step == 1:
+                scope.__enter__()
+            model(**batch_of(model)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scope.__exit__(None, None, None)
+        if isinstance(scope, MemoryBudget):
+            assert all(step.peak_bytes <= scope.budget_bytes for step in scope.summary().steps[1:])
+        return {"model": bits_of(model.state_dict()), "optimizer": bits_of(optimizer.state_dict()["state"])}
+
+    assert run(lambda size_bytes: MemoryBudget(2 * size_bytes, Config(decision_class="all"))) == run(plain_scope)
+
+
 def test_the_class_saved_cannot() -> None:
     """The negative control: the same budget is impossible where only saved tensors may leave."""
     with pytest.raises(BudgetError):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -79,14 +80,25 @@ def patch_compiled_functions(on_call: Callable[[], None]) -> Callable[[], None]:
     `is_in_compiled_call` tells whether such a call runs.
     """
 
-    def enter() -> Callable[[], None]:
+    def enter(function: Any) -> Callable[[], None]:
         on_call()
+        ends: list[Callable[[], None]] = []
+        try:
+            for begin in _noted:
+                ends.append(begin(function))  # noqa: PERF401 - what has begun ends if the next one raises
+        except BaseException:
+            _end(ends)
+            raise
         _calls.num_running = getattr(_calls, "num_running", 0) + 1
-        return _leave
+        return functools.partial(_leave, ends)
 
     # Each context keeps its list under the name of the property, and calls what is in it before it looks at the keys.
+    # The frame that asks for the list is that of the wrapper around `fn`.
     hooks = property(
-        lambda context: _Hooks(vars(context)["enter_exit_hooks"], enter),
+        lambda context: _Hooks(
+            vars(context)["enter_exit_hooks"],
+            functools.partial(enter, sys._getframe(1).f_locals.get("fn") if _noted else None),
+        ),
         lambda context, own: vars(context).__setitem__("enter_exit_hooks", own),
     )
 
@@ -103,8 +115,24 @@ def patch_compiled_functions(on_call: Callable[[], None]) -> Callable[[], None]:
     return patch_when_imported("torch._dynamo.eval_frame", patch)
 
 
-def _leave() -> None:
+def _leave(ends: list[Callable[[], None]]) -> None:
     _calls.num_running -= 1
+    _end(ends)
+
+
+def _end(ends: list[Callable[[], None]]) -> None:
+    for end in reversed(ends):
+        end()
+
+
+def note_compiled_calls(begin: Callable[[Any], Callable[[], None]]) -> Callable[[], None]:
+    """Call `begin` before each such call of any thread, and what it returns after the call; returns what undoes it.
+
+    `begin` gets the function that was compiled, or None if it is not known. If it raises, the function is not called.
+    Only while the patch of `patch_compiled_functions` is on.
+    """
+    _noted.append(begin)
+    return lambda: _noted.remove(begin)
 
 
 def is_in_compiled_call() -> bool:
@@ -113,6 +141,7 @@ def is_in_compiled_call() -> bool:
 
 
 _calls = threading.local()
+_noted: list[Callable[[Any], Callable[[], None]]] = []
 
 
 def keep_out_of_compiled_code(package: str) -> Callable[[], None]:

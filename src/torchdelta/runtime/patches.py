@@ -164,6 +164,7 @@ def _before_compiled_function() -> None:
     """Have the recorder on the stack before a compiled function is called, and leave it there."""
     session = current_session()
     if session is not None:
+        session.compiled.check_tensors()
         _record_as_a_whole(session)
 
 

@@ -109,7 +109,7 @@ class Session:
         other_streams = OtherStreams(streams, self.ledger, transfers) if streams is not None else None
         self.recorder = recorder_for(self.restorer, self.saved, subclasses, other_streams)
         self.readers = Readers(self.room.persistents)
-        self.compiled = CompiledRegions(self.recorder, self.room, self.steps)
+        self.compiled = CompiledRegions(self.recorder, self.room, self.steps, self.take_error)
         self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
@@ -377,7 +377,7 @@ class Session:
             self.survey.begin()
             self.survey.need(size_bytes, why)
             is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.ledger.num_handles > 0
-            if self.steps.is_in_optimizer or not is_trainable or self.ledger.is_closing:
+            if not is_trainable or self.steps.is_in_optimizer or self.ledger.is_closing or self.compiled.is_running():
                 # After an evaluation, or after the scope, the rest of the step is unknown.
                 raise self.survey.error(is_lower_bound=not self.steps.is_in_optimizer)
             _logger.info(

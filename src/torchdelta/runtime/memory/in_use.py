@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.storages import address_of, storage_address
+from torchdelta._torch.storages import address_of, storage_address, storage_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import StorageRecord
     from torchdelta.runtime.state.ledger import Ledger
 
-__all__ = ["InUse", "arguments_in"]
+__all__ = ["InUse", "arguments_in", "is_object_held"]
 
 
 class InUse:
@@ -85,3 +87,21 @@ def arguments_in(arguments: Iterable[Any]) -> Iterator[Any]:
             yield from arguments_in(argument)
         elif isinstance(argument, dict):
             yield from arguments_in(argument.values())
+
+
+def _num_references(record_reference: Any) -> int:
+    storage = record_reference()
+    return sys.getrefcount(storage)
+
+
+def is_object_held(record: StorageRecord) -> bool:
+    """Return whether Python code holds the object of a storage, through which it can be read without an op."""
+    return record.reference is None or _num_references(record.reference) > _NUM_UNHELD
+
+
+def _num_references_unheld() -> int:
+    tensor = torch.empty(1)
+    return _num_references(weakref.ref(storage_behind(tensor)))
+
+
+_NUM_UNHELD = _num_references_unheld()

@@ -23,14 +23,13 @@ something is away now or was in the last step. So after a step in which nothing 
 from __future__ import annotations
 
 import sys
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchdelta._torch.storages import resize_storage, storage_behind, storage_num_holders
+from torchdelta._torch.storages import resize_storage, storage_num_holders
 from torchdelta.errors import TierError, TierIOError
-from torchdelta.runtime.memory.in_use import InUse, arguments_in
+from torchdelta.runtime.memory.in_use import InUse, arguments_in, is_object_held
 from torchdelta.runtime.memory.use_order import UseOrder
 from torchdelta.runtime.state.buffer import Stays
 from torchdelta.runtime.state.copies import Emptied
@@ -52,11 +51,19 @@ _STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
 
 
 class Persistent(NamedTuple):
-    """A tensor that may leave: its storage, a key that is the same in every step, and whether it is a gradient."""
+    """A tensor that may leave.
+
+    Attributes:
+        record: Its storage.
+        key: Is the same in every step.
+        is_gradient: It is the gradient of a parameter.
+        is_state: It is of an optimizer.
+    """
 
     record: StorageRecord
     key: int
-    is_gradient: bool
+    is_gradient: bool = False
+    is_state: bool = False
 
 
 class Persistents:
@@ -66,7 +73,8 @@ class Persistents:
         ledger: The ledger.
         transfers: Copies storages to the tier and back.
         steps: The position in the training step.
-        find: Returns the persistent tensors; with True, it also looks for new parameters and optimizers.
+        find: Returns the persistent tensors, given the addresses of those in use; with True, it also looks for new
+            parameters and optimizers.
     """
 
     def __init__(
@@ -74,12 +82,14 @@ class Persistents:
         ledger: Ledger,
         transfers: Transfers,
         steps: StepTracker,
-        find: Callable[[bool], Iterable[Persistent]],
+        find: Callable[[bool, set[int]], Iterable[Persistent]],
     ) -> None:
         self.ledger = ledger
         self.transfers = transfers
         self.make: Callable[[int, str], None] = _make_nothing  # of the room that uses this
+        self.piece_bytes = sys.maxsize  # see [Note: lists in pieces]; of the room, too
         self.is_open = True  # whether anything may leave
+        self.has_found = False  # whether it is known what may leave: no op has read a parameter before
         self.is_active = False  # whether anything has left in this step or the last
         self.num_emptied = 0  # over the whole session
         self._steps = steps
@@ -88,6 +98,7 @@ class Persistents:
         self._order = UseOrder()
         self.in_use = InUse(ledger)
         self._lent: set[int] | None = None  # see `lend`
+        self._compiled: list[bool] = []  # for each compiled function that runs, whether it may read optimizer states
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
         self._step = 0
         self._num_before = 0  # `num_emptied` when the step began
@@ -223,6 +234,33 @@ class Persistents:
             record.is_exported = True
         self.end()
 
+    def begin_compiled(self, *, with_states: bool) -> None:
+        """Bring back what compiled code may read, and let it stay until `end_compiled`. See [Note: compiled code].
+
+        `with_states`: It may read optimizer states, too.
+        """
+        self._compiled.append(with_states)
+        try:
+            missing = [record for record in self.ledger.records.values() if self._is_missing(record)]
+            if missing:
+                self._bring(missing)
+        except BaseException:
+            self.end_compiled()
+            raise
+
+    def end_compiled(self) -> None:
+        """End what `begin_compiled` began last."""
+        self._compiled.pop()
+        for record in self.ledger.records.values():
+            record.spare = None  # it may have been written
+
+    def _is_missing(self, record: StorageRecord) -> bool:
+        return record.emptied is not None and self._may_be_read(self._known.get(record.id))
+
+    def _may_be_read(self, known: Persistent | None) -> bool:
+        """Return whether compiled code that runs may read a tensor; None: it is not known what it is."""
+        return bool(self._compiled) and (any(self._compiled) or known is None or not known.is_state)
+
     @property
     def is_lent(self) -> bool:
         """Whether a call of torch runs that holds storage objects but reads them one at a time."""
@@ -230,7 +268,7 @@ class Persistents:
 
     def lend(self) -> None:
         """Begin a call of torch that holds storage objects but reads them one at a time, as `torch.save`."""
-        self._lent = {known.record.id for known in self._known.values() if not _is_object_held(known.record)}
+        self._lent = {known.record.id for known in self._known.values() if not is_object_held(known.record)}
         self._lent.update(record.id for record in self.ledger.records.values() if record.emptied is not None)
 
     def take_back(self) -> None:
@@ -267,8 +305,10 @@ class Persistents:
             self._searched_in = self._step
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self._known.clear()  # its C++ reads and writes them at any time
+            self.has_found = True
             return
-        self._known = {known.record.id: known for known in self._find(is_thorough)}
+        self._known = {known.record.id: known for known in self._find(is_thorough, self.in_use.addresses())}
+        self.has_found |= bool(self._known)
 
     def _choose(self, ranked: list[Persistent], needed_bytes: int, locked: set[int]) -> list[StorageRecord]:
         """Take tensors from the front of `ranked`, until they are enough."""
@@ -278,7 +318,7 @@ class Persistents:
             if needed_bytes <= 0:
                 break
             num_seen += 1
-            if known.record.address not in locked and self._may_leave(known):
+            if known.record.address not in locked and not self._may_be_read(known) and self._may_leave(known):
                 chosen.append(known.record)
                 needed_bytes -= known.record.size_bytes
         del ranked[:num_seen]
@@ -294,7 +334,7 @@ class Persistents:
         if current is not None and current.stays & _STAYS:
             return False
         if self._lent is None:
-            if _is_object_held(record):
+            if is_object_held(record):
                 return False
         elif record.id not in self._lent:
             return False
@@ -345,24 +385,6 @@ class Persistents:
                 record.spare = None
         self._num_before = self.num_emptied
         self._order.end_step()
-
-
-def _num_references(record_reference: Any) -> int:
-    storage = record_reference()
-    return sys.getrefcount(storage)
-
-
-def _is_object_held(record: StorageRecord) -> bool:
-    """Return whether Python code holds the object of a storage, through which it can be read without an op."""
-    return record.reference is None or _num_references(record.reference) > _NUM_UNHELD
-
-
-def _num_references_unheld() -> int:
-    tensor = torch.empty(1)
-    return _num_references(weakref.ref(storage_behind(tensor)))
-
-
-_NUM_UNHELD = _num_references_unheld()
 
 
 def _make_nothing(size_bytes: int, why: str) -> None:

@@ -41,6 +41,7 @@ LEAST_EVICTION_BYTES: Final = 4096
 _NO_LIMIT: Final = (1 << 63) - 1
 # How many ops a ranking is used for: scores change slowly, and computing them takes time.
 RANKING_LIFE_OPS: Final = 24
+_SMALL_PART: Final = 16  # of the budget: a small op; a piece, see [Note: lists in pieces] in record/pieces.py
 
 
 class NoRoomError(Exception):
@@ -89,6 +90,8 @@ class Room:
         self.persistents = persistents
         if persistents is not None:
             persistents.make = self.make
+            if budget_bytes is not None:
+                persistents.piece_bytes = budget_bytes // _SMALL_PART
         self.is_followed = False  # a program is carried out: only its misses are made up for here
         self.is_optional = False  # what room is made for now can wait: see `NoRoomError`
         self.num_waits = 0  # times that a followed step waited here
@@ -140,8 +143,16 @@ class Room:
         if self.find_more is not None and self.find_more():
             self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
-        if usage.most_bytes + size_bytes > budget_bytes:
+        if usage.most_bytes + size_bytes > budget_bytes and not self._may_wait(size_bytes, budget_bytes):
             self._on_shortage(size_bytes + usage.uncertain_bytes, why)
+
+    def _may_wait(self, size_bytes: int, budget_bytes: int) -> bool:
+        """Return whether a small op may run although parameters and optimizer states alone pass the budget.
+
+        That is so before the first op that reads a parameter. From then on it is known which of them may leave.
+        """
+        persistents = self.persistents
+        return persistents is not None and not persistents.has_found and size_bytes <= budget_bytes // _SMALL_PART
 
     def begin_counting(self) -> int:
         """Read the counter. Return the count at which it has to be read again before more is allocated."""

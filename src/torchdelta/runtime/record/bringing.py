@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from torchdelta._torch.list_functions import is_list_op
+from torchdelta._torch.modes import num_modes
+from torchdelta.runtime.record.pieces import call_in_pieces
 from torchdelta.runtime.record.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -29,6 +33,12 @@ class BringingRecorder(Recorder):
     def _see(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if func is _DETACH:
             return super()._see(func, types, args, kwargs)
+        if args and args[0].__class__ is list and not types and not num_modes() and is_list_op(func):
+            see = partial(self._see_one, func, types)
+            return call_in_pieces(lambda *a, **k: see(a, k), args, kwargs, self.persistents.piece_bytes)
+        return self._see_one(func, types, args, kwargs)
+
+    def _see_one(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         self.persistents.begin(args, kwargs)
         try:
             return super()._see(func, types, args, kwargs)

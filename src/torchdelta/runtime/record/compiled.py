@@ -6,12 +6,14 @@ swapped but never recomputed, and room is made for the region as a whole before 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from torchdelta._torch.compiled import is_in_compiled_call, is_in_compiled_region
 from torchdelta._torch.device import has_graph_trees
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import without_mode
@@ -22,9 +24,10 @@ from torchdelta.runtime.state.buffer import Residence, Stays
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from torchdelta._torch.modes import TorchDispatchMode
+    from torchdelta.runtime.errors import BudgetError
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.state.steps import StepTracker
 
@@ -34,10 +37,20 @@ _NUM_MEASURED_CALLS: Final = 3
 
 
 class CompiledRegions:
-    """Calls compiled regions with the recorder off, and learns how much memory each needs."""
+    """Calls compiled regions with the recorder off, and learns how much memory each needs.
 
-    def __init__(self, recorder: TorchDispatchMode, room: Room, steps: StepTracker) -> None:
+    Args:
+        recorder: The dispatch mode that records.
+        room: Makes room for a region.
+        steps: The position in the training step.
+        take_error: Ends the survey of an impossible step and returns its error.
+    """
+
+    def __init__(
+        self, recorder: TorchDispatchMode, room: Room, steps: StepTracker, take_error: Callable[[], BudgetError]
+    ) -> None:
         self._recorder = recorder
+        self._take_error = take_error
         self._room = room
         self._ledger = room.ledger
         self._steps = steps
@@ -46,17 +59,63 @@ class CompiledRegions:
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # of the functions, by id
         self._next_number = itertools.count()
 
+    def is_running(self) -> bool:
+        """Return whether compiled code runs. Its next kernel would read the memory of a fake tensor."""
+        return is_in_compiled_call() or is_in_compiled_region()
+
+    def check_tensors(self) -> None:
+        """End a survey before compiled code runs: its kernels would read the memory of fake tensors, which have none.
+
+        Raises:
+            BudgetError: That of the survey.
+        """
+        if self._ledger.surveys:
+            raise self._take_error()
+
     @shielded
     def call(self, original: Callable[..., Any], inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for `original(*args, **kwargs)`, the call of a compiled region, which is the first argument.
 
         `inputs` are the arguments that reach the compiled code, in tuples, lists and dicts.
         """
-        ledger, room = self._ledger, self._room
+        room = self._room
         function: Any = args[0]
         tensors = list(tensors_in(inputs))
         key = (self._number_of(function), tuple(a.shape for a in tensors))
-        room.make(self._needed_bytes.get(key, 0), "a compiled region")
+        with self._here(function, tensors):
+            room.make(self._needed_bytes.get(key, 0), "a compiled region")
+            self.check_tensors()
+            return self._call(original, key, tensors, args, kwargs)
+
+    @contextlib.contextmanager
+    def _here(self, function: Any, tensors: list[torch.Tensor]) -> Generator[None]:
+        """Bring back the persistent tensors that a region reads, and keep them here."""
+        persistents = self._room.persistents
+        if persistents is None:
+            yield
+            return
+        is_module = isinstance(function, torch.nn.Module)
+        if is_module:
+            persistents.begin_compiled(with_states=False)
+        try:
+            persistents.begin(tensors, may_write=True)
+            try:
+                yield
+            finally:
+                persistents.end()
+        finally:
+            if is_module:
+                persistents.end_compiled()
+
+    def _call(
+        self,
+        original: Callable[..., Any],
+        key: Any,
+        tensors: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        ledger, room = self._ledger, self._room
         ledger.clock += 1
         observer = ledger.observing.observer
         observer.on_opaque_start(tensors)
@@ -64,13 +123,7 @@ class CompiledRegions:
         resets = num_calls <= _NUM_MEASURED_CALLS
         with without_mode(self._recorder), PeakMeter(ledger.device, ledger.usage, resets=resets) as meter:
             unseen = _UnseenWrites(room, tensors)
-            if room.persistents is not None:
-                room.persistents.begin(tensors, may_write=True)
-            try:
-                out = call_outside(original, *args, **kwargs)
-            finally:
-                if room.persistents is not None:
-                    room.persistents.end()
+            out = call_outside(original, *args, **kwargs)
             unseen.end()
         before_bytes = ledger.usage.live_bytes
         self._know(out)

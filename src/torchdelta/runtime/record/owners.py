@@ -1,7 +1,7 @@
 """Finds the persistent tensors of a session: parameters, their gradients, and the states of their optimizers.
 
 A process may train other models on other threads, whose tensors must stay. So a parameter belongs to the session once
-an op of its thread has read it, and an optimizer once one of its parameters does.
+an op of its thread reads it, and an optimizer once one of its parameters does.
 """
 
 from __future__ import annotations
@@ -33,14 +33,21 @@ class Owners:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._was_searched = False
+        self._in_use: set[int] = set()
         # Not of parameters: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def find(self, is_thorough: bool) -> list[Persistent]:
-        """Return the persistent tensors that this session uses; `is_thorough`: look for new owners first."""
+    def find(self, is_thorough: bool, in_use: set[int]) -> list[Persistent]:
+        """Return the persistent tensors that this session uses.
+
+        Args:
+            is_thorough: Look for new owners first.
+            in_use: The addresses of what the running op reads. It may be the first that reads a parameter.
+        """
         if is_thorough or not self._was_searched:
             self._search()
+        self._in_use = in_use
         found: list[Persistent] = []
         seen: set[int] = set()
         optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
@@ -54,14 +61,14 @@ class Owners:
         for optimizer in used:
             parameters.update((id(parameter), parameter) for parameter in _parameters_of(optimizer))
         for parameter in parameters.values():
-            self._add(found, seen, parameter, 0, is_gradient=False)
+            self._add(found, seen, parameter)
         for parameter in parameters.values():
             gradient = parameter.grad
             if gradient is not None:
                 self._add(found, seen, gradient, -id(parameter), is_gradient=True)
         for optimizer in used:
             for state in tensors_in(_states_of(optimizer)):
-                self._add(found, seen, state, 0, is_gradient=False)
+                self._add(found, seen, state, is_state=True)
         return found
 
     def _search(self) -> None:
@@ -75,10 +82,19 @@ class Owners:
             record = self._ledger.records.get(storage_address(parameter))
         except RuntimeError:
             return False
-        return record is not None and (record.current is not None or record.emptied is not None)
+        if record is None:
+            return False
+        return record.current is not None or record.emptied is not None or record.address in self._in_use
 
     def _add(
-        self, found: list[Persistent], seen: set[int], tensor: torch.Tensor, key: int, *, is_gradient: bool
+        self,
+        found: list[Persistent],
+        seen: set[int],
+        tensor: torch.Tensor,
+        key: int = 0,
+        *,
+        is_gradient: bool = False,
+        is_state: bool = False,
     ) -> None:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self._ledger.device:
             return
@@ -87,7 +103,7 @@ class Owners:
             record = self._ledger.know(storage_behind(tensor))
         if record is not None and record.reference is not None and record.id not in seen:
             seen.add(record.id)
-            found.append(Persistent(record, key or record.id, is_gradient))
+            found.append(Persistent(record, key or record.id, is_gradient, is_state))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

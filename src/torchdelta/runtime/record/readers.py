@@ -8,19 +8,28 @@ tells its true size, and comes back when it is written.
 [Note: readers on other threads]
 Another thread cannot bring anything back, because the ledger belongs to the scope's thread. So the patched methods
 raise an error there for a tensor that has left. Ops of another thread are not seen.
+
+[Note: compiled code]
+A kernel of compiled code reads memory without an op, and which tensors a compiled function reads is not known: its
+closure may have any. So before it is called everything comes back, except that the forward of a module does without
+optimizer states. Nothing of that leaves until the call has ended. What it may have written is not known, either.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from torchdelta._torch.compiled import note_compiled_calls
+from torchdelta._torch.list_functions import patch_list_functions
 from torchdelta._torch.raw_access import patch_raw_access, patch_storage_reads
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta.errors import ScopeError
 from torchdelta.runtime.interrupts import call_outside, shielded
+from torchdelta.runtime.record.pieces import call_in_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +37,9 @@ if TYPE_CHECKING:
     from torchdelta.runtime.memory.persistents import Persistents
 
 __all__ = ["Readers"]
+
+# What `torch.compile(module)` and `module.compile()` compile: neither reads the states of an optimizer.
+_FORWARDS: Final = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
 
 _lock = threading.Lock()
 _watching: dict[int, Persistents] = {}  # by thread
@@ -49,6 +61,8 @@ class Readers:
         with _lock:
             if not _watching:
                 _undo.append(patch_raw_access(reads=_read, exports=_export, copies=_copy, saves=_save))
+                _undo.append(patch_list_functions(_cut))
+                _undo.append(note_compiled_calls(_begin_compiled))
             _watching[self._thread_id] = self._persistents
 
     def stop(self) -> None:
@@ -119,6 +133,37 @@ def _copy(original: Callable[..., Any]) -> Callable[..., Any]:
             persistents.end()
 
     return copy
+
+
+def _begin_compiled(function: Any) -> Callable[[], None]:
+    persistents = _here()
+    if persistents is None:
+        return _nothing
+    persistents.begin_compiled(with_states=not _is_forward(function))
+    return persistents.end_compiled
+
+
+def _is_forward(function: Any) -> bool:
+    """Return whether a function is that of a module, which does not read the states of an optimizer."""
+    if callable(function):
+        function = inspect.unwrap(function)  # torch wraps modules, and functions of its own
+    if isinstance(function, torch.nn.Module):
+        return True
+    return isinstance(getattr(function, "__self__", None), torch.nn.Module) and function.__name__ in _FORWARDS
+
+
+def _nothing() -> None:
+    pass
+
+
+def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(*args: Any, **kwargs: Any) -> Any:
+        persistents = _here()
+        if persistents is None:
+            return original(*args, **kwargs)
+        return call_in_pieces(original, args, kwargs, persistents.piece_bytes)
+
+    return update
 
 
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:

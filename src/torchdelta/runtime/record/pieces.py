@@ -1,0 +1,89 @@
+"""Runs what takes lists of tensors in pieces, where persistent tensors may leave.
+
+[Note: lists in pieces]
+An optimizer with `foreach=True` (the default on CUDA) or `fused=True` takes all parameters, gradients and states at
+once. Then all of them have to be here, and the budget cannot be below what they take together. Each result depends on
+the tensors of one place in the lists only. So the lists may be cut anywhere without a change of any bit. A piece takes
+at most a sixteenth of the budget, or has one parameter. Two things are cut:
+
+- the functions of `torch.optim` behind `foreach` and `fused` (`_torch/list_functions.py`). A foreach optimizer runs
+  about ten list ops, and makes new lists in between: cut by op, everything would leave and come back ten times;
+- list ops outside of them, such as those of `clip_grad_norm_` and `GradScaler`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["call_in_pieces"]
+
+
+def call_in_pieces(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, most_bytes: int
+) -> Any:
+    """Call a function that treats each place of its lists on its own, once for each piece of them.
+
+    Args:
+        call: Its first argument is a list of tensors. It returns a list of that length, or None. It may replace
+            elements of its lists.
+        args: Its arguments. Lists of the first one's length are cut.
+        kwargs: Its keyword arguments, cut likewise.
+        most_bytes: Most bytes of the tensors of one piece, if it has more than one place.
+    """
+    kwargs = kwargs or {}
+    length = len(args[0]) if args and _is_list(args[0]) else 0
+    lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and len(value) == length]
+    if length <= 1 or not _may_cut(lists, args, kwargs, length):
+        return call(*args, **kwargs)
+    pieces = list(_pieces(lists, most_bytes))
+    if len(pieces) == 1:
+        return call(*args, **kwargs)
+    results: list[Any] | None = None
+    for piece in pieces:
+        cut: list[tuple[list[Any], Any]] = []
+
+        def part(value: Any, piece: slice = piece, cut: list[tuple[list[Any], Any]] = cut) -> Any:
+            if not (_is_list(value) and len(value) == length):
+                return value
+            taken = list(value[piece])
+            cut.append((taken, value))
+            return taken
+
+        result = call(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+        for taken, value in cut:
+            if isinstance(value, list):
+                value[piece] = taken  # SGD puts new momentum buffers into its list
+        if result is not None:
+            results = [*(results or ()), *result]
+    return results
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _may_cut(lists: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> bool:
+    """Return whether all that belongs to one place is in lists, as plain tensors."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == length:
+            return False  # maybe one number for each place
+    tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
+    return all(tensor.layout is torch.strided for tensor in tensors)
+
+
+def _pieces(lists: list[Any], most_bytes: int) -> Iterator[slice]:
+    begin, piece_bytes = 0, 0
+    length = len(lists[0])
+    for place in range(length):
+        values = [values[place] for values in lists]
+        size_bytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        if place > begin and piece_bytes + size_bytes > most_bytes:
+            yield slice(begin, place)
+            begin, piece_bytes = place, 0
+        piece_bytes += size_bytes
+    yield slice(begin, length)

@@ -1,0 +1,162 @@
+"""Compiled code under pressure: its kernels read memory without an op, so all that they read has to be there."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.same_bits.judge import bits_of
+from torchdelta import BudgetError, Config, MemoryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WIDTH, NUM_LAYERS = 64, 6
+CRASHES: list[str] = []  # tensors without memory that compiled code was about to read
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    CRASHES.clear()
+    yield
+    torch.compiler.reset()
+    assert not CRASHES
+
+
+def check_inputs(inputs: Any) -> None:
+    """Note where a kernel of compiled code would crash: a tensor without memory."""
+    for tensor in inputs:
+        if isinstance(tensor, torch.Tensor):
+            # Not by the method of torch.Tensor: a scope may have replaced it by one that brings the memory back.
+            storage = torch._C.TensorBase.untyped_storage(tensor)  # noqa: SLF001 - see above
+            if isinstance(tensor, FakeTensor) or storage.nbytes() < tensor.nbytes:
+                CRASHES.append(f"{type(tensor).__name__} of {tuple(tensor.shape)}")
+                raise RuntimeError(CRASHES[-1])
+
+
+def compile_graph(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+    """Return what runs a graph as it is, after a look at its inputs."""
+
+    def run(*inputs: Any) -> Any:
+        check_inputs(inputs)
+        return graph(*inputs)
+
+    return run
+
+
+RAW = aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph)
+
+
+def compiled_whole(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Compile a model."""
+    return torch.compile(model, backend=RAW)
+
+
+def compiled_in_place(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Compile a model by its own method."""
+    model.compile(backend=RAW)
+    return model
+
+
+def compiled_function(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Compile a function that calls a model."""
+    return torch.compile(lambda x: model(x).sin(), backend=RAW)
+
+
+def compiled_parts(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Compile every second layer."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(layers):
+            x = layer(x) if place % 2 else layer(x).sin()
+        return x
+
+    layers = [torch.compile(layer, backend=RAW) if place % 2 else layer for place, layer in enumerate(model)]
+    return forward
+
+
+WAYS = [compiled_whole, compiled_in_place, compiled_function, compiled_parts]
+
+
+def train(
+    way: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Tensor]],
+    scope_of: Callable[[int], contextlib.AbstractContextManager[Any]],
+    *,
+    num_rows: int = 8,
+    compiles_optimizer: bool = False,
+    extra_shares: float = 0.0,
+) -> dict[str, bytes]:
+    """Train in a scope that is chosen by the bytes of the parameters. Return the bits of what was trained.
+
+    Before each step of the optimizer a tensor of `extra_shares` of the parameters lives for a moment.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=compiles_optimizer)
+    forward = way(model)
+    step = torch.compile(optimizer.step, backend=RAW) if compiles_optimizer else optimizer.step
+    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with scope_of(size_bytes):
+        for _ in range(4):
+            forward(torch.randn(num_rows, WIDTH)).square().mean().backward()
+            torch.ones(int(extra_shares * size_bytes), dtype=torch.uint8)
+            step()
+            optimizer.zero_grad()
+    return {"model": bits_of(model.state_dict()), "optimizer": bits_of(optimizer.state_dict()["state"])}
+
+
+def plain_scope(_size_bytes: int) -> contextlib.AbstractContextManager[Any]:
+    """Return no scope."""
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shares", [1.2, 2.1, 3.0])
+def test_a_budget_that_is_refused(way: Any, shares: float) -> None:
+    """The rest of the step runs on fake tensors, and ends where compiled code would read them."""
+    with pytest.raises(BudgetError, match="needs"):
+        train(way, lambda size_bytes: MemoryBudget(int(shares * size_bytes)), num_rows=512)
+    torch.compiler.reset()
+    plain = train(way, plain_scope)
+    torch.compiler.reset()
+    assert train(way, lambda size_bytes: MemoryBudget(100 * size_bytes)) == plain
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_swaps_around_compiled_code(way: Any) -> None:
+    """Parameters are back before compiled code runs, and optimizer states leave meanwhile, unless it may read them."""
+    shares = 3.6 if way is compiled_function else 2.6  # what a function reads is not known
+    plain = train(way, plain_scope)
+    torch.compiler.reset()
+    budgets: list[MemoryBudget] = []
+
+    def scope_of(size_bytes: int) -> MemoryBudget:
+        budgets.append(MemoryBudget(int(shares * size_bytes), Config(decision_class="all", tier="memory")))
+        return budgets[0]
+
+    assert train(way, scope_of) == plain
+    (budget,) = budgets
+    assert budget.summary().swapped_out_bytes > 0
+
+
+def test_a_compiled_optimizer_has_everything_here() -> None:
+    """It reads all states, which left before; it is not cut into pieces, and a budget below that is refused."""
+    plain = train(compiled_parts, plain_scope, compiles_optimizer=True)
+
+    def scope_of(shares: float) -> Callable[[int], MemoryBudget]:
+        return lambda size_bytes: MemoryBudget(int(shares * size_bytes), Config(decision_class="all", tier="memory"))
+
+    torch.compiler.reset()
+    assert train(compiled_parts, scope_of(9.5), compiles_optimizer=True, extra_shares=7) == plain
+    torch.compiler.reset()
+    with pytest.raises(BudgetError, match="needs"):
+        train(compiled_parts, scope_of(3.0), compiles_optimizer=True)
