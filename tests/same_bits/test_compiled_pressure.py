@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.same_bits.judge import bits_of
 from torchdelta import BudgetError, Config, MemoryBudget
@@ -44,16 +45,29 @@ def check_inputs(inputs: Any) -> None:
 
 
 def compile_graph(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-    """Return what runs a graph as it is, after a look at its inputs."""
+    """Return what runs a graph as it is, after a look at its inputs, and unseen as generated kernels are."""
 
     def run(*inputs: Any) -> Any:
         check_inputs(inputs)
-        return graph(*inputs)
+        with _disable_current_modes():
+            return graph(*inputs)
 
     return run
 
 
 RAW = aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph)
+
+
+class Layer(nn.Module):
+    """A layer of the user's own: Dynamo leaves those of torch.nn as they are if they are compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same shape."""
+        return nn.functional.gelu(self.linear(x))
 
 
 def compiled_whole(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -84,6 +98,18 @@ def compiled_parts(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tenso
     return forward
 
 
+def compiled_layers(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Compile every layer."""
+    return nn.Sequential(*(torch.compile(layer, backend=RAW) for layer in model))
+
+
+def compiled_layers_in_place(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Compile every layer by its own method."""
+    for layer in model:
+        layer.compile(backend=RAW)
+    return model
+
+
 WAYS = [compiled_whole, compiled_in_place, compiled_function, compiled_parts]
 
 
@@ -91,7 +117,7 @@ def train(
     way: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Tensor]],
     scope_of: Callable[[int], contextlib.AbstractContextManager[Any]],
     *,
-    num_rows: int = 8,
+    num_rows: int | list[int] = 8,
     compiles_optimizer: bool = False,
     extra_shares: float = 0.0,
 ) -> dict[str, bytes]:
@@ -100,14 +126,14 @@ def train(
     Before each step of the optimizer a tensor of `extra_shares` of the parameters lives for a moment.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)))
+    model = nn.Sequential(*(Layer() for _ in range(NUM_LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=compiles_optimizer)
     forward = way(model)
     step = torch.compile(optimizer.step, backend=RAW) if compiles_optimizer else optimizer.step
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with scope_of(size_bytes):
-        for _ in range(4):
-            forward(torch.randn(num_rows, WIDTH)).square().mean().backward()
+        for rows in num_rows if isinstance(num_rows, list) else [num_rows] * 4:
+            forward(torch.randn(rows, WIDTH)).square().mean().backward()
             torch.ones(int(extra_shares * size_bytes), dtype=torch.uint8)
             step()
             optimizer.zero_grad()
@@ -129,6 +155,27 @@ def test_a_budget_that_is_refused(way: Any, shares: float) -> None:
     plain = train(way, plain_scope)
     torch.compiler.reset()
     assert train(way, lambda size_bytes: MemoryBudget(100 * size_bytes)) == plain
+
+
+@pytest.mark.parametrize("way", [compiled_layers, compiled_layers_in_place])
+def test_the_budget_holds_once_a_shape_is_known(way: Any) -> None:
+    """What compiled code allocates unseen is learned from its calls, and room is made before later ones."""
+    budgets: list[MemoryBudget] = []
+    rows = [256, 512, 256, 512, 512, 256]
+
+    def scope_of(size_bytes: int) -> MemoryBudget:
+        budgets.append(MemoryBudget(11 * size_bytes, Config(tier="memory", planner=None)))
+        return budgets[0]
+
+    observed = train(way, scope_of, num_rows=rows)
+    torch.compiler.reset()
+    assert observed == train(way, plain_scope, num_rows=rows)
+    (budget,) = budgets
+    steps = budget.summary().steps
+    assert len(steps) == len(rows)
+    assert all(step.peak_bytes <= budget.budget_bytes for step in steps[2:])
+    assert all(step.peak_bytes <= 1.1 * budget.budget_bytes for step in steps[1:2])  # estimated from the smaller shape
+    assert budget.summary().swapped_out_bytes > 0
 
 
 @pytest.mark.parametrize("way", WAYS)

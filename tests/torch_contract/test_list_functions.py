@@ -52,7 +52,7 @@ def test_optimizers_call_the_functions_that_are_found() -> None:
 def test_a_compiled_function_sees_the_originals() -> None:
     """While it is called, also where it breaks the graph; afterwards the replacements are back."""
     called: list[str] = []
-    undo_compiled = patch_compiled_functions(lambda: None)
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
     undo = patch_list_functions(note_in(called))
     parameters = [torch.nn.Parameter(torch.ones(3))]
     parameters[0].grad = torch.ones(3)
@@ -71,14 +71,15 @@ def test_calls_of_compiled_functions_are_noted() -> None:
     """With the function that was compiled, also where torch wraps it; before and after each call, nested ones too."""
     seen: list[tuple[str, Any]] = []
 
-    def begin(function: Any) -> Callable[[], None]:
+    def begin(function: Any, inputs: Any) -> Callable[[], None]:
         seen.append(("begin", inspect.unwrap(function)))
+        assert [x.shape for x in inputs[0]] == [(2,)]
         return lambda: seen.append(("end", None))
 
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
-    undo_compiled = patch_compiled_functions(lambda: None)
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
     undo = note_compiled_calls(begin)
     linear, in_place = torch.nn.Linear(2, 2), torch.nn.Tanh()
     in_place.compile(backend="eager")
@@ -100,11 +101,11 @@ def test_a_call_that_is_refused_leaves_nothing() -> None:
     ends: list[int] = []
     ran: list[int] = []
 
-    def refuse(_function: Any) -> Callable[[], None]:
+    def refuse(_function: Any, _inputs: Any) -> Callable[[], None]:
         raise ValueError("no")
 
-    undo_compiled = patch_compiled_functions(lambda: None)
-    undo_first = note_compiled_calls(lambda _function: lambda: ends.append(1))
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
+    undo_first = note_compiled_calls(lambda _function, _inputs: lambda: ends.append(1))
     undo_second = note_compiled_calls(refuse)
     function = torch.compile(lambda x: ran.append(1) or x + 1, backend="eager")
     try:

@@ -15,6 +15,9 @@ from torchdelta._torch.doors import patch_when_imported, replace
 
 _COMPILED_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 InputsOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+# Called before a compiled function, with what was compiled (None if it is not known) and its inputs, in tuples, lists
+# and dicts. Returns what is called after it. If it raises, the function is not called.
+Begin = Callable[[Any, Any], Callable[[], None]]
 
 
 def _inputs_of_backward(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -72,35 +75,33 @@ class _Hooks:
         return getattr(self._own, name)
 
 
-def patch_compiled_functions(on_call: Callable[[], None]) -> Callable[[], None]:
-    """Call `on_call` before each call of a function that `torch.compile` returned; returns what undoes it.
+def patch_compiled_functions(begin: Begin) -> Callable[[], None]:
+    """Call `begin` before each call of a function that `torch.compile` returned; returns what undoes it.
 
     Dynamo notes which dispatch keys are on when such a call begins, and restores them when it ends: a mode that comes
-    or goes meanwhile leaves the thread unable to run any op. What must come or go has to do so in `on_call`.
+    or goes meanwhile leaves the thread unable to run any op. What must come or go has to do so in `begin`.
     `is_in_compiled_call` tells whether such a call runs.
     """
 
-    def enter(function: Any) -> Callable[[], None]:
-        on_call()
+    def enter(function: Any, inputs: Any) -> Callable[[], None]:
         ends: list[Callable[[], None]] = []
         try:
-            for begin in _noted:
-                ends.append(begin(function))  # noqa: PERF401 - what has begun ends if the next one raises
+            for each in (begin, *_noted):
+                ends.append(each(function, inputs))  # noqa: PERF401 - what has begun ends if the next one raises
         except BaseException:
             _end(ends)
             raise
         _calls.num_running = getattr(_calls, "num_running", 0) + 1
         return functools.partial(_leave, ends)
 
+    def hooks_of(context: Any) -> _Hooks:
+        # The frame that asks is that of the wrapper around `fn`, which was called with `args` and `kwargs`.
+        names = sys._getframe(1).f_locals
+        inputs = (names.get("args", ()), names.get("kwargs", {}))
+        return _Hooks(vars(context)["enter_exit_hooks"], functools.partial(enter, names.get("fn"), inputs))
+
     # Each context keeps its list under the name of the property, and calls what is in it before it looks at the keys.
-    # The frame that asks for the list is that of the wrapper around `fn`.
-    hooks = property(
-        lambda context: _Hooks(
-            vars(context)["enter_exit_hooks"],
-            functools.partial(enter, sys._getframe(1).f_locals.get("fn") if _noted else None),
-        ),
-        lambda context, own: vars(context).__setitem__("enter_exit_hooks", own),
-    )
+    hooks = property(hooks_of, lambda context, own: vars(context).__setitem__("enter_exit_hooks", own))
 
     def patch(module: Any) -> Callable[[], None]:
         kind = module._TorchDynamoContext
@@ -115,6 +116,15 @@ def patch_compiled_functions(on_call: Callable[[], None]) -> Callable[[], None]:
     return patch_when_imported("torch._dynamo.eval_frame", patch)
 
 
+def note_compiled_calls(begin: Begin) -> Callable[[], None]:
+    """Call one more `begin` before each such call of any thread; returns what undoes it.
+
+    Only while the patch of `patch_compiled_functions` is on.
+    """
+    _noted.append(begin)
+    return lambda: _noted.remove(begin)
+
+
 def _leave(ends: list[Callable[[], None]]) -> None:
     _calls.num_running -= 1
     _end(ends)
@@ -125,23 +135,13 @@ def _end(ends: list[Callable[[], None]]) -> None:
         end()
 
 
-def note_compiled_calls(begin: Callable[[Any], Callable[[], None]]) -> Callable[[], None]:
-    """Call `begin` before each such call of any thread, and what it returns after the call; returns what undoes it.
-
-    `begin` gets the function that was compiled, or None if it is not known. If it raises, the function is not called.
-    Only while the patch of `patch_compiled_functions` is on.
-    """
-    _noted.append(begin)
-    return lambda: _noted.remove(begin)
-
-
 def is_in_compiled_call() -> bool:
     """Return whether this thread runs a call of a function that `torch.compile` returned."""
     return getattr(_calls, "num_running", 0) > 0
 
 
 _calls = threading.local()
-_noted: list[Callable[[Any], Callable[[], None]]] = []
+_noted: list[Begin] = []
 
 
 def keep_out_of_compiled_code(package: str) -> Callable[[], None]:

@@ -49,7 +49,7 @@ def patch_list_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]
     replacements = [vars(module)[name] for module, name in found]
     lock, num_calls = threading.Lock(), 0
 
-    def begin_call(_function: Any) -> Callable[[], None]:
+    def begin_call(_function: Any, _inputs: Any) -> Callable[[], None]:
         count(1)
         return functools.partial(count, -1)
 

@@ -53,7 +53,7 @@ def patch() -> None:
                 _undo.append(patch_run_backward(_make_run_backward))
                 _undo.append(patch_functorch_guard(_make_functorch_guard))
                 _undo.append(patch_compiled_call(_make_compiled_call))
-                _undo.append(patch_compiled_functions(_before_compiled_function))
+                _undo.append(patch_compiled_functions(_begin_compiled_function))
                 _undo.append(keep_out_of_compiled_code("torchdelta"))
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
                 _undo.append(patch_swap_tensors(_make_swap_tensors))
@@ -160,12 +160,18 @@ def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Ca
     return call_compiled
 
 
-def _before_compiled_function() -> None:
-    """Have the recorder on the stack before a compiled function is called, and leave it there."""
+def _begin_compiled_function(function: Any, inputs: Any) -> Callable[[], None]:
+    """Have the recorder on the stack before a compiled function is called, and leave it there; make room."""
     session = current_session()
-    if session is not None:
-        session.compiled.check_tensors()
-        _record_as_a_whole(session)
+    if session is None:
+        return _nothing
+    session.compiled.check_tensors()
+    _record_as_a_whole(session)
+    return session.compiled.begin_function(function, inputs) or _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _record_as_a_whole(session: Running) -> None:

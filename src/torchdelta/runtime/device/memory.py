@@ -103,11 +103,13 @@ class PeakMeter:
     An accelerator's peak is one for the whole process and has other readers (`torch.cuda.max_memory_allocated`). If
     `resets` is False it is not reset, and code that stays below an earlier peak measures as 0. Where the allocator is
     watched (device/counter.py), its own peak is not needed.
+
+    With `nests`, other pieces of code may be measured meanwhile, as ops are.
     """
 
-    def __init__(self, device: torch.device, usage: Usage, *, resets: bool = True) -> None:
+    def __init__(self, device: torch.device, usage: Usage, *, resets: bool = True, nests: bool = False) -> None:
         self._device = device
-        self._watched = usage if device.type != "cpu" and usage.sees_peaks else None
+        self._watched = usage if (device.type != "cpu" or nests) and usage.sees_peaks else None
         self._counter = usage.counter if usage.is_counting else None
         self._resets = resets
         self.extra_bytes = 0

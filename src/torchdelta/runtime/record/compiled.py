@@ -55,9 +55,11 @@ class CompiledRegions:
         self._ledger = room.ledger
         self._steps = steps
         self._needed_bytes: dict[Any, int] = {}
+        self._first_bytes: dict[Any, int] = {}  # of the first call, which may compile: for the second one only
         self._num_calls: dict[Any, int] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # of the functions, by id
         self._next_number = itertools.count()
+        self._depth = 0  # of regions and functions that run in one another
 
     def is_running(self) -> bool:
         """Return whether compiled code runs. Its next kernel would read the memory of a fake tensor."""
@@ -83,9 +85,66 @@ class CompiledRegions:
         tensors = list(tensors_in(inputs))
         key = (self._number_of(function), tuple(a.shape for a in tensors))
         with self._here(function, tensors):
+            self._try_to_make(key)
             room.make(self._needed_bytes.get(key, 0), "a compiled region")
             self.check_tensors()
-            return self._call(original, key, tensors, args, kwargs)
+            self._depth += 1
+            try:
+                return self._call(original, key, tensors, args, kwargs)
+            finally:
+                self._depth -= 1
+
+    def begin_function(self, function: Any, inputs: Any) -> Callable[[], None] | None:
+        """Make room for a compiled function, as far as something can leave. Return what ends its call.
+
+        Unlike a region it is recorded, because it may have eager parts. Those make room on their own, so nothing is
+        refused here.
+        """
+        if self._depth or graph_task_id() != -1 or not self._ledger.usage.sees_peaks:
+            return None
+        key = (self._number_of(function), tuple(a.shape for a in tensors_in(inputs)))
+        self._try_to_make(key)
+        meter = PeakMeter(self._ledger.device, self._ledger.usage, nests=True)
+        meter.__enter__()
+        self._depth += 1
+
+        def end() -> None:
+            self._depth -= 1
+            meter.__exit__()
+            self._learn(key, meter.extra_bytes)
+
+        return end
+
+    def _try_to_make(self, key: Any) -> None:
+        """Make room as far as something can leave."""
+        if key in self._needed_bytes:
+            size_bytes = max(self._needed_bytes[key], self._first_bytes.pop(key, 0))
+        else:
+            size_bytes = self._scaled_bytes(*key)
+        if size_bytes:
+            self._room.try_to_make(size_bytes)
+
+    def _scaled_bytes(self, number: int, shapes: tuple[torch.Size, ...]) -> int:
+        """Estimate what a function needs for new shapes, from others that it was called with."""
+        num_elements = sum(shape.numel() for shape in shapes)
+        estimate_bytes = 0
+        for (other, other_shapes), needed_bytes in self._needed_bytes.items():
+            if other == number and len(other_shapes) == len(shapes):
+                ratio = num_elements / max(1, sum(shape.numel() for shape in other_shapes))
+                known_bytes = max(needed_bytes, self._first_bytes.get((other, other_shapes), 0))
+                estimate_bytes = max(estimate_bytes, int(known_bytes * ratio))
+        return estimate_bytes
+
+    def _learn(self, key: Any, measured_bytes: int, outputs_bytes: int = 0) -> None:
+        """Learn what a call has needed. The first one may compile, which takes memory that later ones do not."""
+        if key not in self._needed_bytes:
+            self._first_bytes[key], measured_bytes = measured_bytes, 0
+        if len(self._needed_bytes) >= _MAX_REGIONS:
+            oldest = next(iter(self._needed_bytes))
+            del self._needed_bytes[oldest]
+            self._num_calls.pop(oldest, None)
+            self._first_bytes.pop(oldest, None)
+        self._needed_bytes[key] = max(self._needed_bytes.get(key, 0), measured_bytes, outputs_bytes)
 
     @contextlib.contextmanager
     def _here(self, function: Any, tensors: list[torch.Tensor]) -> Generator[None]:
@@ -128,12 +187,7 @@ class CompiledRegions:
         before_bytes = ledger.usage.live_bytes
         self._know(out)
         outputs_bytes = ledger.usage.live_bytes - before_bytes
-        # The first call may compile, which takes memory that later calls do not: only its outputs are learned.
-        measured_bytes = meter.extra_bytes if key in self._needed_bytes else 0
-        if len(self._needed_bytes) >= _MAX_REGIONS:
-            oldest = next(iter(self._needed_bytes))
-            del self._needed_bytes[oldest], self._num_calls[oldest]
-        self._needed_bytes[key] = max(self._needed_bytes.get(key, 0), outputs_bytes, measured_bytes)
+        self._learn(key, meter.extra_bytes, outputs_bytes)
         workspace_bytes = max(0, meter.extra_bytes - outputs_bytes)
         observer.on_opaque_end("torchdelta.compiled", out, node=self._steps.node_name, workspace_bytes=workspace_bytes)
         ledger.usage.ask_counter(fresh=True)  # one call with any number of outputs

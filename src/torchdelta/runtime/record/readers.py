@@ -135,7 +135,7 @@ def _copy(original: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def _begin_compiled(function: Any) -> Callable[[], None]:
+def _begin_compiled(function: Any, _inputs: Any) -> Callable[[], None]:
     persistents = _here()
     if persistents is None:
         return _nothing
