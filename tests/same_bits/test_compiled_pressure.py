@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,7 @@ CRASHES: list[str] = []  # tensors without memory that compiled code was about t
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     CRASHES.clear()
+    gc.collect()  # tensors in the frames of errors that earlier tests expected count against a budget
     yield
     torch.compiler.reset()
     assert not CRASHES
@@ -161,10 +163,10 @@ def test_a_budget_that_is_refused(way: Any, shares: float) -> None:
 def test_the_budget_holds_once_a_shape_is_known(way: Any) -> None:
     """What compiled code allocates unseen is learned from its calls, and room is made before later ones."""
     budgets: list[MemoryBudget] = []
-    rows = [256, 512, 256, 512, 512, 256]
+    rows = [256, 512, 256, 512, 512, 256]  # after a graph break elsewhere, torch keeps some saved tensors from leaving
 
     def scope_of(size_bytes: int) -> MemoryBudget:
-        budgets.append(MemoryBudget(11 * size_bytes, Config(tier="memory", planner=None)))
+        budgets.append(MemoryBudget(18 * size_bytes, Config(tier="memory", planner=None)))
         return budgets[0]
 
     observed = train(way, scope_of, num_rows=rows)
@@ -193,6 +195,91 @@ def test_everything_swaps_around_compiled_code(way: Any) -> None:
     assert train(way, scope_of) == plain
     (budget,) = budgets
     assert budget.summary().swapped_out_bytes > 0
+
+
+class Swapping(torch.optim.AdamW):
+    """Keeps old parameters as a state, and makes their storages those of the parameters again, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step, from parameters that were put back."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            self.state[parameter]["old"] = parameter.data.clone()
+            parameter.add_(0.01)
+        for parameter in parameters:
+            parameter.data = self.state[parameter].pop("old")
+        super().step(closure)
+        for parameter in parameters:
+            self.state[parameter]["old"] = parameter.data.clone()
+            parameter.data, self.state[parameter]["old"] = self.state[parameter]["old"], parameter.data
+
+
+def test_a_state_that_becomes_a_parameter_is_read_by_compiled_code() -> None:
+    """What is a parameter and what is a state is looked up again before compiled code runs."""
+
+    def run(scope_of: Callable[[int], contextlib.AbstractContextManager[Any]]) -> dict[str, bytes]:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        model = nn.Sequential(*(Layer() for _ in range(8)))
+        optimizer = Swapping(model.parameters(), foreach=False)
+        forward = compiled_layers(model)
+        size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        with scope_of(size_bytes):
+            for _ in range(4):
+                forward(torch.randn(8, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.ones(size_bytes, dtype=torch.uint8)
+        return {"model": bits_of(model.state_dict())}
+
+    plain = run(plain_scope)
+    for shares in (3.0, 3.5, 4.0):
+        config = Config(decision_class="all", tier="memory")
+        assert run(lambda size_bytes, at=shares, how=config: MemoryBudget(int(at * size_bytes), how)) == plain
+
+
+class Trainer(nn.Module):
+    """A module whose forward is a whole training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Layer() for _ in range(NUM_LAYERS)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def test_an_optimizer_in_a_compiled_forward_has_its_states() -> None:
+    """The forward of a module does without them only until an optimizer steps in it."""
+
+    def run(scope_of: Callable[[int], contextlib.AbstractContextManager[Any]]) -> dict[str, bytes]:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        trainer = Trainer()
+        step = torch.compile(trainer, backend=RAW)
+        size_bytes = sum(parameter.nbytes for parameter in trainer.parameters())
+        with scope_of(size_bytes):
+            for _ in range(4):
+                step(torch.randn(8, WIDTH))
+                torch.ones(7 * size_bytes, dtype=torch.uint8)
+        return {"model": bits_of(trainer.state_dict())}
+
+    config = Config(decision_class="all", tier="memory")
+    budgets: list[MemoryBudget] = []
+
+    def scope_of(size_bytes: int) -> MemoryBudget:
+        budgets.append(MemoryBudget(int(9.5 * size_bytes), config))
+        return budgets[0]
+
+    assert run(scope_of) == run(plain_scope)
+    assert budgets[0].summary().swapped_out_bytes > 0
 
 
 def test_a_compiled_optimizer_has_everything_here() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from tests.same_bits.judge import bits_of
 from tests.sampling import keep
 from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta._torch.list_functions import patch_list_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,12 +192,27 @@ LIST_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_optimizers_that_take_lists_run_in_pieces(name: str) -> None:
     """They need not have everything here at once, and compute what they do as a whole."""
     plain, _ = train(gpt2, LIST_OPTIMIZERS[name], plain_scope)
+    lengths: list[int] = []
+
+    def note(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def update(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            lengths.append(len(parameters))
+            return original(parameters, *args, **kwargs)
+
+        return update
 
     def scope_of(size_bytes: int) -> MemoryBudget:
         return MemoryBudget(int(1.9 * size_bytes), Config(decision_class="all"))
 
-    observed, scope = train(gpt2, LIST_OPTIMIZERS[name], scope_of)
+    undo = patch_list_functions(note)  # below the scope's own patch
+    try:
+        observed, scope = train(gpt2, LIST_OPTIMIZERS[name], scope_of)
+    finally:
+        undo()
     assert observed == plain
+    assert len(lengths) > 4 * NUM_STEPS
+    assert sum(lengths) == NUM_STEPS * len(list(gpt2().parameters()))
     assert isinstance(scope, MemoryBudget)
     assert all(step.peak_bytes <= scope.budget_bytes for step in scope.summary().steps[1:])
 
@@ -247,6 +265,38 @@ def test_a_training_goes_on_below_what_is_there_already(optimizer_of: Any) -> No
         return {"model": bits_of(model.state_dict()), "optimizer": bits_of(optimizer.state_dict()["state"])}
 
     assert run(lambda size_bytes: MemoryBudget(2 * size_bytes, Config(decision_class="all"))) == run(plain_scope)
+
+
+def test_what_nobody_owns_does_not_pass_the_budget() -> None:
+    """The negative control: before any parameter is known, small ops are not let through without a limit."""
+    kept: list[torch.Tensor] = []
+    with pytest.raises(BudgetError), MemoryBudget("16MiB", Config(decision_class="all")):
+        kept += [torch.ones(2**18) for _ in range(40)]
+
+
+def test_an_optimizer_whose_parameters_are_not_alike() -> None:
+    """Adafactor takes a default from the first dtype; a parameter that is there twice is updated twice."""
+
+    def run(kind: str, scope_of: Callable[[int], contextlib.AbstractContextManager[Any]]) -> bytes:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(32, 32)) for _ in range(6)]
+        with warnings.catch_warnings(action="ignore"):
+            if kind == "mixed":
+                mixed = [p if place % 2 else torch.nn.Parameter(p.bfloat16()) for place, p in enumerate(parameters)]
+                parameters = [each.detach().requires_grad_() for each in mixed]
+                optimizer: torch.optim.Optimizer = torch.optim.Adafactor(parameters, foreach=True)
+            else:
+                optimizer = torch.optim.Adam([*parameters, parameters[0]], foreach=True)
+        with scope_of(sum(parameter.nbytes for parameter in parameters)):
+            for _ in range(3):
+                sum(parameter.float().square().sum() for parameter in parameters).backward()  # pyright: ignore[reportAttributeAccessIssue]
+                optimizer.step()
+                optimizer.zero_grad()
+        return bits_of(parameters)
+
+    for kind in ("mixed", "twice"):
+        observed = run(kind, lambda size_bytes: MemoryBudget(12 * size_bytes, Config(decision_class="all")))
+        assert observed == run(kind, plain_scope)
 
 
 def test_the_class_saved_cannot() -> None:

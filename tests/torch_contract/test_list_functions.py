@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchdelta._torch.compiled import is_in_compiled_call, note_compiled_calls, patch_compiled_functions
 from torchdelta._torch.list_functions import is_list_op, list_functions, patch_list_functions
@@ -96,6 +98,59 @@ def test_calls_of_compiled_functions_are_noted() -> None:
     assert [kind for kind, _ in seen] == ["begin", "end"] * 3
 
 
+def test_the_originals_stay_if_the_patch_ends_during_a_call() -> None:
+    """The end of the call does not put the replacements back."""
+    before = {name: vars(module)[name] for module, name in list_functions()}
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
+    undo = patch_list_functions(note_in([]))
+
+    @torch._dynamo.disable
+    def end() -> None:
+        undo()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        end()
+        return x + 1
+
+    torch.compile(function, backend="eager")(torch.ones(2))
+    undo_compiled()
+    assert before == {name: vars(module)[name] for module, name in list_functions()}
+
+
+def test_a_call_whose_end_torch_forgets_ends() -> None:
+    """As with an error of torch's own after the call: `fullgraph=True` compiled nothing."""
+    ends: list[int] = []
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: lambda: ends.append(1))
+    function = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+    try:
+        with FlopCounterMode(display=False), pytest.raises(RuntimeError):
+            function(torch.ones(2))
+    finally:
+        undo_compiled()
+    gc.collect()
+    assert ends == [1]
+    assert not is_in_compiled_call()
+
+
+def test_all_ends_are_called() -> None:
+    """Even if one of them raises."""
+    ends: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: fail)
+    undo = note_compiled_calls(lambda _function, _inputs: lambda: ends.append(1))
+    try:
+        with pytest.raises(ValueError, match="no"):
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    finally:
+        undo()
+        undo_compiled()
+    assert ends == [1]
+    assert not is_in_compiled_call()
+
+
 def test_a_call_that_is_refused_leaves_nothing() -> None:
     """What had begun ends, and the function does not run."""
     ends: list[int] = []
@@ -130,3 +185,4 @@ def test_list_ops() -> None:
     assert not is_list_op(aten.add.Tensor)
     assert not is_list_op(aten.cat.default)
     assert not is_list_op(aten._fused_adamw.default)  # returns lists of each kind
+    assert not is_list_op(aten._amp_foreach_non_finite_check_and_unscale.default)

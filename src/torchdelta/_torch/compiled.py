@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -15,8 +16,8 @@ from torchdelta._torch.doors import patch_when_imported, replace
 
 _COMPILED_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 InputsOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-# Called before a compiled function, with what was compiled (None if it is not known) and its inputs, in tuples, lists
-# and dicts. Returns what is called after it. If it raises, the function is not called.
+# Called before a compiled function runs, with that function (None if unknown) and its arguments, in tuples, lists and
+# dicts. Returns a callable to run after it. If it raises, the compiled function is not called.
 Begin = Callable[[Any, Any], Callable[[], None]]
 
 
@@ -84,15 +85,16 @@ def patch_compiled_functions(begin: Begin) -> Callable[[], None]:
     """
 
     def enter(function: Any, inputs: Any) -> Callable[[], None]:
-        ends: list[Callable[[], None]] = []
+        call = _Call()
         try:
-            for each in (begin, *_noted):
-                ends.append(each(function, inputs))  # noqa: PERF401 - what has begun ends if the next one raises
+            for each in (*_noted, begin):
+                call.ends.callback(each(function, inputs))
         except BaseException:
-            _end(ends)
+            call()
             raise
         _calls.num_running = getattr(_calls, "num_running", 0) + 1
-        return functools.partial(_leave, ends)
+        call.ends.callback(_leave)
+        return call
 
     def hooks_of(context: Any) -> _Hooks:
         # The frame that asks is that of the wrapper around `fn`, which was called with `args` and `kwargs`.
@@ -125,14 +127,24 @@ def note_compiled_calls(begin: Begin) -> Callable[[], None]:
     return lambda: _noted.remove(begin)
 
 
-def _leave(ends: list[Callable[[], None]]) -> None:
+class _Call:
+    """Ends what began before a call of a compiled function; also if torch drops it instead of calling it.
+
+    It does so where it raises an error of its own after the call, such as that `fullgraph=True` compiled nothing.
+    """
+
+    def __init__(self) -> None:
+        self.ends = contextlib.ExitStack()  # calls all of them, even if one raises
+
+    def __call__(self) -> None:
+        self.ends.close()
+
+    def __del__(self) -> None:
+        self.ends.close()
+
+
+def _leave() -> None:
     _calls.num_running -= 1
-    _end(ends)
-
-
-def _end(ends: list[Callable[[], None]]) -> None:
-    for end in reversed(ends):
-        end()
 
 
 def is_in_compiled_call() -> bool:

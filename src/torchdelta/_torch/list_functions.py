@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["is_list_op", "list_functions", "patch_list_functions"]
 
 _PREFIXES: Final = ("_multi_tensor_", "_fused_")
-_OPS: Final = ("aten::_foreach_", "aten::_amp_foreach_")
-_FUSED_OPS: Final = {f"aten::_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")}
+_OTHER_OPS: Final = {f"aten::_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")} | {
+    "aten::_amp_foreach_non_finite_check_and_unscale_"
+}
 
 
 def list_functions() -> list[tuple[types.ModuleType, str]]:
@@ -33,7 +33,7 @@ def list_functions() -> list[tuple[types.ModuleType, str]]:
     for module_name, module in sorted(sys.modules.items()):
         if module_name.startswith(f"{torch.optim.__name__}."):
             for name, value in sorted(vars(module).items()):
-                if name.startswith(_PREFIXES) and callable(value) and value.__module__ == module_name:
+                if name.startswith(_PREFIXES) and callable(value):
                     found.append((module, name))
     return found
 
@@ -47,7 +47,7 @@ def patch_list_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]
     originals = [vars(module)[name] for module, name in found]
     undos = [replace(module, name, make) for module, name in found]
     replacements = [vars(module)[name] for module, name in found]
-    lock, num_calls = threading.Lock(), 0
+    num_calls, is_on = 0, True
 
     def begin_call(_function: Any, _inputs: Any) -> Callable[[], None]:
         count(1)
@@ -55,18 +55,21 @@ def patch_list_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]
 
     def count(change: int) -> None:
         nonlocal num_calls
-        with lock:
-            was_called, num_calls = num_calls > 0, num_calls + change
-            if was_called != (num_calls > 0):
-                before, after = (originals, replacements) if was_called else (replacements, originals)
-                for (module, name), old, new in zip(found, before, after, strict=True):
-                    if vars(module)[name] is old:
-                        setattr(module, name, new)
+        was_called, num_calls = num_calls > 0, num_calls + change
+        if is_on and was_called != (num_calls > 0):
+            before, after = (originals, replacements) if was_called else (replacements, originals)
+            for (module, name), old, new in zip(found, before, after, strict=True):
+                if vars(module)[name] is old:
+                    setattr(module, name, new)
 
-    return together([*undos, note_compiled_calls(begin_call)])
+    def switch_off() -> None:
+        nonlocal is_on
+        is_on = False
+
+    return together([*undos, note_compiled_calls(begin_call), switch_off])
 
 
 def is_list_op(func: Any) -> bool:
     """Return whether an overload does the same to each place of its lists, and returns a list of results or None."""
     name = func._schema.name
-    return name.startswith(_OPS) or name in _FUSED_OPS
+    return name.startswith("aten::_foreach_") or name in _OTHER_OPS

@@ -160,12 +160,13 @@ def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Ca
     return call_compiled
 
 
+@shielded
 def _begin_compiled_function(function: Any, inputs: Any) -> Callable[[], None]:
     """Have the recorder on the stack before a compiled function is called, and leave it there; make room."""
     session = current_session()
     if session is None:
         return _nothing
-    session.compiled.check_tensors()
+    session.compiled.end_survey()
     _record_as_a_whole(session)
     return session.compiled.begin_function(function, inputs) or _nothing
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from torchdelta.runtime.record.pieces import call_in_pieces
 
+TWICE = torch.ones(4)
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
@@ -62,6 +63,9 @@ def test_nothing_is_returned_where_nothing_is() -> None:
     [
         ([torch.ones(4)] * 3, torch.ones(3)),  # a number for each place, as of `_foreach_addcdiv_`
         ([torch.ones(4), torch.ones(4).to_sparse()],),
+        ([torch.ones(4), torch.ones(4).half()],),  # Adafactor takes a default from the first
+        ([torch.ones(4), TWICE, TWICE],),
+        ([torch.ones(4), torch.ones(4), torch.ones(4)], [torch.ones(4), TWICE, TWICE]),
         (torch.ones(4), [torch.ones(4)] * 3),
         ([],),
         (),
@@ -73,6 +77,16 @@ def test_what_cannot_be_cut_is_one_call(args: Any) -> None:
     call_in_pieces(lambda *given: seen.append(given), args, None, 1)
     assert len(seen) == 1
     assert all(a is b for a, b in zip(seen[0], args, strict=True))
+
+
+def test_a_list_that_is_only_read_may_have_a_tensor_twice() -> None:
+    """As of ops that subtract one flag from all steps."""
+    seen: list[int] = []
+    call_in_pieces(lambda a, _b: seen.append(len(a)), ([torch.ones(4), torch.ones(4)], [TWICE] * 2), None, 16)
+    call_in_pieces(
+        lambda a, _b: seen.append(len(a)), ([torch.ones(4), torch.ones(4)], [TWICE] * 2), None, 16, writes_first=True
+    )
+    assert seen == [2, 1, 1]
 
 
 def test_lists_of_another_length_stay_whole() -> None:

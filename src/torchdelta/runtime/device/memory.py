@@ -104,7 +104,7 @@ class PeakMeter:
     `resets` is False it is not reset, and code that stays below an earlier peak measures as 0. Where the allocator is
     watched (device/counter.py), its own peak is not needed.
 
-    With `nests`, other pieces of code may be measured meanwhile, as ops are.
+    If `nests` is True, other meters may run inside this one.
     """
 
     def __init__(self, device: torch.device, usage: Usage, *, resets: bool = True, nests: bool = False) -> None:

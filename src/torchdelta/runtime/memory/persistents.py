@@ -23,7 +23,7 @@ something is away now or was in the last step. So after a step in which nothing 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,29 +41,14 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import StorageRecord
     from torchdelta.runtime.state.copies import TierCopy
     from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.runtime.state.steps import StepTracker
 
-__all__ = ["Persistent", "Persistents"]
+__all__ = ["Persistents"]
 
 # Smaller tensors stay: the overhead outweighs the bytes freed.
 _LEAST_BYTES = 4096
 _STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
-
-
-class Persistent(NamedTuple):
-    """A tensor that may leave.
-
-    Attributes:
-        record: Its storage.
-        key: Is the same in every step.
-        is_gradient: It is the gradient of a parameter.
-        is_state: It is of an optimizer.
-    """
-
-    record: StorageRecord
-    key: int
-    is_gradient: bool = False
-    is_state: bool = False
 
 
 class Persistents:
@@ -89,7 +74,7 @@ class Persistents:
         self.make: Callable[[int, str], None] = _make_nothing  # of the room that uses this
         self.piece_bytes = sys.maxsize  # see [Note: lists in pieces]; of the room, too
         self.is_open = True  # whether anything may leave
-        self.has_found = False  # whether it is known what may leave: no op has read a parameter before
+        self.has_found = False  # whether any tensor that may leave is known; False until an op reads a parameter
         self.is_active = False  # whether anything has left in this step or the last
         self.num_emptied = 0  # over the whole session
         self._steps = steps
@@ -98,6 +83,8 @@ class Persistents:
         self._order = UseOrder()
         self.in_use = InUse(ledger)
         self._lent: set[int] | None = None  # see `lend`
+        self._emptied: dict[int, StorageRecord] = {}  # those that have left, and some that are back
+        self._refilled: dict[int, StorageRecord] = {}  # those that may have a spare copy
         self._compiled: list[bool] = []  # for each compiled function that runs, whether it may read optimizer states
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
         self._step = 0
@@ -193,6 +180,7 @@ class Persistents:
                 f"{error}"
             )
             raise TierIOError(msg) from error  # the copy stays: the disk may work again at the next attempt
+        self._refilled[record.id] = record
         self.ledger.refilled(record, storage)
 
     # -- what stays
@@ -241,21 +229,34 @@ class Persistents:
         """
         self._compiled.append(with_states)
         try:
-            missing = [record for record in self.ledger.records.values() if self._is_missing(record)]
-            if missing:
-                self._bring(missing)
+            self._bring_for_compiled()
         except BaseException:
             self.end_compiled()
             raise
 
+    def let_compiled_read_states(self) -> None:
+        """Bring optimizer states back if compiled code runs: an optimizer steps in there."""
+        if self._compiled:
+            self._compiled[-1] = True
+            self._bring_for_compiled()
+
     def end_compiled(self) -> None:
         """End what `begin_compiled` began last."""
+        had_states = any(self._compiled)
         self._compiled.pop()
-        for record in self.ledger.records.values():
-            record.spare = None  # it may have been written
+        for key, record in list(self._refilled.items()):
+            known = self._known.get(key)
+            if had_states or known is None or not known.is_state:
+                record.spare = None  # it may have been written
+                del self._refilled[key]
 
-    def _is_missing(self, record: StorageRecord) -> bool:
-        return record.emptied is not None and self._may_be_read(self._known.get(record.id))
+    def _bring_for_compiled(self) -> None:
+        if self._emptied and not all(self._compiled):
+            self._search(is_thorough=False)  # a state may have become a parameter's data
+        self._emptied = {key: record for key, record in self._emptied.items() if record.emptied is not None}
+        missing = [record for key, record in self._emptied.items() if self._may_be_read(self._known.get(key))]
+        if missing:
+            self._bring(missing)
 
     def _may_be_read(self, known: Persistent | None) -> bool:
         """Return whether compiled code that runs may read a tensor; None: it is not known what it is."""
@@ -285,7 +286,7 @@ class Persistents:
             self._on_step()
         usage = self.ledger.usage
         for attempt in range(3):
-            if attempt or not self._known:
+            if attempt or not self._known or self._compiled:
                 if attempt == 2 and self._searched_in == self._step:
                     return
                 self._search(is_thorough=attempt == 2)
@@ -369,6 +370,7 @@ class Persistents:
             assert storage is not None
             content = Emptied(copy, record.size_bytes, record.current)
             resize_storage(storage, 0)
+            self._emptied[record.id] = record
             self.ledger.emptied(record, storage, content)
             self.num_emptied += 1
         self.is_active = True
@@ -381,8 +383,9 @@ class Persistents:
         self.is_active = self.ledger.num_emptied > 0 or self.num_emptied > self._num_before
         if was_active and not self.is_active:
             # From here on nothing shows what the engine adds to a gradient.
-            for record in self.ledger.records.values():
+            for record in self._refilled.values():
                 record.spare = None
+            self._refilled.clear()
         self._num_before = self.num_emptied
         self._order.end_step()
 

@@ -41,7 +41,8 @@ LEAST_EVICTION_BYTES: Final = 4096
 _NO_LIMIT: Final = (1 << 63) - 1
 # How many ops a ranking is used for: scores change slowly, and computing them takes time.
 RANKING_LIFE_OPS: Final = 24
-_SMALL_PART: Final = 16  # of the budget: a small op; a piece, see [Note: lists in pieces] in record/pieces.py
+# A small op, or a piece of lists ([Note: lists in pieces] in record/pieces.py), takes at most this part of the budget.
+_SMALL_PART: Final = 16
 
 
 class NoRoomError(Exception):
@@ -102,6 +103,7 @@ class Room:
         self.reserved_bytes = 0  # for an autograd node whose ops are not recorded, while it unpacks its saved tensors
         self.collected_bytes = 0  # freed by garbage collections so far
         self._on_shortage = on_shortage
+        self._first_over_bytes: int | None = None  # see `_may_wait`
         self._ranking: list[tuple[Buffer, Action]] = []
         self._ranked_at = -1
 
@@ -131,6 +133,8 @@ class Room:
         usage.ask_counter()
         if usage.most_bytes + size_bytes <= budget_bytes or self._fits_after_reading(size_bytes):
             return
+        if self._may_wait(size_bytes, budget_bytes):
+            return
         if not self.ledger.surveys:
             self.ledger.sweep()
             self.collect_garbage()
@@ -143,16 +147,21 @@ class Room:
         if self.find_more is not None and self.find_more():
             self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
-        if usage.most_bytes + size_bytes > budget_bytes and not self._may_wait(size_bytes, budget_bytes):
+        if usage.most_bytes + size_bytes > budget_bytes:
             self._on_shortage(size_bytes + usage.uncertain_bytes, why)
 
     def _may_wait(self, size_bytes: int, budget_bytes: int) -> bool:
-        """Return whether a small op may run although parameters and optimizer states alone pass the budget.
+        """Return whether an op may pass the budget for now, because what was there at the start passes it already.
 
-        That is so before the first op that reads a parameter. From then on it is known which of them may leave.
+        Before the first op that reads a parameter it is not known what may leave, so a few small ops are let through.
         """
         persistents = self.persistents
-        return persistents is not None and not persistents.has_found and size_bytes <= budget_bytes // _SMALL_PART
+        if persistents is None or persistents.has_found or self.ledger.surveys:
+            return False
+        if self._first_over_bytes is None:
+            self._first_over_bytes = self.usage.total_bytes
+        grown_bytes = self.usage.total_bytes + size_bytes - self._first_over_bytes
+        return self._first_over_bytes > budget_bytes and grown_bytes <= budget_bytes // _SMALL_PART
 
     def begin_counting(self) -> int:
         """Read the counter. Return the count at which it has to be read again before more is allocated."""

@@ -55,18 +55,20 @@ class CompiledRegions:
         self._ledger = room.ledger
         self._steps = steps
         self._needed_bytes: dict[Any, int] = {}
-        self._first_bytes: dict[Any, int] = {}  # of the first call, which may compile: for the second one only
+        self._first_bytes: dict[
+            Any, int
+        ] = {}  # what the first call took, compilation included; used once, for the second
         self._num_calls: dict[Any, int] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # of the functions, by id
         self._next_number = itertools.count()
         self._depth = 0  # of regions and functions that run in one another
 
     def is_running(self) -> bool:
-        """Return whether compiled code runs. Its next kernel would read the memory of a fake tensor."""
+        """Return whether compiled code runs. A survey must not begin then: the next kernel would read fake tensors."""
         return is_in_compiled_call() or is_in_compiled_region()
 
-    def check_tensors(self) -> None:
-        """End a survey before compiled code runs: its kernels would read the memory of fake tensors, which have none.
+    def end_survey(self) -> None:
+        """Raise the error of a running survey, if there is one: compiled kernels cannot run on fake tensors.
 
         Raises:
             BudgetError: That of the survey.
@@ -87,7 +89,7 @@ class CompiledRegions:
         with self._here(function, tensors):
             self._try_to_make(key)
             room.make(self._needed_bytes.get(key, 0), "a compiled region")
-            self.check_tensors()
+            self.end_survey()
             self._depth += 1
             try:
                 return self._call(original, key, tensors, args, kwargs)
@@ -108,6 +110,7 @@ class CompiledRegions:
         meter.__enter__()
         self._depth += 1
 
+        @shielded
         def end() -> None:
             self._depth -= 1
             meter.__exit__()
@@ -118,7 +121,7 @@ class CompiledRegions:
     def _try_to_make(self, key: Any) -> None:
         """Make room as far as something can leave."""
         if key in self._needed_bytes:
-            size_bytes = max(self._needed_bytes[key], self._first_bytes.pop(key, 0))
+            size_bytes = max(self._needed_bytes[key], self._first_bytes.get(key, 0))
         else:
             size_bytes = self._scaled_bytes(*key)
         if size_bytes:
@@ -137,13 +140,15 @@ class CompiledRegions:
 
     def _learn(self, key: Any, measured_bytes: int, outputs_bytes: int = 0) -> None:
         """Learn what a call has needed. The first one may compile, which takes memory that later ones do not."""
-        if key not in self._needed_bytes:
+        if key in self._needed_bytes:
+            self._first_bytes.pop(key, None)
+        else:
+            if len(self._needed_bytes) >= _MAX_REGIONS:
+                oldest = next(iter(self._needed_bytes))
+                del self._needed_bytes[oldest]
+                self._num_calls.pop(oldest, None)
+                self._first_bytes.pop(oldest, None)
             self._first_bytes[key], measured_bytes = measured_bytes, 0
-        if len(self._needed_bytes) >= _MAX_REGIONS:
-            oldest = next(iter(self._needed_bytes))
-            del self._needed_bytes[oldest]
-            self._num_calls.pop(oldest, None)
-            self._first_bytes.pop(oldest, None)
         self._needed_bytes[key] = max(self._needed_bytes.get(key, 0), measured_bytes, outputs_bytes)
 
     @contextlib.contextmanager

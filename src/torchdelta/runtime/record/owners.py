@@ -13,9 +13,9 @@ import torch
 
 from torchdelta._torch.modules import own_parameters_of
 from torchdelta._torch.storages import storage_address, storage_behind
-from torchdelta.runtime.memory.persistents import Persistent
 from torchdelta.runtime.state.instances import instances_of
 from torchdelta.runtime.state.kinds import tensors_in
+from torchdelta.runtime.state.persistent import Persistent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,6 @@ class Owners:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._was_searched = False
-        self._in_use: set[int] = set()
         # Not of parameters: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -47,16 +46,15 @@ class Owners:
         """
         if is_thorough or not self._was_searched:
             self._search()
-        self._in_use = in_use
         found: list[Persistent] = []
         seen: set[int] = set()
         optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-        used = [optimizer for optimizer in optimizers if any(map(self._is_used, _parameters_of(optimizer)))]
+        used = [each for each in optimizers if any(self._is_used(p, in_use) for p in _parameters_of(each))]
         parameters: dict[int, torch.Tensor] = {}
         for reference in self._modules:
             module = reference()
             for parameter in own_parameters_of(module) if module is not None else ():
-                if self._is_used(parameter):
+                if self._is_used(parameter, in_use):
                     parameters[id(parameter)] = parameter
         for optimizer in used:
             parameters.update((id(parameter), parameter) for parameter in _parameters_of(optimizer))
@@ -77,14 +75,14 @@ class Owners:
         optimizers = instances_of(torch.optim.Optimizer)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "param_groups")]
 
-    def _is_used(self, parameter: torch.Tensor) -> bool:
+    def _is_used(self, parameter: torch.Tensor, in_use: set[int]) -> bool:
         try:
             record = self._ledger.records.get(storage_address(parameter))
         except RuntimeError:
             return False
         if record is None:
             return False
-        return record.current is not None or record.emptied is not None or record.address in self._in_use
+        return record.current is not None or record.emptied is not None or record.address in in_use
 
     def _add(
         self,

@@ -1,14 +1,20 @@
-"""Runs what takes lists of tensors in pieces, where persistent tensors may leave.
+"""Calls functions and ops that take lists of tensors once for each piece of the lists.
+
+So parameters, gradients and states need not all be on the device at once.
 
 [Note: lists in pieces]
 An optimizer with `foreach=True` (the default on CUDA) or `fused=True` takes all parameters, gradients and states at
-once. Then all of them have to be here, and the budget cannot be below what they take together. Each result depends on
-the tensors of one place in the lists only. So the lists may be cut anywhere without a change of any bit. A piece takes
-at most a sixteenth of the budget, or has one parameter. Two things are cut:
+once. Then all of them have to be here, and the budget cannot be below what they take together. The i-th result depends
+only on the i-th tensors of the lists, so the lists may be cut without a change of any bit. A piece takes at most a
+sixteenth of the budget, or has one parameter. Two things are cut:
 
 - the functions of `torch.optim` behind `foreach` and `fused` (`_torch/list_functions.py`). A foreach optimizer runs
   about ten list ops, and makes new lists in between: cut by op, everything would leave and come back ten times;
 - list ops outside of them, such as those of `clip_grad_norm_` and `GradScaler`.
+
+What is not so simple is not cut. A parameter that is twice in a list is updated twice, and not in the order of the
+lists. Adafactor takes a default from the first dtype of the list for all. On CUDA, one tensor that has another dtype or
+device, or is not contiguous, may send the whole list to kernels that sum in another order.
 """
 
 from __future__ import annotations
@@ -24,7 +30,12 @@ __all__ = ["call_in_pieces"]
 
 
 def call_in_pieces(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, most_bytes: int
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    most_bytes: int,
+    *,
+    writes_first: bool = False,
 ) -> Any:
     """Call a function that treats each place of its lists on its own, once for each piece of them.
 
@@ -34,11 +45,14 @@ def call_in_pieces(
         args: Its arguments. Lists of the first one's length are cut.
         kwargs: Its keyword arguments, cut likewise.
         most_bytes: Most bytes of the tensors of one piece, if it has more than one place.
+        writes_first: It writes no list but the first. Otherwise no list may have a tensor twice.
     """
     kwargs = kwargs or {}
     length = len(args[0]) if args and _is_list(args[0]) else 0
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and len(value) == length]
     if length <= 1 or not _may_cut(lists, args, kwargs, length):
+        return call(*args, **kwargs)
+    if any(map(_has_twice, lists[:1] if writes_first else lists)):
         return call(*args, **kwargs)
     pieces = list(_pieces(lists, most_bytes))
     if len(pieces) == 1:
@@ -72,8 +86,20 @@ def _may_cut(lists: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], le
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == length:
             return False  # maybe one number for each place
-    tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
-    return all(tensor.layout is torch.strided for tensor in tensors)
+    for values in lists:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not all(tensor.layout is torch.strided for tensor in tensors):
+            return False
+        if not all(tensor.device.type == "cpu" or tensor.is_contiguous() for tensor in tensors):
+            return False
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            return False
+    return True
+
+
+def _has_twice(values: Any) -> bool:
+    tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
+    return len(set(tensors)) < len(tensors)
 
 
 def _pieces(lists: list[Any], most_bytes: int) -> Iterator[slice]:

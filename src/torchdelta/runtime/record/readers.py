@@ -12,16 +12,19 @@ raise an error there for a tensor that has left. Ops of another thread are not s
 [Note: compiled code]
 A kernel of compiled code reads memory without an op, and which tensors a compiled function reads is not known: its
 closure may have any. So before it is called everything comes back, except that the forward of a module does without
-optimizer states. Nothing of that leaves until the call has ended. What it may have written is not known, either.
+optimizer states unless an optimizer steps in it. They stay until the call ends. Afterwards their copies on the tier are
+discarded, because the code may have written any of them.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchdelta._torch.compiled import note_compiled_calls
 from torchdelta._torch.list_functions import patch_list_functions
@@ -63,6 +66,7 @@ class Readers:
                 _undo.append(patch_raw_access(reads=_read, exports=_export, copies=_copy, saves=_save))
                 _undo.append(patch_list_functions(_cut))
                 _undo.append(note_compiled_calls(_begin_compiled))
+                _undo.append(register_optimizer_step_pre_hook(_before_optimizer).remove)
             _watching[self._thread_id] = self._persistents
 
     def stop(self) -> None:
@@ -135,12 +139,21 @@ def _copy(original: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+@shielded
 def _begin_compiled(function: Any, _inputs: Any) -> Callable[[], None]:
     persistents = _here()
     if persistents is None:
         return _nothing
     persistents.begin_compiled(with_states=not _is_forward(function))
-    return persistents.end_compiled
+    return shielded(persistents.end_compiled)
+
+
+@shielded
+def _before_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    """Have optimizer states here if the forward of a compiled module makes an optimizer step."""
+    persistents = _here()
+    if persistents is not None:
+        persistents.let_compiled_read_states()
 
 
 def _is_forward(function: Any) -> bool:
@@ -157,6 +170,7 @@ def _nothing() -> None:
 
 
 def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def update(*args: Any, **kwargs: Any) -> Any:
         persistents = _here()
         if persistents is None:
