@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,8 @@ def test_a_call_whose_end_torch_forgets_ends() -> None:
     undo_compiled = patch_compiled_functions(lambda _function, _inputs: lambda: ends.append(1))
     function = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
     try:
-        with FlopCounterMode(display=False), pytest.raises(RuntimeError):
+        # An error in torch 2.13, a warning in 2.12. `pytest.raises` would keep the frames, and what is in them.
+        with FlopCounterMode(display=False), contextlib.suppress(RuntimeError, UserWarning):
             function(torch.ones(2))
     finally:
         undo_compiled()
