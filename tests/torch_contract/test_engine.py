@@ -201,7 +201,7 @@ compiled = torch.compile(lambda x: x * 2, backend=backend)
 module = torch.nn.Linear(2, 2)
 module.compile(backend=backend)
 x = torch.ones(2)
-undo = patch_compiled_functions(lambda _function, _inputs: seen.append("call") or list)
+undo = patch_compiled_functions(lambda _function, _inputs: seen.append("call"))
 compiled(x), torch.compile(lambda x: x + 1, backend=backend)(x)
 assert seen == ["call", True] * 2, seen
 assert not is_in_compiled_call()
@@ -212,13 +212,13 @@ undo()
 seen.clear()
 compiled(x)
 assert seen == [False]
-undo = patch_compiled_functions(lambda _function, _inputs: seen.append("call") or list)
+undo = patch_compiled_functions(lambda _function, _inputs: seen.append("call"))
 compiled(x)
 assert seen == [False, "call", True]
 undo()
 context = torch.compile(torch.nn.Linear(2, 2), backend=backend).dynamo_ctx
 own = list(context.enter_exit_hooks)
-undo = patch_compiled_functions(lambda _function, _inputs: list)
+undo = patch_compiled_functions(lambda _function, _inputs: None)
 context.enter_exit_hooks.append(None)
 undo()
 assert context.enter_exit_hooks == [*own, None]

@@ -55,7 +55,7 @@ def test_optimizers_call_the_functions_that_are_found() -> None:
 def test_a_compiled_function_sees_the_originals() -> None:
     """While it is called, also where it breaks the graph; afterwards the replacements are back."""
     called: list[str] = []
-    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: None)
     undo = patch_list_functions(note_in(called))
     parameters = [torch.nn.Parameter(torch.ones(3))]
     parameters[0].grad = torch.ones(3)
@@ -82,7 +82,7 @@ def test_calls_of_compiled_functions_are_noted() -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
-    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: None)
     undo = note_compiled_calls(begin)
     linear, in_place = torch.nn.Linear(2, 2), torch.nn.Tanh()
     in_place.compile(backend="eager")
@@ -102,7 +102,7 @@ def test_calls_of_compiled_functions_are_noted() -> None:
 def test_the_originals_stay_if_the_patch_ends_during_a_call() -> None:
     """The end of the call does not put the replacements back."""
     before = {name: vars(module)[name] for module, name in list_functions()}
-    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: None)
     undo = patch_list_functions(note_in([]))
 
     @torch._dynamo.disable
@@ -161,7 +161,7 @@ def test_a_call_that_is_refused_leaves_nothing() -> None:
     def refuse(_function: Any, _inputs: Any) -> Callable[[], None]:
         raise ValueError("no")
 
-    undo_compiled = patch_compiled_functions(lambda _function, _inputs: list)
+    undo_compiled = patch_compiled_functions(lambda _function, _inputs: None)
     undo_first = note_compiled_calls(lambda _function, _inputs: lambda: ends.append(1))
     undo_second = note_compiled_calls(refuse)
     function = torch.compile(lambda x: ran.append(1) or x + 1, backend="eager")

@@ -17,8 +17,8 @@ from torchdelta._torch.doors import patch_when_imported, replace
 _COMPILED_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 InputsOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 # Called before a compiled function runs, with that function (None if unknown) and its arguments, in tuples, lists and
-# dicts. Returns a callable to run after it. If it raises, the compiled function is not called.
-Begin = Callable[[Any, Any], Callable[[], None]]
+# dicts. Returns a callable to run after it, or None. If it raises, the compiled function is not called.
+Begin = Callable[[Any, Any], Callable[[], None] | None]
 
 
 def _inputs_of_backward(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -88,7 +88,9 @@ def patch_compiled_functions(begin: Begin) -> Callable[[], None]:
         call = _Call()
         try:
             for each in (*_noted, begin):
-                call.ends.callback(each(function, inputs))
+                end = each(function, inputs)
+                if end is not None:
+                    call.ends.callback(end)
         except BaseException:
             call()
             raise

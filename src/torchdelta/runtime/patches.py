@@ -161,18 +161,14 @@ def _make_compiled_call(original: Callable[..., Any], inputs_of: InputsOf) -> Ca
 
 
 @shielded
-def _begin_compiled_function(function: Any, inputs: Any) -> Callable[[], None]:
+def _begin_compiled_function(function: Any, inputs: Any) -> Callable[[], None] | None:
     """Have the recorder on the stack before a compiled function is called, and leave it there; make room."""
     session = current_session()
     if session is None:
-        return _nothing
+        return None
     session.compiled.end_survey()
     _record_as_a_whole(session)
-    return session.compiled.begin_function(function, inputs) or _nothing
-
-
-def _nothing() -> None:
-    pass
+    return session.compiled.begin_function(function, inputs)
 
 
 def _record_as_a_whole(session: Running) -> None:

@@ -379,7 +379,7 @@ class Session:
             is_trainable = torch.is_grad_enabled() or graph_task_id() != -1 or self.ledger.num_handles > 0
             if not is_trainable or self.steps.is_in_optimizer or self.ledger.is_closing or self.compiled.is_running():
                 # After an evaluation, or after the scope, the rest of the step is unknown.
-                raise self.survey.error(is_lower_bound=not self.steps.is_in_optimizer)
+                raise self.survey.error(is_lower_bound=self.compiled.is_running() or not self.steps.is_in_optimizer)
             _logger.info(
                 "out of budget at %s: running the rest of the step on fake tensors, to find the least budget that fits",
                 why,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torchdelta.runtime.record.pieces import call_in_pieces
 
 TWICE = torch.ones(4)
+SQUARE = torch.ones(3, 3)
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
@@ -66,6 +67,8 @@ def test_nothing_is_returned_where_nothing_is() -> None:
         ([torch.ones(4), torch.ones(4).half()],),  # Adafactor takes a default from the first
         ([torch.ones(4), TWICE, TWICE],),
         ([torch.ones(4), torch.ones(4), torch.ones(4)], [torch.ones(4), TWICE, TWICE]),
+        ([TWICE[:3], torch.ones(3), TWICE[1:]],),
+        ([torch.ones(3, 2).t(), SQUARE.t()[1:], SQUARE[2:].t()],),
         (torch.ones(4), [torch.ones(4)] * 3),
         ([],),
         (),
@@ -77,6 +80,14 @@ def test_what_cannot_be_cut_is_one_call(args: Any) -> None:
     call_in_pieces(lambda *given: seen.append(given), args, None, 1)
     assert len(seen) == 1
     assert all(a is b for a, b in zip(seen[0], args, strict=True))
+
+
+def test_parts_of_one_buffer_are_cut() -> None:
+    """As the weights of an RNN on CUDA: the storage is one, the bytes are not."""
+    seen: list[int] = []
+    buffer = torch.ones(12)
+    call_in_pieces(lambda a: seen.append(len(a)), ([buffer[:4], buffer[8:], buffer[4:8]],), None, 16)
+    assert seen == [1, 1, 1]
 
 
 def test_a_list_that_is_only_read_may_have_a_tensor_twice() -> None:

@@ -21,7 +21,7 @@ from torchdelta.machine.model import reserve_of
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.state.usage import Usage
+    from torchdelta.runtime.state.usage import Peak, Usage
 
 
 # On CPU a budget that takes what is free leaves this share of it, and at least so much, to what is no tensor.
@@ -113,15 +113,14 @@ class PeakMeter:
         self._counter = usage.counter if usage.is_counting else None
         self._resets = resets
         self.extra_bytes = 0
+        self._peak: Peak | None = None  # where the usage sees peaks
         self._start_bytes = 0
         self._old_peak_bytes = 0
 
     def __enter__(self) -> Self:
         """Read the level."""
         if self._watched is not None:
-            self._watched.ask_counter(fresh=True)
-            self._start_bytes, self._old_peak_bytes = self._watched.total_bytes, self._watched.peak_bytes
-            self._watched.peak_bytes = self._start_bytes
+            self._peak = self._watched.begin_peak()
             return self
         if self._device.type != "cpu":
             if self._resets:
@@ -143,10 +142,9 @@ class PeakMeter:
 
     def __exit__(self, *_exc: object) -> None:
         """Read the high-water mark."""
-        if self._watched is not None:
-            peak_bytes = self._watched.peak_bytes
-            self._watched.peak_bytes = max(peak_bytes, self._old_peak_bytes)
-            self.extra_bytes = max(0, peak_bytes - self._start_bytes)
+        if self._watched is not None and self._peak is not None:
+            self._watched.end_peak(self._peak)
+            self.extra_bytes = self._peak.size_bytes - self._peak.start_bytes
         elif self._device.type != "cpu":
             statistics = allocator_statistics(self._device)
             if statistics is not None and statistics["peak"] > self._old_peak_bytes:

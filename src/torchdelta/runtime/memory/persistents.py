@@ -227,9 +227,11 @@ class Persistents:
 
         `with_states`: It may read optimizer states, too.
         """
+        is_here = any(self._compiled) or (bool(self._compiled) and not with_states)  # for an outer call
         self._compiled.append(with_states)
         try:
-            self._bring_for_compiled()
+            if not is_here:
+                self._bring_for_compiled()
         except BaseException:
             self.end_compiled()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -34,9 +33,11 @@ class BringingRecorder(Recorder):
         if func is _DETACH:
             return super()._see(func, types, args, kwargs)
         if args and args[0].__class__ is list and not types and not num_modes() and is_list_op(func):
-            see = partial(self._see_one, func, types)
-            piece_bytes = self.persistents.piece_bytes
-            return call_in_pieces(lambda *a, **k: see(a, k), args, kwargs, piece_bytes, writes_first=True)
+
+            def see(*args: Any, **kwargs: Any) -> Any:
+                return self._see_one(func, types, args, kwargs)
+
+            return call_in_pieces(see, args, kwargs, self.persistents.piece_bytes, writes_first=True)
         return self._see_one(func, types, args, kwargs)
 
     def _see_one(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

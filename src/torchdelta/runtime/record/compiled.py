@@ -55,9 +55,8 @@ class CompiledRegions:
         self._ledger = room.ledger
         self._steps = steps
         self._needed_bytes: dict[Any, int] = {}
-        self._first_bytes: dict[
-            Any, int
-        ] = {}  # what the first call took, compilation included; used once, for the second
+        # What the first call took, compilation included. Used once, for the second call.
+        self._first_bytes: dict[Any, int] = {}
         self._num_calls: dict[Any, int] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # of the functions, by id
         self._next_number = itertools.count()

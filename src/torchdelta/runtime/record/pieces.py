@@ -12,16 +12,20 @@ sixteenth of the budget, or has one parameter. Two things are cut:
   about ten list ops, and makes new lists in between: cut by op, everything would leave and come back ten times;
 - list ops outside of them, such as those of `clip_grad_norm_` and `GradScaler`.
 
-What is not so simple is not cut. A parameter that is twice in a list is updated twice, and not in the order of the
-lists. Adafactor takes a default from the first dtype of the list for all. On CUDA, one tensor that has another dtype or
-device, or is not contiguous, may send the whole list to kernels that sum in another order.
+Other lists stay whole. A parameter that is twice in a list is updated twice, and not in the order of the lists; so is
+memory that two of its tensors share. Adafactor takes a default from the first dtype of the list for all. On CUDA, one
+tensor that has another dtype or device, or is not contiguous, may send the whole list to kernels that sum in another
+order.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from torchdelta._torch.storages import storage_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,14 +49,14 @@ def call_in_pieces(
         args: Its arguments. Lists of the first one's length are cut.
         kwargs: Its keyword arguments, cut likewise.
         most_bytes: Most bytes of the tensors of one piece, if it has more than one place.
-        writes_first: It writes no list but the first. Otherwise no list may have a tensor twice.
+        writes_first: It writes no list but the first. Otherwise the tensors of any list must not share memory.
     """
     kwargs = kwargs or {}
     length = len(args[0]) if args and _is_list(args[0]) else 0
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and len(value) == length]
     if length <= 1 or not _may_cut(lists, args, kwargs, length):
         return call(*args, **kwargs)
-    if any(map(_has_twice, lists[:1] if writes_first else lists)):
+    if any(map(_shares_memory, lists[:1] if writes_first else lists)):
         return call(*args, **kwargs)
     pieces = list(_pieces(lists, most_bytes))
     if len(pieces) == 1:
@@ -97,9 +101,18 @@ def _may_cut(lists: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], le
     return True
 
 
-def _has_twice(values: Any) -> bool:
-    tensors = [id(value) for value in values if isinstance(value, torch.Tensor)]
-    return len(set(tensors)) < len(tensors)
+def _shares_memory(values: Any) -> bool:
+    """Return whether two tensors of a list may have bytes in common, or are one."""
+    spans = sorted(_span_of(value) for value in values if isinstance(value, torch.Tensor))
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(spans))
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return the address of a tensor's storage, and from which byte to which of it the tensor may reach."""
+    first = tensor.storage_offset()
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = first + steps + 1 if tensor.numel() else first
+    return storage_address(tensor), first * tensor.itemsize, end * tensor.itemsize
 
 
 def _pieces(lists: list[Any], most_bytes: int) -> Iterator[slice]:

@@ -1,5 +1,7 @@
 """Brings back what a program reads without an op, while persistent tensors may leave (memory/persistents.py).
 
+It also replaces the functions that would read too much at once by what calls them in pieces (pieces.py).
+
 [Note: files that hold everything]
 `torch.save` collects the storage objects of all tensors, and then writes them one at a time. If collecting brought
 them back, a checkpoint would take as much memory as everything together. So inside `torch.save` an emptied storage only
@@ -140,10 +142,10 @@ def _copy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @shielded
-def _begin_compiled(function: Any, _inputs: Any) -> Callable[[], None]:
+def _begin_compiled(function: Any, _inputs: Any) -> Callable[[], None] | None:
     persistents = _here()
     if persistents is None:
-        return _nothing
+        return None
     persistents.begin_compiled(with_states=not _is_forward(function))
     return shielded(persistents.end_compiled)
 
@@ -163,10 +165,6 @@ def _is_forward(function: Any) -> bool:
     if isinstance(function, torch.nn.Module):
         return True
     return isinstance(getattr(function, "__self__", None), torch.nn.Module) and function.__name__ in _FORWARDS
-
-
-def _nothing() -> None:
-    pass
 
 
 def _cut(original: Callable[..., Any]) -> Callable[..., Any]:

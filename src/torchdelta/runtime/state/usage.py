@@ -9,9 +9,18 @@ if TYPE_CHECKING:
 
     from torchdelta.native.counting import Counter, LimitedCounter
 
-__all__ = ["Usage"]
+__all__ = ["Peak", "Usage"]
 
 _NO_LIMIT: Final = (1 << 63) - 1
+
+
+class Peak:
+    """The highest bytes in use while this is measured."""
+
+    __slots__ = ("size_bytes", "start_bytes")
+
+    def __init__(self, start_bytes: int) -> None:
+        self.start_bytes = self.size_bytes = start_bytes
 
 
 class Usage:
@@ -29,6 +38,7 @@ class Usage:
         self._is_cheap = True  # whether asking the counter is
         self._glance: Callable[[], int | None] | None = None  # reads the watch of an expensive counter
         self._peak_bytes = 0
+        self._other_peaks: list[Peak] = []  # that are being measured beside `peak_bytes`
 
     def count_with(self, counter: Counter) -> None:
         """Count at the allocator from now on. Memory allocated before is added as it becomes known."""
@@ -112,15 +122,33 @@ class Usage:
     @property
     def peak_bytes(self) -> int:
         """The highest bytes in use since this was last set."""
-        if self.sees_peaks and self.counter is not None:
-            self._peak_bytes = max(self._peak_bytes, self.counter.take_peak_bytes())
+        self._take_peak()
         return self._peak_bytes
 
     @peak_bytes.setter
     def peak_bytes(self, size_bytes: int) -> None:
-        if self.sees_peaks and self.counter is not None:
-            self.counter.take_peak_bytes()
+        self._take_peak()
         self._peak_bytes = size_bytes
+
+    def begin_peak(self) -> Peak:
+        """Begin to measure one more peak, whoever sets `peak_bytes` meanwhile. Call this only if `sees_peaks`."""
+        self.ask_counter(fresh=True)
+        self._take_peak()
+        peak = Peak(self.total_bytes)
+        self._other_peaks.append(peak)
+        return peak
+
+    def end_peak(self, peak: Peak) -> None:
+        """End what `begin_peak` began. `peak` has its result."""
+        self._take_peak()
+        self._other_peaks.remove(peak)
+
+    def _take_peak(self) -> None:
+        if self.sees_peaks and self.counter is not None:
+            taken_bytes = self.counter.take_peak_bytes()
+            self._peak_bytes = max(self._peak_bytes, taken_bytes)
+            for peak in self._other_peaks:
+                peak.size_bytes = max(peak.size_bytes, taken_bytes)
 
     def restart_peak(self) -> None:
         """Start a new peak at the current usage."""
