@@ -53,29 +53,19 @@ def call_in_pieces(
     """
     kwargs = kwargs or {}
     length = len(args[0]) if args and _is_list(args[0]) else 0
-    lists = [value for value in (*args, *kwargs.values()) if _is_list(value) and len(value) == length]
-    if length <= 1 or not _may_cut(lists, args, kwargs, length):
-        return call(*args, **kwargs)
-    if any(map(_shares_memory, lists[:1] if writes_first else lists)):
-        return call(*args, **kwargs)
-    pieces = list(_pieces(lists, most_bytes))
-    if len(pieces) == 1:
+    values = [*args, *kwargs.values()]
+    lists = [value for value in values if _is_list(value) and len(value) == length]
+    pieces = list(_pieces(lists, most_bytes)) if length > 1 else []
+    is_cut = len(pieces) > 1 and _may_cut(lists, values, length)
+    if not is_cut or any(map(_shares_memory, lists[:1] if writes_first else lists)):
         return call(*args, **kwargs)
     results: list[Any] | None = None
     for piece in pieces:
-        cut: list[tuple[list[Any], Any]] = []
-
-        def part(value: Any, piece: slice = piece, cut: list[tuple[list[Any], Any]] = cut) -> Any:
-            if not (_is_list(value) and len(value) == length):
-                return value
-            taken = list(value[piece])
-            cut.append((taken, value))
-            return taken
-
-        result = call(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
-        for taken, value in cut:
-            if isinstance(value, list):
-                value[piece] = taken  # SGD puts new momentum buffers into its list
+        parts = [list(value[piece]) if _is_list(value) and len(value) == length else value for value in values]
+        result = call(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True)))
+        for value, part in zip(values, parts, strict=True):
+            if part is not value and isinstance(value, list):
+                value[piece] = part  # SGD puts new momentum buffers into its list
         if result is not None:
             results = [*(results or ()), *result]
     return results
@@ -85,9 +75,9 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _may_cut(lists: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> bool:
-    """Return whether all that belongs to one place is in lists, as plain tensors."""
-    for value in (*args, *kwargs.values()):
+def _may_cut(lists: list[Any], arguments: list[Any], length: int) -> bool:
+    """Return whether all that belongs to one place is in lists, and the tensors of each list are alike."""
+    for value in arguments:
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == length:
             return False  # maybe one number for each place
     for values in lists:
@@ -109,9 +99,9 @@ def _shares_memory(values: Any) -> bool:
 
 def _span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return the address of a tensor's storage, and from which byte to which of it the tensor may reach."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = first + steps + 1 if tensor.numel() else first
+    end = first + int(steps) + 1 if tensor.numel() else first
     return storage_address(tensor), first * tensor.itemsize, end * tensor.itemsize
 
 
@@ -120,7 +110,7 @@ def _pieces(lists: list[Any], most_bytes: int) -> Iterator[slice]:
     length = len(lists[0])
     for place in range(length):
         values = [values[place] for values in lists]
-        size_bytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        size_bytes = sum(value.numel() * value.itemsize for value in values if isinstance(value, torch.Tensor))
         if place > begin and piece_bytes + size_bytes > most_bytes:
             yield slice(begin, place)
             begin, piece_bytes = place, 0
