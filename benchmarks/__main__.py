@@ -20,6 +20,7 @@ NAMES = (
     "oom_proof",
     "overheads",
     "resident",
+    "everything",
     "soak",
     "pool",
     "fidelity",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchdelta import BudgetError
-from torchdelta.runtime.memory.retry import is_out_of_memory
+from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
 from torchdelta.units import parse_size
 
 accelerate_memory = pytest.importorskip("accelerate.utils.memory")

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
     Action = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
 
-PERSISTENTS = "torchdelta.runtime.memory.persistents"
+CANDIDATES = "torchdelta.runtime.memory.candidates"
 
 
 @pytest.fixture(autouse=True)
 def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of any size leave: the models here are small."""
-    monkeypatch.setattr(f"{PERSISTENTS}._LEAST_BYTES", 1)
+    monkeypatch.setattr(f"{CANDIDATES}._LEAST_BYTES", 1)
 
 
 @pytest.fixture

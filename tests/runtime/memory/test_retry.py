@@ -13,7 +13,8 @@ from tests.runtime.memory.shortages import Shortage, model, outcome, run
 from tests.runtime.programs import UNLIMITED, running, same_bits
 from torchdelta.aten.facts import Kind, facts_of
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.memory.retry import is_out_of_memory, may_retry
+from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
+from torchdelta.runtime.memory.retry import may_retry
 
 if TYPE_CHECKING:
     import os

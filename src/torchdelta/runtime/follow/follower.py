@@ -24,7 +24,7 @@ from torchdelta.errors import ReplayError, SavedTensorError, TierError
 from torchdelta.runtime.follow.program import Position, ProgramCache
 from torchdelta.runtime.follow.step_log import signature_of
 from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.memory.retry import is_out_of_memory
+from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
 from torchdelta.runtime.memory.room import NoRoomError
 from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import Residence

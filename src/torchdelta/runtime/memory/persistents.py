@@ -18,37 +18,46 @@ and is read from the tier. Reading an alias in between would crash the process. 
 A storage that was only read since it came back has a valid copy (`StorageRecord.spare`), and leaves without a transfer.
 Some writes are not ops (the engine's accumulation, hooks). They invalidate the copy, but are looked for only if
 something is away now or was in the last step. So after a step in which nothing left, all these copies are given up.
+
+From the second step on, transfers run beside the compute: see read_ahead.py.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from torchdelta._torch.storages import resize_storage, storage_num_holders
-from torchdelta.errors import TierError, TierIOError
-from torchdelta.runtime.memory.in_use import InUse, arguments_in, is_object_held
-from torchdelta.runtime.memory.use_order import UseOrder
-from torchdelta.runtime.state.buffer import Stays
-from torchdelta.runtime.state.copies import Emptied
+from torchdelta.runtime.memory.candidates import Candidates
+from torchdelta.runtime.memory.emptying import Emptying
+from torchdelta.runtime.memory.in_use import InUse, arguments_in
+from torchdelta.runtime.memory.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.state.buffer import StorageRecord
-    from torchdelta.runtime.state.copies import TierCopy
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.runtime.state.steps import StepTracker
 
-__all__ = ["Persistents"]
+__all__ = ["Persistents", "RoomMaker"]
 
-# Smaller tensors stay: the overhead outweighs the bytes freed.
-_LEAST_BYTES = 4096
-_STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
+# How many pieces are read ahead, and are kept ready to leave.
+_PIECES_AHEAD = 2
+
+
+class RoomMaker(Protocol):
+    """Makes room under the budget: `room.Room`."""
+
+    def make(self, size_bytes: int, why: str) -> None:
+        """Make sure that bytes fit."""
+
+    def has(self, size_bytes: int) -> bool:
+        """Return whether bytes fit without an eviction."""
+        ...
 
 
 class Persistents:
@@ -70,26 +79,33 @@ class Persistents:
         find: Callable[[bool, set[int]], Iterable[Persistent]],
     ) -> None:
         self.ledger = ledger
-        self.transfers = transfers
         self.make: Callable[[int, str], None] = _make_nothing  # of the room that uses this
-        self.piece_bytes = sys.maxsize  # see [Note: lists in pieces]; of the room, too
+        self.piece_bytes = sys.maxsize  # see [Note: lists in pieces]
         self.is_open = True  # whether anything may leave
-        self.has_found = False  # whether any tensor that may leave is known; False until an op reads a parameter
         self.is_active = False  # whether anything has left in this step or the last
-        self.num_emptied = 0  # over the whole session
-        self._steps = steps
-        self._find = find
-        self._known: dict[int, Persistent] = {}  # by the id of the record
-        self._order = UseOrder()
         self.in_use = InUse(ledger)
-        self._lent: set[int] | None = None  # see `lend`
-        self._emptied: dict[int, StorageRecord] = {}  # those that have left, and some that are back
-        self._refilled: dict[int, StorageRecord] = {}  # those that may have a spare copy
+        self.emptying = Emptying(ledger, transfers)
+        self.candidates = Candidates(ledger, steps, self.in_use, find)
+        self._ahead = ReadAhead(self.candidates, self.emptying, self.in_use)
+        self._steps = steps
         self._compiled: list[bool] = []  # for each compiled function that runs, whether it may read optimizer states
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
         self._step = 0
         self._num_before = 0  # `num_emptied` when the step began
-        self._searched_in = -1  # the step in which `find` looked for new parameters
+
+    def attach(self, budget_bytes: int | None, piece_bytes: int, room: RoomMaker) -> None:
+        """Connect to the room that uses this.
+
+        Args:
+            budget_bytes: The budget.
+            piece_bytes: The most that a piece of a list takes.
+            room: Makes room.
+        """
+        self.make = room.make
+        if budget_bytes is not None:
+            self.piece_bytes = piece_bytes
+            self._ahead.window_bytes = _PIECES_AHEAD * piece_bytes
+            self._ahead.has_room = room.has
 
     # -- what must be here
 
@@ -121,11 +137,9 @@ class Persistents:
             self._on_step()
         missing: list[StorageRecord] = []
         for record in self.in_use.records(tensors):
-            known = self._known.get(record.id)
-            if known is not None:
-                self._order.use(known.key)
+            self.candidates.use(record)
             if may_write:
-                record.spare = None
+                self.emptying.spoil(record)
             if record.emptied is not None and record not in missing:
                 missing.append(record)
         if missing:
@@ -133,22 +147,38 @@ class Persistents:
             if may_write:
                 for record in missing:
                     record.spare = None
+        if self.is_active:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Move beside the compute what the next uses need."""
+        if self._may_move():
+            if self._steps.is_in_optimizer:
+                self.candidates.search_once_a_phase()
+            self._ahead.look()
+
+    def _may_move(self) -> bool:
+        """Return whether tensors may leave or come back that nothing asks for."""
+        return self.is_open and not self.ledger.surveys and not self._compiled and not self.candidates.is_lent
 
     def bring_record(self, record: StorageRecord) -> None:
         """Bring a storage back that a replay or an unpack reads, and let it stay for the rest of that."""
-        known = self._known.get(record.id)
-        if known is not None:
-            self._order.use(known.key)
+        self.candidates.use(record)
         self._bring([record])
 
     def _bring(self, missing: list[StorageRecord]) -> None:
-        size_bytes = sum(record.emptied.size_bytes for record in missing if record.emptied is not None)
+        size_bytes = sum(
+            content.size_bytes
+            for record in missing
+            if (content := record.emptied) is not None and content.transfer is None
+        )
         self.in_use.begin([storage for record in missing if (storage := record.storage()) is not None])
         try:
-            self.make(size_bytes, "bringing back parameters, gradients or optimizer states")
+            if size_bytes:
+                self.make(size_bytes, "bringing back parameters, gradients or optimizer states")
             for record in missing:
                 if record.emptied is not None:
-                    self._refill(record)
+                    self.emptying.refill(record)
         finally:
             self.in_use.end()
 
@@ -157,31 +187,13 @@ class Persistents:
         if self.ledger.num_emptied:
             for record in list(self.ledger.records.values()):
                 if record.emptied is not None:
-                    self._refill(record)
+                    self.emptying.refill(record)
 
     def close(self) -> None:
         """Bring everything back: the scope ends. Nothing leaves any more."""
         self.is_open = self.is_active = False
         self.bring_all()
-
-    def _refill(self, record: StorageRecord) -> None:
-        content, storage = record.emptied, record.storage()
-        assert content is not None
-        assert storage is not None
-        resize_storage(storage, content.size_bytes)
-        try:
-            self.transfers.read(content.copy, storage)
-        except BaseException as error:
-            resize_storage(storage, 0)
-            if not isinstance(error, TierError):
-                raise
-            msg = (
-                f"a parameter, gradient or optimizer state of {content.size_bytes} bytes cannot be brought back: "
-                f"{error}"
-            )
-            raise TierIOError(msg) from error  # the copy stays: the disk may work again at the next attempt
-        self._refilled[record.id] = record
-        self.ledger.refilled(record, storage)
+        self.emptying.spoil_all()
 
     # -- what stays
 
@@ -203,7 +215,7 @@ class Persistents:
         self.in_use.begin(found)
         try:
             for record in records:
-                record.spare = None
+                self.emptying.spoil(record)
                 if record.emptied is not None:
                     self.bring_record(record)
                 record.spare = None
@@ -230,6 +242,7 @@ class Persistents:
         is_here = any(self._compiled) or (bool(self._compiled) and not with_states)  # for an outer call
         self._compiled.append(with_states)
         try:
+            self.emptying.finish_spares()
             if not is_here:
                 self._bring_for_compiled()
         except BaseException:
@@ -246,17 +259,17 @@ class Persistents:
         """End what `begin_compiled` began last."""
         had_states = any(self._compiled)
         self._compiled.pop()
-        for key, record in list(self._refilled.items()):
-            known = self._known.get(key)
+        for key, record in self.emptying.spares.items():
+            known = self.candidates.known.get(key)
             if had_states or known is None or not known.is_state:
                 record.spare = None  # it may have been written
-                del self._refilled[key]
 
     def _bring_for_compiled(self) -> None:
-        if self._emptied and not all(self._compiled):
-            self._search(is_thorough=False)  # a state may have become a parameter's data
-        self._emptied = {key: record for key, record in self._emptied.items() if record.emptied is not None}
-        missing = [record for key, record in self._emptied.items() if self._may_be_read(self._known.get(key))]
+        self.emptying.forget_the_dead()
+        emptied, known = self.emptying.emptied, self.candidates.known
+        if emptied and not all(self._compiled):
+            self.candidates.search()  # a state may have become a parameter's data
+        missing = [record for key, record in emptied.items() if self._may_be_read(known.get(key))]
         if missing:
             self._bring(missing)
 
@@ -264,21 +277,12 @@ class Persistents:
         """Return whether compiled code that runs may read a tensor; None: it is not known what it is."""
         return bool(self._compiled) and (any(self._compiled) or known is None or not known.is_state)
 
-    @property
-    def is_lent(self) -> bool:
-        """Whether a call of torch runs that holds storage objects but reads them one at a time."""
-        return self._lent is not None
-
-    def lend(self) -> None:
-        """Begin a call of torch that holds storage objects but reads them one at a time, as `torch.save`."""
-        self._lent = {known.record.id for known in self._known.values() if not is_object_held(known.record)}
-        self._lent.update(record.id for record in self.ledger.records.values() if record.emptied is not None)
-
-    def take_back(self) -> None:
-        """End what `lend` began."""
-        self._lent = None
-
     # -- evictions
+
+    def evict_idle(self, target_bytes: int) -> None:
+        """Evict tensors that are not needed soon and leave without a transfer, until `target_bytes` live."""
+        if self.is_active and self._may_move():
+            self._ahead.release_idle(lambda: self.ledger.usage.live_bytes <= target_bytes)
 
     def evict(self, target_bytes: int) -> None:
         """Evict tensors, those first that are needed last, until no more than `target_bytes` live."""
@@ -286,110 +290,62 @@ class Persistents:
             return
         if self._steps.num_steps != self._step:
             self._on_step()
-        usage = self.ledger.usage
+        candidates, usage = self.candidates, self.ledger.usage
         for attempt in range(3):
-            if attempt or not self._known or self._compiled:
-                if attempt == 2 and self._searched_in == self._step:
-                    return
-                self._search(is_thorough=attempt == 2)
+            if attempt == 2 and candidates.was_searched:
+                break
+            if attempt or not candidates.known or self._compiled:
+                candidates.search(is_thorough=attempt == 2)
+            else:
+                candidates.search_once_a_phase()
             locked = self.in_use.addresses()
-            ranked = sorted(self._known.values(), key=lambda known: self._order.next_use(known.key), reverse=True)
+            ranking = candidates.ranking()
             while usage.live_bytes > target_bytes:
-                leaving = self._choose(ranked, usage.live_bytes - target_bytes, locked)
+                leaving = self._choose(ranking, usage.live_bytes - target_bytes, locked)
                 if not leaving:
                     break
-                if not self._empty(leaving):
+                self.is_active = True
+                if not self.emptying.empty(leaving):
                     return
             if usage.live_bytes <= target_bytes:
                 return
+        self._cancel_refills(target_bytes)
 
-    def _search(self, *, is_thorough: bool) -> None:
-        if is_thorough:
-            self._searched_in = self._step
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._known.clear()  # its C++ reads and writes them at any time
-            self.has_found = True
-            return
-        self._known = {known.record.id: known for known in self._find(is_thorough, self.in_use.addresses())}
-        self.has_found |= bool(self._known)
-
-    def _choose(self, ranked: list[Persistent], needed_bytes: int, locked: set[int]) -> list[StorageRecord]:
-        """Take tensors from the front of `ranked`, until they are enough."""
+    def _choose(self, ranking: list[Persistent], needed_bytes: int, locked: set[int]) -> list[StorageRecord]:
+        """Take tensors from the end of the ranking, until they are enough."""
         chosen: list[StorageRecord] = []
-        num_seen = 0
-        for known in ranked:
-            if needed_bytes <= 0:
-                break
-            num_seen += 1
-            if known.record.address not in locked and not self._may_be_read(known) and self._may_leave(known):
-                chosen.append(known.record)
-                needed_bytes -= known.record.size_bytes
-        del ranked[:num_seen]
+        while ranking and needed_bytes > 0:
+            known = ranking.pop()
+            record = known.record
+            if record.address in locked or record.emptied is not None or self._may_be_read(known):
+                continue
+            if self.emptying.has_spare(record):
+                self.emptying.finish_spare(record)  # the transfer holds the storage
+            if self.candidates.may_leave(known):
+                chosen.append(record)
+                needed_bytes -= record.size_bytes
         return chosen
 
-    def _may_leave(self, known: Persistent) -> bool:
-        record = known.record
-        if record.emptied is not None or record.size_bytes < _LEAST_BYTES or record.is_exported or record.is_resizable:
-            return False
-        if self.ledger.records.get(record.address) is not record:
-            return False
-        current = record.current
-        if current is not None and current.stays & _STAYS:
-            return False
-        if self._lent is None:
-            if is_object_held(record):
-                return False
-        elif record.id not in self._lent:
-            return False
-        storage = record.storage()
-        if storage is None or not storage.resizable() or storage.device != self.ledger.device:
-            return False
-        if storage.nbytes() != record.size_bytes or (storage.device.type == "cpu" and storage.is_shared()):
-            return False
-        if known.is_gradient:
-            num_own = 2 + (current is not None and current.strong is not None)  # its `.grad`, and the storage's object
-            return storage_num_holders(record.address) <= num_own
-        return True
-
-    def _empty(self, records: list[StorageRecord]) -> bool:
-        """Empty storages in place. Return whether all could be copied."""
-        copies: list[tuple[StorageRecord, TierCopy | None]] = []
-        for record in records:
-            spare = record.spare
-            if spare is not None and spare.content is not None and spare.content is record.current:
-                copies.append((record, spare.copy))
-            else:
-                storage = record.storage()
-                assert storage is not None
-                record.spare = None
-                copies.append((record, self.transfers.start_copy(storage)))
-        is_complete = True
-        for record, copy in copies:
-            if copy is None or not self.transfers.arrive(copy):
-                is_complete = False
-                continue
-            storage = record.storage()
-            assert storage is not None
-            content = Emptied(copy, record.size_bytes, record.current)
-            resize_storage(storage, 0)
-            self._emptied[record.id] = record
-            self.ledger.emptied(record, storage, content)
-            self.num_emptied += 1
-        self.is_active = True
-        return is_complete
+    def _cancel_refills(self, target_bytes: int) -> None:
+        """Give up what is read ahead, until no more than `target_bytes` live."""
+        locked = self.in_use.addresses()
+        for record in self.emptying.emptied.values():
+            if self.ledger.usage.live_bytes <= target_bytes:
+                return
+            if record.address not in locked:
+                self.emptying.cancel_refill(record)
 
     def _on_step(self) -> None:
         """Notice that a step has ended."""
         self._step = self._steps.num_steps
         was_active = self.is_active
-        self.is_active = self.ledger.num_emptied > 0 or self.num_emptied > self._num_before
+        self.is_active = self.ledger.num_emptied > 0 or self.emptying.num_emptied > self._num_before
         if was_active and not self.is_active:
             # From here on nothing shows what the engine adds to a gradient.
-            for record in self._refilled.values():
-                record.spare = None
-            self._refilled.clear()
-        self._num_before = self.num_emptied
-        self._order.end_step()
+            self.emptying.spoil_all()
+        self.emptying.forget_the_dead()
+        self._num_before = self.emptying.num_emptied
+        self.candidates.end_step()
 
 
 def _make_nothing(size_bytes: int, why: str) -> None:

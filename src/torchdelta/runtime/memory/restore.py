@@ -9,8 +9,8 @@ from torchdelta._torch.storages import storage_behind
 from torchdelta.errors import SavedTensorError, TierError, TierIOError
 from torchdelta.native.caching import new_storage
 from torchdelta.runtime.memory.costs import resident
+from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
 from torchdelta.runtime.memory.replay import Replayer
-from torchdelta.runtime.memory.retry import is_out_of_memory
 from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:
@@ -157,6 +157,8 @@ class Restorer:
         if buffer is None:
             return None
         self.transfers.finish_copy(buffer)
+        if record.spare is not None and self.room.persistents is not None:
+            self.room.persistents.emptying.finish_spare(record)
         is_lost = buffer.op is None and buffer.copy is None and buffer.num_views > 0
         is_needed = is_lost and self.room.costs.is_needed_by_replay(buffer)
         self.ledger.invalidate(record)

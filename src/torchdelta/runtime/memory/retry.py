@@ -21,8 +21,8 @@ import torch
 
 from torchdelta.aten.facts import TRAINING_POSITION, Kind
 from torchdelta.native.caching import release_kept
-from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.memory.onednn import compile_elsewhere, is_from_onednn
+from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,19 +33,6 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import OpEntry
 
 _logger = logging.getLogger("torchdelta")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an allocator's out-of-memory error. On CPU it is a RuntimeError, known by its text.
-
-    oneDNN's error does not tell the reason; if it is another one, the retry fails as well.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return not isinstance(error, BudgetError)
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error)
-    return ("DefaultCPUAllocator" in text and "memory" in text) or is_from_onednn(error)
 
 
 def may_retry(error: BaseException, facts: OpFacts, args: tuple[Any, ...], entry: OpEntry | None, room: Room) -> bool:

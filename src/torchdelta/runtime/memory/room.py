@@ -90,9 +90,7 @@ class Room:
         self.least_eviction_bytes = least_eviction_bytes
         self.persistents = persistents
         if persistents is not None:
-            persistents.make = self.make
-            if budget_bytes is not None:
-                persistents.piece_bytes = budget_bytes // _SMALL_PART
+            persistents.attach(budget_bytes, (budget_bytes or 0) // _SMALL_PART, self)
         self.is_followed = False  # a program is carried out: only its misses are made up for here
         self.is_optional = False  # what room is made for now can wait: see `NoRoomError`
         self.num_waits = 0  # times that a followed step waited here
@@ -156,7 +154,7 @@ class Room:
         Before the first op that reads a parameter it is not known what may leave, so a few small ops are let through.
         """
         persistents = self.persistents
-        if persistents is None or persistents.has_found or self.ledger.surveys:
+        if persistents is None or persistents.candidates.has_found or self.ledger.surveys:
             return False
         if self._first_over_bytes is None:
             self._first_over_bytes = self.usage.total_bytes
@@ -241,6 +239,10 @@ class Room:
                 return
             self.counters.num_unplanned += 1
             self.unplanned_bytes = max(self.unplanned_bytes, usage.live_bytes - target_bytes)
+        if persistents and self.persistents is not None:
+            self.persistents.evict_idle(target_bytes)
+            if usage.live_bytes <= target_bytes:
+                return
         for attempt in range(2):
             if attempt or not self._ranking or self.ledger.clock - self._ranked_at > RANKING_LIFE_OPS:
                 self._ranking = self.policy.rank(self._candidates(), self.costs)
@@ -262,10 +264,10 @@ class Room:
             if usage.live_bytes <= target_bytes:
                 return
         transfers.cancel_fetches(target_bytes)
+        if persistents and self.persistents is not None and usage.live_bytes > target_bytes:
+            self.persistents.evict(target_bytes)
         if usage.live_bytes > target_bytes:
             transfers.drain()
-        if usage.live_bytes > target_bytes and persistents and self.persistents is not None:
-            self.persistents.evict(target_bytes)
 
     def _candidates(self) -> list[Buffer]:
         return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]

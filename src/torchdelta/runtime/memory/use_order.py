@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["UseOrder"]
 
@@ -14,23 +18,24 @@ class UseOrder:
     """The uses of the last step, and the position in them. Mutable; one for each session."""
 
     def __init__(self) -> None:
-        self._positions: dict[int, list[int]] = {}  # of the last step, by key
-        self._length = 0
+        self.count = 0  # of all uses so far
+        self.length = 0  # the uses of the last step
+        self._sequence: list[int] = []  # the keys that the last step has used
+        self._positions: dict[int, list[int]] = {}  # their positions there
         self._now = 0
         self._uses: list[int] = []  # the keys that this step has used so far
         self._last_use: dict[int, int] = {}  # in this step and the last, counted over all
-        self._count = 0
 
     def use(self, key: int) -> None:
         """Note that an op uses a tensor. Repeated uses in a row count once."""
-        self._count += 1
-        self._last_use[key] = self._count
+        self.count += 1
+        self._last_use[key] = self.count
         uses = self._uses
         if uses and uses[-1] == key:
             return
         uses.append(key)
         positions = self._positions.get(key)
-        self._now = self._now + 1 if not positions else _nearest(positions, self._now) + 1
+        self._now = min(self._now + 1, self.length) if not positions else _nearest(positions, self._now) + 1
 
     def end_step(self) -> None:
         """Predict from the uses of the step that ends here, from now on."""
@@ -39,8 +44,8 @@ class UseOrder:
         self._positions = {}
         for position, key in enumerate(self._uses):
             self._positions.setdefault(key, []).append(position)
-        self._length = len(self._uses)
-        self._uses = []
+        self._sequence, self._uses = self._uses, []
+        self.length = len(self._sequence)
         self._now = 0
         self._last_use = {key: at for key, at in self._last_use.items() if key in self._positions}
 
@@ -48,11 +53,22 @@ class UseOrder:
         """Return how far away the next use is; of tensors without a known use, the one used last is the nearest."""
         positions = self._positions.get(key)
         if not positions:
-            return (_UNKNOWN_STEPS * self._length, -self._last_use.get(key, 0))
+            return (_UNKNOWN_STEPS * self.length, -self._last_use.get(key, 0))
         index = bisect_left(positions, self._now)
         if index < len(positions):
             return (positions[index] - self._now, 0)
-        return (positions[0] + self._length - self._now, 0)
+        return (positions[0] + self.length - self._now, 0)
+
+    def is_used_again(self, key: int) -> bool:
+        """Return whether a tensor has a use in the rest of this step, if it is as the last one."""
+        positions = self._positions.get(key)
+        return bool(positions) and positions[-1] >= self._now
+
+    def upcoming(self, num: int) -> Iterator[int]:
+        """Yield the keys of the next uses, at most `num`; after the end of the step, those of the next step."""
+        sequence, length = self._sequence, self.length
+        for position in range(self._now, self._now + min(num, length)):
+            yield sequence[position % length]
 
 
 def _nearest(positions: list[int], position: int) -> int:

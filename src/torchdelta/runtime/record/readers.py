@@ -97,7 +97,7 @@ def _read(original: Callable[..., Any]) -> Callable[..., Any]:
         if persistents is None:
             _check_other_thread(args)
             return original(*args, **kwargs)
-        if persistents.is_lent:
+        if persistents.candidates.is_lent:
             return original(*args, **kwargs)
         persistents.begin_raw(args)
         try:
@@ -115,7 +115,7 @@ def _export(original: Callable[..., Any]) -> Callable[..., Any]:
         if persistents is None:
             _check_other_thread(args)
             return original(*args, **kwargs)
-        if not persistents.is_lent and not persistents.num_copying:
+        if not persistents.candidates.is_lent and not persistents.num_copying:
             persistents.export(args)
         return original(*args, **kwargs)
 
@@ -181,15 +181,15 @@ def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(obj: Any, zip_file: Any, *args: Any, **kwargs: Any) -> Any:
         persistents = _here()
-        if persistents is None or persistents.is_lent:
+        if persistents is None or persistents.candidates.is_lent:
             return original(obj, zip_file, *args, **kwargs)
         with _lock:
             undo = patch_storage_reads(sizes=_true_size, reads=_read_storage)
-        persistents.lend()
+        persistents.candidates.lend()
         try:
             return original(obj, _Writer(zip_file, persistents), *args, **kwargs)
         finally:
-            persistents.take_back()
+            persistents.candidates.take_back()
             with _lock:
                 undo()
 

@@ -97,11 +97,15 @@ class Emptied:
         copy: The content on a tier.
         size_bytes: The size of the storage.
         content: Which content it is (a `Buffer`), if that is known. A storage with another one was written since.
+
+    Attributes:
+        transfer: The read that fills the storage again. None: it was not started, and the storage has no memory.
     """
 
-    __slots__ = ("content", "copy", "size_bytes")
+    __slots__ = ("content", "copy", "size_bytes", "transfer")
 
     def __init__(self, copy: TierCopy, size_bytes: int, content: object | None) -> None:
         self.copy = copy
         self.size_bytes = size_bytes
         self.content = content
+        self.transfer: Transfer | None = None

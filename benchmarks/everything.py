@@ -1,0 +1,141 @@
+"""Training in less memory than parameters, gradients and optimizer states take: the decision class "all".
+
+Each model trains with AdamW. The *persistent* bytes are those of its parameters, gradients and states. Budgets are
+shares of them, and hold the activations, too. Plain steps, steps in the budget, and steps in the budget where nothing
+moves beside the compute take turns in one process. Two more processes train a few steps each, one of them plain: both
+must end with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from benchmarks import bits, models
+from benchmarks.disk import measure_disk
+from benchmarks.launch import run_worker
+from benchmarks.outcome import Outcome, format_table
+from benchmarks.turns import PLAIN, Block, median_interval, ratios, take_turns, timed_steps
+
+if TYPE_CHECKING:
+    import argparse
+
+AHEAD, AT_USE = "ahead", "at use"
+CONTENDERS = (PLAIN, AHEAD, AT_USE)
+SHARES = (0.9, 0.7, 0.5)
+NUM_WARM, NUM_TIMED, NUM_CHECKED = 4, 4, 4
+MIB = 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's own options."""
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="budgets / persistent bytes")
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Measure each model in each budget."""
+    outcome = Outcome(disk=measure_disk())
+    chosen = [name for name in options.models if name != "resnet50"]
+    if options.quick:
+        options.rounds, chosen, options.shares = 1, ["tiny"], [0.7]
+    rows = [row for name in chosen for share in options.shares for row in _measure(outcome, name, share, options)]
+    header = ["model", "budget MiB", "of persistent", "step / plain", "read at use / plain", "waits of a step", "peak"]
+    print("\n" + format_table(header, rows))
+    return outcome
+
+
+def _measure(outcome: Outcome, model: str, share: float, options: argparse.Namespace) -> list[list[str]]:
+    common: dict[str, Any] = {"threads": options.threads, "timeout_s": options.timeout, "model": model, "share": share}
+    found = run_worker("everything:train_in_turns", num_rounds=options.rounds, **common)
+    digests = [run_worker("everything:train", in_budget=in_budget, **common) for in_budget in (False, True)]
+    label = f"{model} {share:.0%}"
+    outcome.data[label] = found | {"bits": digests}
+    outcome.check(f"{label}: same bits", digests[1]["state"][:12], passed=digests[0] == digests[1])
+    if found["refused"]:
+        outcome.check(f"{label}: trains", found["refused"], passed=False, required=False)
+        return []
+    peak = max(found["peaks_bytes"]) / found["budget_bytes"]
+    outcome.check(f"{label}: peak after the first step", f"{peak:.4f} of the budget", passed=peak <= 1)
+    times = {name: median_interval(ratios(found["rounds"], name, num_warm_steps=0)) for name in (AHEAD, AT_USE)}
+    gain = median_interval(ratios(found["rounds"], AHEAD, AT_USE, num_warm_steps=0))
+    outcome.check(f"{label}: reading ahead is not slower", str(gain), passed=gain.low <= 1)
+    waits = median_interval([block["stall_share"] for blocks in found["rounds"] for block in [blocks[AHEAD]]])
+    size = f"{found['budget_bytes'] / MIB:.0f}"
+    return [[model, size, f"{share:.0%}", str(times[AHEAD]), str(times[AT_USE]), f"{waits.median:.1%}", f"{peak:.4f}"]]
+
+
+def _build(model: str) -> tuple[models.Workload, torch.optim.Optimizer, int]:
+    """Return a workload, its optimizer and its persistent bytes."""
+    workload = models.build(model)
+    sizes = [parameter.nbytes for parameter in workload.model.parameters()]
+    return workload, models.build_optimizer("adamw", workload.model), 4 * sum(sizes)
+
+
+def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
+    """Train in turns, as a worker."""
+    from torchdelta import Config, MemoryBudget
+    from torchdelta.runtime.memory.read_ahead import ReadAhead
+
+    workload, optimizer, persistent_bytes = _build(model)
+    budget_bytes = int(share * persistent_bytes)
+    found: dict[str, Any] = {"budget_bytes": budget_bytes, "refused": "", "peaks_bytes": []}
+
+    def step() -> None:
+        workload.train(optimizer)
+
+    def run_block(name: str) -> Block | None:
+        gc.collect()
+        if name == PLAIN:
+            step()
+            return timed_steps(step, NUM_TIMED)
+        off = mock.patch.object(ReadAhead, "look") if name == AT_USE else contextlib.nullcontext()
+        try:
+            with off, MemoryBudget(budget_bytes, Config(decision_class="all")) as budget:
+                timed_steps(step, NUM_WARM)
+                block = timed_steps(step, NUM_TIMED)
+        except torch.OutOfMemoryError as error:
+            found["refused"] = str(error)
+            return None
+        steps = budget.summary().steps
+        found["peaks_bytes"] += [each.peak_bytes for each in steps[1:]]
+        timed = steps[-NUM_TIMED:]
+        shares = {
+            "stall_share": sum(each.stall_s for each in timed) / sum(each.time_s for each in timed),
+            "recompute_share": sum(each.recompute_s for each in timed) / sum(each.time_s for each in timed),
+            "swapped_out_bytes": sum(each.swapped_out_bytes for each in timed) // NUM_TIMED,
+        }
+        return block | shares
+
+    step()
+    found["rounds"] = take_turns(CONTENDERS, num_rounds, run_block)
+    return found
+
+
+def train(model: str, share: float, *, in_budget: bool) -> dict[str, Any]:
+    """Train a few steps, as a worker. Return the fingerprints of what they end with."""
+    workload, optimizer, persistent_bytes = _build(model)
+    scope: Any = contextlib.nullcontext()
+    if in_budget:
+        from torchdelta import Config, MemoryBudget
+
+        scope = MemoryBudget(int(share * persistent_bytes), Config(decision_class="all"))
+    models.seed_everything(1)
+    with scope:
+        for _ in range(NUM_CHECKED):
+            workload.train(optimizer)
+    return {"state": bits.state_digest(workload.model), "optimizer": bits.digest(_states(optimizer))}
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    found = optimizer.state_dict()["state"]
+    return [
+        (f"{index}.{name}", state)
+        for index, states in found.items()
+        for name, state in states.items()
+        if isinstance(state, torch.Tensor)
+    ]

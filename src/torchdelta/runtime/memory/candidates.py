@@ -1,0 +1,166 @@
+"""Which persistent tensors may leave, and in which order: those first whose next use is farthest away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchdelta._torch.storages import storage_num_holders
+from torchdelta.runtime.memory.in_use import is_object_held
+from torchdelta.runtime.memory.use_order import UseOrder
+from torchdelta.runtime.state.buffer import Stays
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torchdelta.runtime.memory.in_use import InUse
+    from torchdelta.runtime.state.buffer import StorageRecord
+    from torchdelta.runtime.state.ledger import Ledger
+    from torchdelta.runtime.state.persistent import Persistent
+    from torchdelta.runtime.state.steps import StepTracker
+
+__all__ = ["Candidates"]
+
+# Smaller tensors stay: the overhead outweighs the bytes freed.
+_LEAST_BYTES = 4096
+_STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
+# How many uses a ranking is good for: the next uses change slowly, and sorting takes time.
+_RANKING_LIFE_USES = 32
+
+
+class Candidates:
+    """The persistent tensors that are known.
+
+    Args:
+        ledger: The ledger.
+        steps: The position in the training step.
+        in_use: What must stay.
+        find: Returns the persistent tensors, given the addresses of those in use; with True, it also looks for new
+            parameters and optimizers.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        steps: StepTracker,
+        in_use: InUse,
+        find: Callable[[bool, set[int]], Iterable[Persistent]],
+    ) -> None:
+        self.order = UseOrder()
+        self.known: dict[int, Persistent] = {}  # by the id of the record
+        self.by_key: dict[int, Persistent] = {}
+        self.has_found = False  # whether any was known
+        self._ledger = ledger
+        self._steps = steps
+        self._in_use = in_use
+        self._find = find
+        self._lent: set[int] | None = None  # see `lend`
+        self._searched_in = -1  # the step in which `find` looked for new parameters
+        self._searched_at: tuple[int, str] | None = None  # the step and phase of the last search
+        self._fleeting: set[int] = set()  # keys of gradients that the program frees after the optimizer has stepped
+        self._ranking: list[Persistent] = []
+        self._ranked_at = -1
+
+    # -- what is known
+
+    def use(self, record: StorageRecord) -> None:
+        """Note that an op uses a storage."""
+        known = self.known.get(record.id)
+        if known is not None:
+            self.order.use(known.key)
+
+    def search(self, *, is_thorough: bool = False) -> None:
+        """Find the persistent tensors; `is_thorough`: look for new parameters and optimizers first."""
+        if is_thorough:
+            self._searched_in = self._steps.num_steps
+        self._searched_at = (self._steps.num_steps, self._steps.phase)
+        self._ranking.clear()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.known.clear()  # its C++ reads and writes them at any time
+            self.by_key.clear()
+            self.has_found = True
+            return
+        earlier = self.by_key
+        found = list(self._find(is_thorough, self._in_use.addresses()))
+        self.known = {known.record.id: known for known in found}
+        self.by_key = {known.key: known for known in found}
+        self.has_found |= bool(found)
+        for known in found:
+            if known.is_gradient and known.key in earlier and earlier[known.key].record is not known.record:
+                self._fleeting.add(known.key)
+
+    def search_once_a_phase(self) -> None:
+        """Find the persistent tensors, unless that was done in this phase of the step: gradients and states are new."""
+        if self._searched_at != (self._steps.num_steps, self._steps.phase):
+            self.search()
+
+    @property
+    def was_searched(self) -> bool:
+        """Whether new parameters and optimizers were looked for in this step."""
+        return self._searched_in == self._steps.num_steps
+
+    # -- which leave
+
+    def ranking(self) -> list[Persistent]:
+        """Return the tensors in the order in which they leave, the first of them at the end. Callers take from it."""
+        if not self._ranking or self.order.count - self._ranked_at > _RANKING_LIFE_USES:
+            here = [known for known in self.known.values() if known.record.emptied is None]
+            self._ranking = sorted(here, key=self._nearness)
+            self._ranked_at = self.order.count
+        return self._ranking
+
+    def end_step(self) -> None:
+        """Predict from the step that ends here."""
+        self.order.end_step()
+        self._ranking.clear()
+
+    def _nearness(self, known: Persistent) -> tuple[int, int]:
+        if known.key in self._fleeting and not self.order.is_used_again(known.key):
+            return (-1, 0)  # soon it is freed, so a copy would be made in vain
+        return self.order.next_use(known.key)
+
+    def is_idle(self, known: Persistent) -> bool:
+        """Return whether the next use of a tensor is at least a quarter of a step away."""
+        return self._nearness(known)[0] > self.order.length // 4
+
+    def may_leave(self, known: Persistent) -> bool:
+        """Return whether a tensor can be emptied in place now. Whether it is in use is not looked at."""
+        record = known.record
+        if record.emptied is not None or record.size_bytes < _LEAST_BYTES or record.is_exported or record.is_resizable:
+            return False
+        if self._ledger.records.get(record.address) is not record:
+            return False
+        current = record.current
+        if current is not None and current.stays & _STAYS:
+            return False
+        if self._lent is None:
+            if is_object_held(record):
+                return False
+        elif record.id not in self._lent:
+            return False
+        storage = record.storage()
+        if storage is None or not storage.resizable() or storage.device != self._ledger.device:
+            return False
+        if storage.nbytes() != record.size_bytes or (storage.device.type == "cpu" and storage.is_shared()):
+            return False
+        if known.is_gradient:
+            num_own = 2 + (current is not None and current.strong is not None)  # its `.grad`, and the storage's object
+            return storage_num_holders(record.address) <= num_own
+        return True
+
+    # -- `torch.save`
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a call of torch runs that holds storage objects but reads them one at a time."""
+        return self._lent is not None
+
+    def lend(self) -> None:
+        """Begin a call of torch that holds storage objects but reads them one at a time, as `torch.save`."""
+        self._lent = {known.record.id for known in self.known.values() if not is_object_held(known.record)}
+        self._lent.update(record.id for record in self._ledger.records.values() if record.emptied is not None)
+
+    def take_back(self) -> None:
+        """End what `lend` began."""
+        self._lent = None

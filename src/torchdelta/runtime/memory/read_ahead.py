@@ -1,0 +1,116 @@
+"""Moves persistent tensors beside the compute: reads the next ones ahead, and copies out those that will leave.
+
+[Note: what is read ahead]
+The last step tells in which order tensors are used (use_order.py). Those among the next uses that have left are read
+ahead, up to a window of bytes, as long as there is room. Room for them is made by *idle* tensors, whose next use is far
+away, if they have a spare copy: they leave at once. So while memory is nearly full, spare copies of idle tensors are
+made in the background. Nothing here waits for a transfer. Where the order has changed, something was read or copied in
+vain, and what is missing is read at its use.
+
+AutoSwap (Zhang et al. 2019) swaps variables of a step in this way, after a plan; its swap-ins are issued ahead of use.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.memory.candidates import Candidates
+    from torchdelta.runtime.memory.emptying import Emptying
+    from torchdelta.runtime.memory.in_use import InUse
+
+__all__ = ["ReadAhead"]
+
+_MAX_USES = 64  # how many of the next uses are looked at
+_STRIDE_USES = 4  # how many uses pass between two looks
+_MAX_COPIES = 8  # spare copies started at one look
+
+
+class ReadAhead:
+    """Decides what is read ahead and what is copied out ahead.
+
+    Args:
+        candidates: What may leave, and the order of uses.
+        emptying: Moves it.
+        in_use: What must stay.
+
+    Attributes:
+        window_bytes: How much is read ahead, and how much is kept ready to leave. 0: nothing.
+        has_room: Returns whether bytes fit.
+    """
+
+    def __init__(self, candidates: Candidates, emptying: Emptying, in_use: InUse) -> None:
+        self.window_bytes = 0
+        self.has_room: Callable[[int], bool] = _has_none
+        self._candidates = candidates
+        self._order = candidates.order
+        self._emptying = emptying
+        self._in_use = in_use
+        self._looked_at = -_STRIDE_USES
+
+    def look(self) -> None:
+        """Start transfers that the next uses need. Call it when tensors have been used."""
+        order = self._order
+        if order.count - self._looked_at < _STRIDE_USES or not self.window_bytes or not order.length:
+            return
+        self._looked_at = order.count
+        self._read_next()
+        if not self.has_room(self.window_bytes):
+            self._copy_idle()
+
+    def _read_next(self) -> None:
+        by_key = self._candidates.by_key
+        ahead_bytes = 0
+        for key in self._order.upcoming(_MAX_USES):
+            known = by_key.get(key)
+            if known is None or known.record.emptied is None:
+                continue
+            content = known.record.emptied
+            if content.transfer is None:
+                if ahead_bytes and ahead_bytes + content.size_bytes > self.window_bytes:
+                    return
+                needed_bytes = content.size_bytes + self.window_bytes // 2
+                if not self.release_idle(functools.partial(self.has_room, needed_bytes)):
+                    return
+                if not self._emptying.start_refill(known.record):
+                    return
+            ahead_bytes += content.size_bytes
+
+    def release_idle(self, is_enough: Callable[[], bool]) -> bool:
+        """Empty idle tensors that have spare copies, until it is enough. Return whether it is."""
+        if is_enough():
+            return True
+        candidates, emptying, locked = self._candidates, self._emptying, self._in_use.addresses()
+        for known in reversed(candidates.ranking()):
+            if not candidates.is_idle(known):
+                break
+            record = known.record
+            if record.address not in locked and emptying.is_clean(record) and candidates.may_leave(known):
+                emptying.empty([record])
+                if is_enough():
+                    return True
+        return False
+
+    def _copy_idle(self) -> None:
+        """Start spare copies, so that a window of bytes can leave without waiting."""
+        candidates, emptying, locked = self._candidates, self._emptying, self._in_use.addresses()
+        ready_bytes = num_started = 0
+        for known in reversed(candidates.ranking()):
+            if ready_bytes >= self.window_bytes or num_started >= _MAX_COPIES or not candidates.is_idle(known):
+                return
+            record = known.record
+            if not emptying.has_spare(record):
+                if record.address in locked or not candidates.may_leave(known):
+                    continue
+                if not emptying.make_spare(record):
+                    return
+                num_started += 1
+            ready_bytes += record.size_bytes
+
+
+def _has_none(size_bytes: int) -> bool:
+    del size_bytes
+    return False
