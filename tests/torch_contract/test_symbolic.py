@@ -5,6 +5,7 @@ A torch release that changes one fails here, by name.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_fake_mode_for_once() -> None:
     with FakeTensorMode():
         torch.ones(17, 19) @ torch.ones(19, 23)
     assert len(FakeTensorMode.cache) > before
+
+
+def test_an_op_that_fails_on_fake_tensors_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller handles the error. Torch's own mode logs it with a traceback: the negative control."""
+    logged: list[str] = []
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(logger, "handle", lambda record: logged.append(record.msg))
+    real = torch.ones(4).untyped_storage()
+
+    def load(mode: Any) -> None:
+        with mode, pytest.raises(RuntimeError):
+            torch.empty(0).set_(real)  # pyright: ignore[reportArgumentType]
+
+    load(FakeModeForOnce())
+    assert logged == []
+    assert not logger.disabled
+    load(FakeTensorMode(allow_non_fake_inputs=True))
+    assert logged
 
 
 def test_foreach_on_cpu() -> None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 __all__ = ["FakeModeForOnce", "FakeTensor", "FakeTensorMode", "fake_mode", "fake_view"]
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def fake_mode() -> Any:
@@ -23,7 +25,8 @@ def fake_mode() -> Any:
 class FakeModeForOnce(FakeTensorMode):
     """A fake-tensor mode that takes real tensors as well, and can be ended.
 
-    It leaves nothing in torch's cache of its findings, which is never emptied.
+    It leaves nothing in torch's cache of its findings, which is never emptied. An op that fails is not logged: its
+    caller handles the error.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,11 @@ class FakeModeForOnce(FakeTensorMode):
         """Run an op. The signature is torch's."""
         if self._ended:
             raise RuntimeError(self._ended)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        was_disabled, _LOG.disabled = _LOG.disabled, True  # torch logs a traceback as an error
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            _LOG.disabled = was_disabled
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, as a part of a tensor."""
