@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Persistents", "RoomMaker"]
 
 # How many pieces are read ahead, and are kept ready to leave.
-_PIECES_AHEAD = 2
+_PIECES_AHEAD = 3
 
 
 class RoomMaker(Protocol):
