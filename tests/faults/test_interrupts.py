@@ -76,13 +76,13 @@ class Place:
         return False
 
 
-def make_step() -> Callable[[], list[torch.Tensor]]:
+def make_step(width: int = 32, momentum: float = 0.0) -> Callable[[], list[torch.Tensor]]:
     """Return a step that gives the same each time."""
     torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+    blocks = (nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
     model = nn.Sequential(*blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x = torch.randn(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=momentum, foreach=False)
+    x = torch.randn(64, width)
 
     def step() -> list[torch.Tensor]:
         optimizer.zero_grad()
@@ -138,6 +138,9 @@ def interrupt(
     def state() -> tuple[int, ...]:
         gc.collect()
         ledger = session.ledger
+        if session.room.persistents is not None:  # which of them are here differs from step to step
+            session.room.persistents.bring_all()
+            session.room.persistents.emptying.spoil_all()
         # A scan for a new trace finds whatever lives in the process, an empty tensor of another test included.
         num_records = sum(record.size_bytes > 0 for record in ledger.records.values())
         return ledger.num_handles, len(ledger.held), num_records, ledger.usage.live_bytes
@@ -179,6 +182,25 @@ def broken_places(policy: str, tier: str) -> list[str]:
 def test_an_interrupt_anywhere_in_the_runtime(policy: str, tier: str) -> None:
     """After a Ctrl-C at any line nothing is left, and the next step has the bits of a plain one."""
     assert broken_places(policy, tier) == []
+
+
+@pytest.mark.parametrize("tier", sample(["memory", "disk"], 1))
+def test_an_interrupt_where_everything_swaps(tier: str) -> None:
+    """The same where parameters, gradients and optimizer states leave, and come back ahead of their use."""
+    step = make_step(128, momentum=0.9)
+    expected = step()
+    parameter_bytes = 4 * 4 * 128 * 128
+    with MemoryBudget("1GiB") as unlimited:
+        step()
+    budget_bytes = unlimited.summary().peak_bytes - parameter_bytes
+    with complaining() as wrong, running(budget_bytes, decision_class="all", tier=tier) as (_, session):
+        for _ in range(3):
+            step()
+        interrupt(session, step, expected, wrong)
+        persistents = session.room.persistents
+        assert persistents is not None
+        assert wrong or persistents.emptying.num_read_ahead > NUM_PLACES
+    assert wrong == []
 
 
 @pytest.mark.rest

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.parts import running_session
 from tests.same_bits.judge import bits_of
@@ -240,6 +242,110 @@ def test_a_read_ahead_can_be_given_up() -> None:
         persistents.evict(low_bytes)
         assert running_session().ledger.usage.live_bytes == low_bytes
         assert parameter.sum().item() == 64 * 64
+
+
+@pytest.mark.parametrize("hooked", ["weight", "bias"])
+def test_a_hook_of_one_leaf_runs_before_the_other_is_accumulated(hooked: str) -> None:
+    """One node gives both their gradients; what leaves in the hook is back before the engine adds to it."""
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        norm, x = torch.nn.LayerNorm(1024), torch.randn(4, 1024)
+        num_calls: list[int] = []
+
+        def hook(parameter: torch.Tensor) -> None:
+            num_calls.append(len(num_calls))
+            assert parameter.grad is not None
+            if isinstance(scope, MemoryBudget):
+                persistents = _persistents()
+                for each in norm.parameters():
+                    if each.grad is not None and _record(each.grad).emptied is None:
+                        persistents.emptying.make_spare(_record(each.grad))
+                        persistents.is_active = True
+                persistents.evict(0)
+
+        getattr(norm, hooked).register_post_accumulate_grad_hook(hook)
+        with scope:
+            for _ in range(4):
+                (norm(x) * x).sum().backward()
+                if len(num_calls) % 2 == 0:
+                    norm.zero_grad(set_to_none=False)
+        assert len(num_calls) == 4
+        return bits_of([norm.weight.grad, norm.bias.grad])
+
+    assert run(MemoryBudget("1TiB", Config(decision_class="all", tier="memory"))) == run(contextlib.nullcontext())
+
+
+def test_a_checkpoint_that_recomputes_in_an_unrecorded_node() -> None:
+    """The first node of its backward may be one that runs without the recorder: what it reads is brought back."""
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        x, mask = torch.randn(8, 64, requires_grad=True), torch.rand(8, 64) > 0.5
+
+        def block(x: torch.Tensor) -> torch.Tensor:
+            return model(x).masked_fill(mask, 0.0)
+
+        with scope:
+            for _ in range(2):
+                out = checkpoint(block, x, use_reentrant=False)
+                assert isinstance(out, torch.Tensor)
+                loss = out.sum()
+                if isinstance(scope, MemoryBudget):
+                    _persistents().evict(0)
+                    assert _record(next(model.parameters())).emptied is not None
+                loss.backward()
+        return bits_of([parameter.grad for parameter in model.parameters()])
+
+    assert run(MemoryBudget("1TiB", Config(decision_class="all", tier="memory"))) == run(contextlib.nullcontext())
+
+
+def test_what_leaves_in_place_does_not_leave_as_a_saved_tensor() -> None:
+    """The memory of a gradient that is being filled is not copied out, even if the program has dropped it."""
+    with MemoryBudget("1TiB", Config(decision_class="all", tier="memory")):
+        _model, parameter = _new_model()
+        (parameter * 2).sum().backward()
+        assert parameter.grad is not None
+        product = parameter * parameter.grad
+        session, record = running_session(), _record(parameter.grad)
+        _persistents().evict(0)
+        assert record.emptied is not None
+        assert _persistents().emptying.start_refill(record)
+        buffer = record.current
+        assert buffer is not None
+        parameter.grad = None
+        assert not session.room.is_evictable(buffer)
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("sizes", [(32, 64, 128), (128, 64, 32)])
+def test_a_scope_that_ends_on_a_broken_disk(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """One tensor cannot be read. The others are whole when the error comes."""
+    read_part, failing = memory_tier._MemoryMedium.read_part, [False]  # noqa: SLF001
+
+    def fail_for_the_small(medium: Any, worker: int, part: Any) -> None:
+        if failing[0] and part.size_bytes == 32 * 32 * 4:
+            raise OSError("broken")
+        time.sleep(0.2)  # the scope ends first
+        read_part(medium, worker, part)
+
+    monkeypatch.setattr(memory_tier._MemoryMedium, "read_part", fail_for_the_small)  # noqa: SLF001
+    parameters = [torch.nn.Parameter(torch.ones(size, size)) for size in sizes]
+    whole = [parameter for parameter in parameters if len(parameter) > 32]
+    model = torch.nn.ParameterList(parameters)
+    with (  # noqa: PT012
+        pytest.raises(TierIOError, match="cannot be brought back"),
+        MemoryBudget("1TiB", Config(decision_class="all", tier="memory")),
+    ):
+        sum((parameter * 2).sum() for parameter in model).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        _persistents().evict(0)
+        for size in (64, 128):
+            torch.full((size, size), 7.0)  # in the memory that is free now
+        for parameter in whole:
+            _persistents().emptying.start_refill(_record(parameter))
+        failing[0] = True
+    assert [parameter.detach().numpy().sum() for parameter in whole] == [parameter.numel() for parameter in whole]
 
 
 def _new_model() -> tuple[torch.nn.Module, torch.nn.Parameter]:

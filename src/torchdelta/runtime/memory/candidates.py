@@ -25,8 +25,9 @@ __all__ = ["Candidates"]
 # Smaller tensors stay: the overhead outweighs the bytes freed.
 _LEAST_BYTES = 4096
 _STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
-# How many uses a ranking is good for: the next uses change slowly, and sorting takes time.
-_RANKING_LIFE_USES = 32
+# How many uses a ranking is good for: at least so many, and so many a tensor. The next uses change slowly, and sorting
+# takes time.
+_RANKING_LIFE_USES, _RANKING_LIFE_SHARE = 32, 0.1
 
 
 class Candidates:
@@ -104,8 +105,10 @@ class Candidates:
 
     def ranking(self) -> list[Persistent]:
         """Return the tensors in the order in which they leave, the first of them at the end. Callers take from it."""
-        if not self._ranking or self.order.count - self._ranked_at > _RANKING_LIFE_USES:
-            here = [known for known in self.known.values() if known.record.emptied is None]
+        life_uses = max(_RANKING_LIFE_USES, _RANKING_LIFE_SHARE * len(self.known))
+        if not self._ranking or self.order.count - self._ranked_at > life_uses:
+            records = ((known, known.record) for known in self.known.values())
+            here = [known for known, each in records if each.emptied is None and each.size_bytes >= _LEAST_BYTES]
             self._ranking = sorted(here, key=self._nearness)
             self._ranked_at = self.order.count
         return self._ranking

@@ -6,6 +6,7 @@ without a transfer. A spare is left where a storage was refilled, or made in the
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from torchdelta._torch.storages import resize_storage
@@ -91,33 +92,22 @@ class Emptying:
 
     def start_refill(self, record: StorageRecord) -> bool:
         """Allocate the memory of an emptied storage and start filling it. Return whether that was possible."""
-        content, storage = record.emptied, record.storage()
-        if content is None or storage is None:
-            return False
         try:
-            resize_storage(storage, content.size_bytes)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                return False
+            self._start_read(record)
+        except (RuntimeError, TierError) as error:
+            if isinstance(error, TierError) or is_out_of_memory(error):
+                return False  # its use tries again, and raises if that fails, too
             raise
-        try:
-            content.transfer = content.copy.tier.read(content.copy.slot, storage)
-        except TierError:
-            resize_storage(storage, 0)  # its use reads it once more, and raises if that fails, too
-            return False
-        self._ledger.resize(record, storage, content.size_bytes)
-        self._transfers.counters.swapped_in_bytes += content.size_bytes
         self.num_read_ahead += 1
         return True
 
     def cancel_refill(self, record: StorageRecord) -> None:
         """Free the memory of a storage that is being filled. Its copy stays."""
-        content, storage = record.emptied, record.storage()
-        if content is None or content.transfer is None or storage is None:
-            return
-        self._wait_for_refill(content)
-        resize_storage(storage, 0)
-        self._ledger.resize(record, storage, 0)
+        content = record.emptied
+        if content is not None and content.transfer is not None:
+            with contextlib.suppress(TierError):
+                self._end_read(content)
+            self._free(record)
 
     def refill(self, record: StorageRecord) -> None:
         """Bring an emptied storage back.
@@ -128,41 +118,61 @@ class Emptying:
         content, storage = record.emptied, record.storage()
         assert content is not None
         assert storage is not None
-        has_memory = content.transfer is not None
-        if not has_memory or not self._wait_for_refill(content):
-            if not has_memory:
-                resize_storage(storage, content.size_bytes)
-            try:
-                self._transfers.read(content.copy, storage)
-            except BaseException as error:
-                resize_storage(storage, 0)
-                if has_memory:
-                    self._ledger.resize(record, storage, 0)
-                if not isinstance(error, TierError):
-                    raise
-                msg = (
-                    f"a parameter, gradient or optimizer state of {content.size_bytes} bytes cannot be brought back: "
-                    f"{error}"
-                )
-                raise TierIOError(msg) from error
+        try:
+            if content.transfer is not None:  # read ahead; what failed then is tried again
+                with contextlib.suppress(TierError):
+                    self._end_read(content)
+            if not content.is_read:
+                self._start_read(record)
+                self._end_read(content)
+        except TierError as error:
+            self._free(record)
+            msg = (
+                f"a parameter, gradient or optimizer state of {content.size_bytes} bytes cannot be brought back: "
+                f"{error}"
+            )
+            raise TierIOError(msg) from error
         self.spares[record.id] = record
         self._ledger.refilled(record, storage)
 
-    def _wait_for_refill(self, content: Emptied) -> bool:
-        """Wait for the read that fills a storage. Return whether it did."""
+    def _start_read(self, record: StorageRecord) -> None:
+        """Allocate memory for an emptied storage, if it has none, and start to read its content."""
+        content, storage = record.emptied, record.storage()
+        assert content is not None
+        assert storage is not None
+        if not record.size_bytes:
+            resize_storage(storage, content.size_bytes)
+            self._ledger.resize(record, storage, content.size_bytes)
+        try:
+            content.transfer = content.copy.tier.read(content.copy.slot, storage)
+        except TierError:
+            self._free(record)
+            raise
+        self._transfers.counters.swapped_in_bytes += content.size_bytes
+
+    def _end_read(self, content: Emptied) -> None:
+        """Wait for the read that fills a storage. After an interrupt of this wait, the read still goes on."""
         assert content.transfer is not None
         try:
             self._transfers.counters.stall_s += content.transfer.wait()
         except TierError:
             content.transfer = None
-            return False
-        content.transfer = None  # not in a `finally`: after a KeyboardInterrupt the read is still in progress
-        return True
+            raise
+        content.transfer = None
+        content.is_read = True
+
+    def _free(self, record: StorageRecord) -> None:
+        """Free the memory of an emptied storage that no transfer fills any more."""
+        content, storage = record.emptied, record.storage()
+        if content is not None and storage is not None and record.size_bytes:
+            content.is_read = False
+            resize_storage(storage, 0)
+            self._ledger.resize(record, storage, 0)
 
     # -- spares that end
 
     def finish_spare(self, record: StorageRecord) -> None:
-        """Wait until nothing reads a storage any more: it is about to be written."""
+        """Wait until the spare of a storage is there, if one is being made."""
         spare = record.spare
         if spare is not None and spare.copy.transfer is not None and not self._transfers.arrive(spare.copy):
             record.spare = None
@@ -173,18 +183,22 @@ class Emptying:
             self.finish_spare(record)
 
     def spoil(self, record: StorageRecord) -> None:
-        """Forget the spare of a storage that may be written without the recorder seeing that."""
-        if record.spare is not None:
-            self.finish_spare(record)
-            record.spare = None
+        """Give up the spare of a storage, which is about to be written; wait until nothing reads the storage."""
+        spare, record.spare = record.spare, None
+        if spare is None or spare.copy.transfer is None:
+            return
+        transfer = spare.copy.transfer
+        del spare  # releases its slot, so that a copy which has not begun is skipped
+        with contextlib.suppress(TierError):
+            self._transfers.counters.stall_s += transfer.wait()
 
     def spoil_all(self) -> None:
-        """Forget all spares."""
+        """Give up all spares."""
         for record in self.spares.values():
             self.spoil(record)
         self.spares.clear()
 
-    def forget_the_dead(self) -> None:
+    def prune(self) -> None:
         """Forget the records that have no spare any more, and those that are not emptied any more."""
         self.spares = {key: record for key, record in self.spares.items() if record.spare is not None}
         self.emptied = {key: record for key, record in self.emptied.items() if record.emptied is not None}

@@ -24,11 +24,13 @@ From the second step on, transfers run beside the compute: see read_ahead.py.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from torchdelta.errors import TierIOError
 from torchdelta.runtime.memory.candidates import Candidates
 from torchdelta.runtime.memory.emptying import Emptying
 from torchdelta.runtime.memory.in_use import InUse, arguments_in
@@ -37,6 +39,7 @@ from torchdelta.runtime.memory.read_ahead import ReadAhead
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.state.buffer import StorageRecord
     from torchdelta.runtime.state.ledger import Ledger
@@ -52,11 +55,13 @@ _PIECES_AHEAD = 3
 class RoomMaker(Protocol):
     """Makes room under the budget: `room.Room`."""
 
+    device: Device
+
     def make(self, size_bytes: int, why: str) -> None:
         """Make sure that bytes fit."""
 
-    def has(self, size_bytes: int) -> bool:
-        """Return whether bytes fit without an eviction."""
+    def lacks(self, size_bytes: int) -> int:
+        """Return how many bytes have to be evicted for bytes to fit."""
         ...
 
 
@@ -87,6 +92,7 @@ class Persistents:
         self.emptying = Emptying(ledger, transfers)
         self.candidates = Candidates(ledger, steps, self.in_use, find)
         self._ahead = ReadAhead(self.candidates, self.emptying, self.in_use)
+        self._exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._steps = steps
         self._compiled: list[bool] = []  # for each compiled function that runs, whether it may read optimizer states
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
@@ -105,7 +111,8 @@ class Persistents:
         if budget_bytes is not None:
             self.piece_bytes = piece_bytes
             self._ahead.window_bytes = _PIECES_AHEAD * piece_bytes
-            self._ahead.has_room = room.has
+            self._ahead.lacks = room.lacks
+            self._exclusive = room.device.exclusive
 
     # -- what must be here
 
@@ -147,7 +154,7 @@ class Persistents:
             if may_write:
                 for record in missing:
                     record.spare = None
-        if self.is_active:
+        if self.is_active and not may_write:  # between nodes of backward, room is made for what the engine allocates
             self._look_ahead()
 
     def _look_ahead(self) -> None:
@@ -155,7 +162,8 @@ class Persistents:
         if self._may_move():
             if self._steps.is_in_optimizer:
                 self.candidates.search_once_a_phase()
-            self._ahead.look()
+            with self._exclusive():
+                self._ahead.look()
 
     def _may_move(self) -> bool:
         """Return whether tensors may leave or come back that nothing asks for."""
@@ -183,17 +191,29 @@ class Persistents:
             self.in_use.end()
 
     def bring_all(self) -> None:
-        """Bring everything back, whatever the budget."""
+        """Bring everything back, whatever the budget.
+
+        Raises:
+            TierIOError: Something cannot be read. All else is here.
+        """
+        failure: TierIOError | None = None
         if self.ledger.num_emptied:
             for record in list(self.ledger.records.values()):
                 if record.emptied is not None:
-                    self.emptying.refill(record)
+                    try:
+                        self.emptying.refill(record)
+                    except TierIOError as error:
+                        failure = failure or error
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Bring everything back: the scope ends. Nothing leaves any more."""
         self.is_open = self.is_active = False
-        self.bring_all()
-        self.emptying.spoil_all()
+        try:
+            self.bring_all()
+        finally:
+            self.emptying.spoil_all()
 
     # -- what stays
 
@@ -265,7 +285,7 @@ class Persistents:
                 record.spare = None  # it may have been written
 
     def _bring_for_compiled(self) -> None:
-        self.emptying.forget_the_dead()
+        self.emptying.prune()
         emptied, known = self.emptying.emptied, self.candidates.known
         if emptied and not all(self._compiled):
             self.candidates.search()  # a state may have become a parameter's data
@@ -282,7 +302,7 @@ class Persistents:
     def evict_idle(self, target_bytes: int) -> None:
         """Evict tensors that are not needed soon and leave without a transfer, until `target_bytes` live."""
         if self.is_active and self._may_move():
-            self._ahead.release_idle(lambda: self.ledger.usage.live_bytes <= target_bytes)
+            self._ahead.release_idle(self.ledger.usage.live_bytes - target_bytes)
 
     def evict(self, target_bytes: int) -> None:
         """Evict tensors, those first that are needed last, until no more than `target_bytes` live."""
@@ -306,6 +326,7 @@ class Persistents:
                     break
                 self.is_active = True
                 if not self.emptying.empty(leaving):
+                    self._cancel_refills(target_bytes)
                     return
             if usage.live_bytes <= target_bytes:
                 return
@@ -343,7 +364,7 @@ class Persistents:
         if was_active and not self.is_active:
             # From here on nothing shows what the engine adds to a gradient.
             self.emptying.spoil_all()
-        self.emptying.forget_the_dead()
+        self.emptying.prune()
         self._num_before = self.emptying.num_emptied
         self.candidates.end_step()
 

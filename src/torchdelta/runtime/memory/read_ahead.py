@@ -12,7 +12,6 @@ AutoSwap (Zhang et al. 2019) swaps variables of a step in this way, after a plan
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.memory.candidates import Candidates
     from torchdelta.runtime.memory.emptying import Emptying
     from torchdelta.runtime.memory.in_use import InUse
+    from torchdelta.runtime.state.buffer import StorageRecord
 
 __all__ = ["ReadAhead"]
 
@@ -39,12 +39,12 @@ class ReadAhead:
 
     Attributes:
         window_bytes: How much is read ahead, and how much is kept ready to leave. 0: nothing.
-        has_room: Returns whether bytes fit.
+        lacks: Returns how many bytes have to leave for a number of bytes to fit.
     """
 
     def __init__(self, candidates: Candidates, emptying: Emptying, in_use: InUse) -> None:
         self.window_bytes = 0
-        self.has_room: Callable[[int], bool] = _has_none
+        self.lacks: Callable[[int], int] = _lacks_all
         self._candidates = candidates
         self._order = candidates.order
         self._emptying = emptying
@@ -58,7 +58,7 @@ class ReadAhead:
             return
         self._looked_at = order.count
         self._read_next()
-        if not self.has_room(self.window_bytes):
+        if self.lacks(self.window_bytes):
             self._copy_idle()
 
     def _read_next(self) -> None:
@@ -72,27 +72,34 @@ class ReadAhead:
             if content.transfer is None:
                 if ahead_bytes and ahead_bytes + content.size_bytes > self.window_bytes:
                     return
-                needed_bytes = content.size_bytes + self.window_bytes // 2
-                if not self.release_idle(functools.partial(self.has_room, needed_bytes)):
-                    return
+                lacking_bytes = self.lacks(content.size_bytes + self.window_bytes // 2)
+                if lacking_bytes:
+                    clean = self._clean(lacking_bytes)
+                    if sum(record.size_bytes for record in clean) < lacking_bytes:
+                        return
+                    self._emptying.empty(clean)
                 if not self._emptying.start_refill(known.record):
                     return
             ahead_bytes += content.size_bytes
 
-    def release_idle(self, is_enough: Callable[[], bool]) -> bool:
-        """Empty idle tensors that have spare copies, until it is enough. Return whether it is."""
-        if is_enough():
-            return True
+    def release_idle(self, size_bytes: int) -> None:
+        """Empty idle tensors that have spare copies, until so many bytes are free."""
+        clean = self._clean(size_bytes)
+        if clean:
+            self._emptying.empty(clean)
+
+    def _clean(self, size_bytes: int) -> list[StorageRecord]:
+        """Return idle tensors that leave without a transfer: so many bytes of them, or all that there are."""
         candidates, emptying, locked = self._candidates, self._emptying, self._in_use.addresses()
+        found: list[StorageRecord] = []
         for known in reversed(candidates.ranking()):
-            if not candidates.is_idle(known):
+            if size_bytes <= 0 or not candidates.is_idle(known):
                 break
             record = known.record
             if record.address not in locked and emptying.is_clean(record) and candidates.may_leave(known):
-                emptying.empty([record])
-                if is_enough():
-                    return True
-        return False
+                found.append(record)
+                size_bytes -= record.size_bytes
+        return found
 
     def _copy_idle(self) -> None:
         """Start spare copies, so that a window of bytes can leave without waiting."""
@@ -103,7 +110,8 @@ class ReadAhead:
                 return
             record = known.record
             if not emptying.has_spare(record):
-                if record.address in locked or not candidates.may_leave(known):
+                # Of a content that the recorder does not know, nothing would show that it was overwritten.
+                if record.current is None or record.address in locked or not candidates.may_leave(known):
                     continue
                 if not emptying.make_spare(record):
                     return
@@ -111,6 +119,5 @@ class ReadAhead:
             ready_bytes += record.size_bytes
 
 
-def _has_none(size_bytes: int) -> bool:
-    del size_bytes
-    return False
+def _lacks_all(size_bytes: int) -> int:
+    return size_bytes

@@ -158,7 +158,7 @@ class Restorer:
             return None
         self.transfers.finish_copy(buffer)
         if record.spare is not None and self.room.persistents is not None:
-            self.room.persistents.emptying.finish_spare(record)
+            self.room.persistents.emptying.spoil(record)
         is_lost = buffer.op is None and buffer.copy is None and buffer.num_views > 0
         is_needed = is_lost and self.room.costs.is_needed_by_replay(buffer)
         self.ledger.invalidate(record)

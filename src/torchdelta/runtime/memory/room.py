@@ -206,6 +206,13 @@ class Room:
             return True
         return usage.total_bytes + size_bytes <= self.budget_bytes and self._fits_after_reading(size_bytes)
 
+    def lacks(self, size_bytes: int) -> int:
+        """Return how many bytes have to be evicted for `size_bytes` to fit beside what is reserved; 0: none."""
+        if self.budget_bytes is None:
+            return 0
+        self.usage.ask_counter()
+        return max(0, self.usage.most_bytes + self.reserved_bytes + size_bytes - self.budget_bytes)
+
     def collect_garbage(self) -> int:
         """Free what only reference cycles keep alive. Return the bytes."""
         # An op may be running. This extra handle keeps the tape from being cut, because the op may read from it.
@@ -276,6 +283,8 @@ class Room:
         """Return whether evicting this buffer now would free its bytes."""
         if buffer.stays or buffer.num_locks or buffer.size_bytes < self.least_eviction_bytes:
             return False
+        if buffer.record is not None and buffer.record.emptied is not None:
+            return False  # it has left in another way
         return buffer.is_held_by_us_alone()
 
     def evict(self, buffer: Buffer, action: Action, *, lazily: bool = False) -> None:

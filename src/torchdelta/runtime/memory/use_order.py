@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["UseOrder"]
 
+# So many uses of a step are kept: a loop without training never ends its step.
+_MOST_USES = 1_000_000
 # A key whose uses are unknown counts as used this many steps from now: it is evicted before all others.
 _UNKNOWN_STEPS = 2
 
@@ -33,7 +35,8 @@ class UseOrder:
         uses = self._uses
         if uses and uses[-1] == key:
             return
-        uses.append(key)
+        if len(uses) < _MOST_USES:
+            uses.append(key)
         positions = self._positions.get(key)
         self._now = min(self._now + 1, self.length) if not positions else _nearest(positions, self._now) + 1
 

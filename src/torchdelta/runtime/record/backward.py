@@ -73,6 +73,7 @@ class Backward:
         self._on_end = on_end
         self.persistents = recorder.persistents
         self._gap_reads = GapReads(self.persistents) if self.persistents is not None else None
+        self._gap_leaves: list[Any] = []  # into which the engine accumulates after the latest node
         self._depth = 0
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
@@ -274,6 +275,7 @@ class Backward:
             self._begin_gap([root.variable for root in roots])
             yield
         finally:
+            self._gap_leaves = []
             reads.end_gap()
             persistents.in_use.end_backward()
 
@@ -281,6 +283,7 @@ class Backward:
         """Bring back the gradients of leaves, into which the engine is about to accumulate."""
         if self.persistents is not None and self._gap_reads is not None:
             self.persistents.in_use.unlock()
+            self._gap_leaves = leaves
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
             self.persistents.lock(gradients, may_write=True)
             self._gap_reads.begin_gap()
@@ -304,7 +307,7 @@ class Backward:
                 # An ordinary accumulation needs no watching; a hook that steps the optimizer there does.
                 if post_accumulate_hooks_of(node.variable):
                     handles.append(node.register_prehook(self._before))
-                    handles.append(node.register_hook(functools.partial(self._after, ())))
+                    handles.append(node.register_hook(functools.partial(self._after, None)))
                 continue
             following = [child for child, _ in node.next_functions]
             leaves = [child.variable for child in following if child is not None and child.name() == ACCUMULATE]
@@ -327,14 +330,15 @@ class Backward:
         push_mode(self.recorder)
 
     @shielded
-    def _after(self, leaves: Any, _inputs: Any, _outputs: Any) -> None:
+    def _after(self, leaves: list[Any] | None, _inputs: Any, _outputs: Any) -> None:
         # Pop only our own mode: another library's mode that the node left on the stack is for that library to pop.
         if top_mode() is self.recorder:
             pop_mode()
         node_name, self.steps.node_name = self.steps.node_name, ""
-        self._gradients.pending.extend(leaves)
-        self._begin_gap(leaves)
-        self._gaps.begin(node_name, leaves)
+        self._gradients.pending.extend(leaves or ())
+        # After an accumulation, those into the other leaves of the node before it may still follow.
+        self._begin_gap(self._gap_leaves if leaves is None else leaves)
+        self._gaps.begin(node_name, leaves or ())
         self.python_writes.begin_program()
 
     @shielded
@@ -344,8 +348,9 @@ class Backward:
         self._count_gradients(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
-        if self.persistents is not None:
+        if self.persistents is not None and self._gap_reads is not None:
             self.persistents.lock(tensors_in(gradients))
+            self._gap_reads.begin_gap()  # a checkpoint may recompute in this node
         self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
         self.observing.observer.on_gradients(gradients)
         self.observing.observer.on_opaque_start(gradients, temporary_bytes)
@@ -354,6 +359,8 @@ class Backward:
     @shielded
     def _after_unrecorded(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
         self.python_writes.begin_library()
+        if self._gap_reads is not None:
+            self._gap_reads.end_gap()
         self._gaps.end_unseen()
         self._count_gradients(inputs)
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta._torch.modes import FunctionMode, pop_function_mode, push_function_mode, top_function_mode
+from torchdelta.runtime.interrupts import call_outside, enter, leave
 
 if TYPE_CHECKING:
     from torchdelta.runtime.memory.persistents import Persistents
@@ -29,11 +30,15 @@ class GapReads(FunctionMode):
         persistents = self._persistents
         if is_attribute_access(func):
             return func(*args, **(kwargs or {}))
-        persistents.begin(args, kwargs, may_write=True)
+        outer = enter()
         try:
-            return func(*args, **(kwargs or {}))
+            persistents.begin(args, kwargs, may_write=True)
+            try:
+                return call_outside(func, *args, **(kwargs or {}))
+            finally:
+                persistents.end()
         finally:
-            persistents.end()
+            leave(outer)
 
     def begin_gap(self) -> None:
         """A gap begins."""

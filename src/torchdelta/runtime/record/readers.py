@@ -185,6 +185,7 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(obj, zip_file, *args, **kwargs)
         with _lock:
             undo = patch_storage_reads(sizes=_true_size, reads=_read_storage)
+        persistents.emptying.finish_spares()  # they hold storages
         persistents.candidates.lend()
         try:
             return original(obj, _Writer(zip_file, persistents), *args, **kwargs)

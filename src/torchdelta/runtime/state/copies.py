@@ -91,7 +91,7 @@ class Fetch:
 
 
 class Emptied:
-    """Where the content of a storage is whose memory was freed in place.
+    """The copy of a storage whose memory was freed in place, or can be without a transfer (a *spare* copy).
 
     Args:
         copy: The content on a tier.
@@ -99,13 +99,15 @@ class Emptied:
         content: Which content it is (a `Buffer`), if that is known. A storage with another one was written since.
 
     Attributes:
-        transfer: The read that fills the storage again. None: it was not started, and the storage has no memory.
+        transfer: The read that fills the storage again. None: there is none now.
+        is_read: Whether the storage has been filled again.
     """
 
-    __slots__ = ("content", "copy", "size_bytes", "transfer")
+    __slots__ = ("content", "copy", "is_read", "size_bytes", "transfer")
 
     def __init__(self, copy: TierCopy, size_bytes: int, content: object | None) -> None:
         self.copy = copy
         self.size_bytes = size_bytes
         self.content = content
         self.transfer: Transfer | None = None
+        self.is_read = False

@@ -31,7 +31,7 @@ class Storages:
         self.usage = Usage()
         self.observing = observing
         self.records: dict[int, StorageRecord] = {}
-        self.num_emptied = 0  # storages whose memory is freed in place
+        self.num_emptied = 0  # storages whose content is on a tier only, those that are being read back included
         self.unwatched: list[StorageRecord] = []  # records whose last known tensor has died since the last op
         self._weak_storage = weak_storage_type()  # None: every storage is watched through its storage object
 
