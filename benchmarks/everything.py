@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from benchmarks import bits, models
 from benchmarks.disk import measure_disk
 from benchmarks.launch import run_worker
 from benchmarks.outcome import Outcome, format_table
-from benchmarks.turns import PLAIN, Block, median_interval, ratios, take_turns, timed_steps
+from benchmarks.turns import PLAIN, Block, Interval, median_interval, ratios, take_turns, timed_steps
 
 if TYPE_CHECKING:
     import argparse
@@ -54,19 +55,29 @@ def _measure(outcome: Outcome, model: str, share: float, options: argparse.Names
     found = run_worker("everything:train_in_turns", num_rounds=options.rounds, **common)
     digests = [run_worker("everything:train", in_budget=in_budget, **common) for in_budget in (False, True)]
     label = f"{model} {share:.0%}"
-    outcome.data[label] = found | {"bits": digests}
+    outcome.data[label] = found | {"budget_share": share, "bits": digests}
     outcome.check(f"{label}: same bits", digests[1]["state"][:12], passed=digests[0] == digests[1])
     if found["refused"]:
         outcome.check(f"{label}: trains", found["refused"], passed=False, required=False)
         return []
     peak = max(found["peaks_bytes"]) / found["budget_bytes"]
     outcome.check(f"{label}: peak after the first step", f"{peak:.4f} of the budget", passed=peak <= 1)
-    times = {name: median_interval(ratios(found["rounds"], name, num_warm_steps=0)) for name in (AHEAD, AT_USE)}
-    gain = median_interval(ratios(found["rounds"], AHEAD, AT_USE, num_warm_steps=0))
+    summary = summarize(found["rounds"])
+    outcome.data[label]["summary"] = {name: asdict(interval) for name, interval in summary.items()}
+    gain = summary["ahead over at use"]
     outcome.check(f"{label}: reading ahead is not slower", str(gain), passed=gain.low <= 1)
-    waits = median_interval([block["stall_share"] for blocks in found["rounds"] for block in [blocks[AHEAD]]])
-    size = f"{found['budget_bytes'] / MIB:.0f}"
-    return [[model, size, f"{share:.0%}", str(times[AHEAD]), str(times[AT_USE]), f"{waits.median:.1%}", f"{peak:.4f}"]]
+    size, waits = f"{found['budget_bytes'] / MIB:.0f}", f"{summary['waits'].median:.1%}"
+    return [[model, size, f"{share:.0%}", str(summary[AHEAD]), str(summary[AT_USE]), waits, f"{peak:.4f}"]]
+
+
+def summarize(rounds: list[dict[str, Block]]) -> dict[str, Interval]:
+    """Return the step times over plain's, one over the other, and the share of a step that waits for transfers."""
+    return {
+        AHEAD: median_interval(ratios(rounds, AHEAD, num_warm_steps=0)),
+        AT_USE: median_interval(ratios(rounds, AT_USE, num_warm_steps=0)),
+        "ahead over at use": median_interval(ratios(rounds, AHEAD, AT_USE, num_warm_steps=0)),
+        "waits": median_interval([blocks[AHEAD]["stall_share"] for blocks in rounds]),
+    }
 
 
 def _build(model: str) -> tuple[models.Workload, torch.optim.Optimizer, int]:
