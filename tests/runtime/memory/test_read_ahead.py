@@ -128,13 +128,22 @@ def test_gradients_that_are_freed_are_not_copied(monkeypatch: pytest.MonkeyPatch
     assert sum(copied) < 0.2 * len(copied)
 
 
+class Gate(threading.Event):
+    """Opens when it is set. `reached`: set when a copy waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Make copies to the memory tier wait until the gate is open."""
-    opened = threading.Event()
+    opened = Gate()
     write_part = memory_tier._MemoryMedium.write_part  # noqa: SLF001
 
     def wait_and_write(medium: Any, worker: int, part: Any) -> None:
+        opened.reached.set()
         assert opened.wait(20)
         write_part(medium, worker, part)
 
@@ -143,7 +152,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def test_a_write_waits_for_the_copy_that_reads(gate: threading.Event) -> None:
+def test_a_write_waits_for_the_copy_that_reads(gate: Gate) -> None:
     """An op that overwrites a tensor whose spare copy is being made waits, and the spare counts no more."""
     with MemoryBudget("1TiB", Config(decision_class="all", tier="memory")):
         _model, parameter = _new_model()
@@ -152,6 +161,7 @@ def test_a_write_waits_for_the_copy_that_reads(gate: threading.Event) -> None:
         assert emptying.make_spare(record)
         assert emptying.has_spare(record)
         assert not emptying.is_clean(record)
+        assert gate.reached.wait(20)
         threading.Timer(0.1, gate.set).start()
         with torch.no_grad():
             parameter.add_(1)
@@ -162,7 +172,7 @@ def test_a_write_waits_for_the_copy_that_reads(gate: threading.Event) -> None:
         assert parameter.sum().item() == 2 * 64 * 64
 
 
-def test_a_tensor_that_is_freed_during_its_copy(gate: threading.Event) -> None:
+def test_a_tensor_that_is_freed_during_its_copy(gate: Gate) -> None:
     """Its memory is free as soon as the copy has ended, and the record goes."""
     with MemoryBudget("1TiB", Config(decision_class="all", tier="memory")):
         _model, parameter = _new_model()
@@ -247,10 +257,12 @@ def test_a_read_ahead_can_be_given_up() -> None:
 @pytest.mark.parametrize("hooked", ["weight", "bias"])
 def test_a_hook_of_one_leaf_runs_before_the_other_is_accumulated(hooked: str) -> None:
     """One node gives both their gradients; what leaves in the hook is back before the engine adds to it."""
+    num_emptied: list[bool] = []
 
     def run(scope: Any) -> bytes:
         torch.manual_seed(0)
         norm, x = torch.nn.LayerNorm(1024), torch.randn(4, 1024)
+        other = norm.bias if hooked == "weight" else norm.weight
         num_calls: list[int] = []
 
         def hook(parameter: torch.Tensor) -> None:
@@ -263,6 +275,9 @@ def test_a_hook_of_one_leaf_runs_before_the_other_is_accumulated(hooked: str) ->
                         persistents.emptying.make_spare(_record(each.grad))
                         persistents.is_active = True
                 persistents.evict(0)
+                num_emptied.append(other.grad is not None and _record(other.grad).emptied is not None)
+            with torch.enable_grad():
+                torch.autograd.grad((parameter * 2).sum(), parameter)  # a backward inside of the other
 
         getattr(norm, hooked).register_post_accumulate_grad_hook(hook)
         with scope:
@@ -274,6 +289,7 @@ def test_a_hook_of_one_leaf_runs_before_the_other_is_accumulated(hooked: str) ->
         return bits_of([norm.weight.grad, norm.bias.grad])
 
     assert run(MemoryBudget("1TiB", Config(decision_class="all", tier="memory"))) == run(contextlib.nullcontext())
+    assert any(num_emptied)
 
 
 def test_a_checkpoint_that_recomputes_in_an_unrecorded_node() -> None:

@@ -25,8 +25,8 @@ __all__ = ["Candidates"]
 # Smaller tensors stay: the overhead outweighs the bytes freed.
 _LEAST_BYTES = 4096
 _STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
-# How many uses a ranking is good for: at least so many, and so many a tensor. The next uses change slowly, and sorting
-# takes time.
+# A ranking is used for this many uses, or for this share of the number of tensors if that is more: the next uses change
+# slowly, and sorting takes time.
 _RANKING_LIFE_USES, _RANKING_LIFE_SHARE = 32, 0.1
 
 

@@ -92,6 +92,8 @@ class Emptying:
 
     def start_refill(self, record: StorageRecord) -> bool:
         """Allocate the memory of an emptied storage and start filling it. Return whether that was possible."""
+        if record.emptied is None or record.storage() is None:  # it has died since
+            return False
         try:
             self._start_read(record)
         except (RuntimeError, TierError) as error:
@@ -104,9 +106,10 @@ class Emptying:
     def cancel_refill(self, record: StorageRecord) -> None:
         """Free the memory of a storage that is being filled. Its copy stays."""
         content = record.emptied
-        if content is not None and content.transfer is not None:
-            with contextlib.suppress(TierError):
-                self._end_read(content)
+        if content is not None and record.size_bytes:
+            if content.transfer is not None:
+                with contextlib.suppress(TierError):
+                    self._end_read(content)
             self._free(record)
 
     def refill(self, record: StorageRecord) -> None:
@@ -143,6 +146,7 @@ class Emptying:
         if not record.size_bytes:
             resize_storage(storage, content.size_bytes)
             self._ledger.resize(record, storage, content.size_bytes)
+        content.is_read = False
         try:
             content.transfer = content.copy.tier.read(content.copy.slot, storage)
         except TierError:
@@ -183,7 +187,7 @@ class Emptying:
             self.finish_spare(record)
 
     def spoil(self, record: StorageRecord) -> None:
-        """Give up the spare of a storage, which is about to be written; wait until nothing reads the storage."""
+        """Give up the spare of a storage. Cancel a copy that has not begun; wait for one that has."""
         spare, record.spare = record.spare, None
         if spare is None or spare.copy.transfer is None:
             return

@@ -34,6 +34,7 @@ from torchdelta.errors import TierIOError
 from torchdelta.runtime.memory.candidates import Candidates
 from torchdelta.runtime.memory.emptying import Emptying
 from torchdelta.runtime.memory.in_use import InUse, arguments_in
+from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
 from torchdelta.runtime.memory.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Persistents:
             if may_write:
                 for record in missing:
                     record.spare = None
-        if self.is_active and not may_write:  # between nodes of backward, room is made for what the engine allocates
+        if self.is_active and not may_write:  # where unrecorded code runs next, room was made for what it allocates
             self._look_ahead()
 
     def _look_ahead(self) -> None:
@@ -178,7 +179,7 @@ class Persistents:
         size_bytes = sum(
             content.size_bytes
             for record in missing
-            if (content := record.emptied) is not None and content.transfer is None
+            if (content := record.emptied) is not None and not record.size_bytes
         )
         self.in_use.begin([storage for record in missing if (storage := record.storage()) is not None])
         try:
@@ -195,14 +196,17 @@ class Persistents:
 
         Raises:
             TierIOError: Something cannot be read. All else is here.
+            RuntimeError: The device has no memory for something. All else is here.
         """
-        failure: TierIOError | None = None
+        failure: TierIOError | RuntimeError | None = None
         if self.ledger.num_emptied:
             for record in list(self.ledger.records.values()):
                 if record.emptied is not None:
                     try:
                         self.emptying.refill(record)
-                    except TierIOError as error:
+                    except (TierIOError, RuntimeError) as error:
+                        if not isinstance(error, TierIOError) and not is_out_of_memory(error):
+                            raise
                         failure = failure or error
         if failure is not None:
             raise failure

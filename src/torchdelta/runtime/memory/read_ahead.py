@@ -77,7 +77,8 @@ class ReadAhead:
                     clean = self._clean(lacking_bytes)
                     if sum(record.size_bytes for record in clean) < lacking_bytes:
                         return
-                    self._emptying.empty(clean)
+                    if not self._emptying.empty(clean):
+                        return
                 if not self._emptying.start_refill(known.record):
                     return
             ahead_bytes += content.size_bytes
@@ -110,7 +111,7 @@ class ReadAhead:
                 return
             record = known.record
             if not emptying.has_spare(record):
-                # Of a content that the recorder does not know, nothing would show that it was overwritten.
+                # If the recorder does not know the content, nothing would show that it was overwritten.
                 if record.current is None or record.address in locked or not candidates.may_leave(known):
                     continue
                 if not emptying.make_spare(record):

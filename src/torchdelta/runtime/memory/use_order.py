@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UseOrder"]
 
-# So many uses of a step are kept: a loop without training never ends its step.
+# At most this many uses of a step are kept: a loop without training never ends its step.
 _MOST_USES = 1_000_000
 # A key whose uses are unknown counts as used this many steps from now: it is evicted before all others.
 _UNKNOWN_STEPS = 2

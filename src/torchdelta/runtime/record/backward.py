@@ -270,23 +270,24 @@ class Backward:
             yield
             return
         persistents.in_use.begin_backward(tensors_in(gradients))
+        outer_leaves, self._gap_leaves = self._gap_leaves, []
         try:
             roots = [root for root in roots_of(outputs) if root is not None and root.name() == ACCUMULATE]
             self._begin_gap([root.variable for root in roots])
+            reads.begin_gap()
             yield
         finally:
-            self._gap_leaves = []
+            self._gap_leaves = outer_leaves
             reads.end_gap()
             persistents.in_use.end_backward()
 
     def _begin_gap(self, leaves: list[Any]) -> None:
         """Bring back the gradients of leaves, into which the engine is about to accumulate."""
-        if self.persistents is not None and self._gap_reads is not None:
+        if self.persistents is not None:
             self.persistents.in_use.unlock()
             self._gap_leaves = leaves
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
             self.persistents.lock(gradients, may_write=True)
-            self._gap_reads.begin_gap()
 
     def _end_gap(self) -> None:
         if self.persistents is not None and self._gap_reads is not None:
@@ -339,7 +340,7 @@ class Backward:
         # After an accumulation, those into the other leaves of the node before it may still follow.
         self._begin_gap(self._gap_leaves if leaves is None else leaves)
         self._gaps.begin(node_name, leaves or ())
-        self.python_writes.begin_program()
+        self._begin_program()
 
     @shielded
     def _before_unrecorded(self, name: str, following: list[Any], gradients: Any) -> None:
@@ -348,25 +349,29 @@ class Backward:
         self._count_gradients(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
-        if self.persistents is not None and self._gap_reads is not None:
+        if self.persistents is not None:
             self.persistents.lock(tensors_in(gradients))
-            self._gap_reads.begin_gap()  # a checkpoint may recompute in this node
         self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
         self.observing.observer.on_gradients(gradients)
         self.observing.observer.on_opaque_start(gradients, temporary_bytes)
-        self.python_writes.begin_program()  # a checkpoint may recompute in this node
+        self._begin_program()  # a checkpoint may recompute in this node
 
     @shielded
     def _after_unrecorded(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
         self.python_writes.begin_library()
-        if self._gap_reads is not None:
-            self._gap_reads.end_gap()
+        self._end_gap()
         self._gaps.end_unseen()
         self._count_gradients(inputs)
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
         self._gradients.pending.extend(leaves)
         self._begin_gap(leaves)
         self._gaps.begin(name, leaves)
+        self._begin_program()
+
+    def _begin_program(self) -> None:
+        """Return from the library to the program's code and the engine."""
+        if self._gap_reads is not None:
+            self._gap_reads.begin_gap()
         self.python_writes.begin_program()
 
     def _count_gradients(self, gradients: Any) -> None:

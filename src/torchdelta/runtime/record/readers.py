@@ -183,9 +183,9 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
         persistents = _here()
         if persistents is None or persistents.candidates.is_lent:
             return original(obj, zip_file, *args, **kwargs)
+        persistents.emptying.finish_spares()  # they hold storages
         with _lock:
             undo = patch_storage_reads(sizes=_true_size, reads=_read_storage)
-        persistents.emptying.finish_spares()  # they hold storages
         persistents.candidates.lend()
         try:
             return original(obj, _Writer(zip_file, persistents), *args, **kwargs)

@@ -266,7 +266,7 @@ class StorageRecord:
         self.is_fake = False
         self.is_outside: bool | None = None  # code outside of torch may write its memory at any time; None: not asked
         self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
-        self.emptied: Emptied | None = None  # while its content is on a tier only; `size_bytes` is 0 until it is read
+        self.emptied: Emptied | None = None  # while its content is on a tier only
         self.spare: Emptied | None = None  # a copy of what it holds, until something may have written it
         self.is_exported = False  # something outside of torch has its address: it is never emptied
         self.is_resizable = False  # resized to 0 and filled again without autograd's knowledge: see resized.py
