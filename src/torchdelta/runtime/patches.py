@@ -95,10 +95,10 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         if session is None:
             return original(outputs, *args, **kwargs)
         if session.recorder not in mode_stack():
-            return session.backward.python_writes.run_nested(original, outputs, *args, **kwargs)
+            return session.backward.run_nested(original, outputs, *args, **kwargs)
         if session.device.is_off():
             with without_mode(session.recorder):
-                return session.backward.python_writes.run_nested(original, outputs, *args, **kwargs)
+                return session.backward.run_nested(original, outputs, *args, **kwargs)
         if session.recorder.only_counts:
             return session.transforms.run_backward(original, outputs, *args, **kwargs)
         session.pause.on_backward_start()

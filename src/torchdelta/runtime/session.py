@@ -82,10 +82,8 @@ class Session:
         self.ledger.on_last_handle = self._on_last_handle
         self.steps = StepTracker(self.ledger, self.counters)
         self.steps.on_step_end = self._on_step_end
-
         transfers = Transfers(self.ledger, self.counters, partial(open_shared_tier, config, torch_device))
-        find = Owners(self.ledger).find
-        all_leave = config.decision_class == "all"
+        is_all = config.decision_class == "all"
         self.room = Room(
             ledger=self.ledger,
             counters=self.counters,
@@ -96,7 +94,7 @@ class Session:
             budget_bytes=None if forces else budget_bytes,
             on_shortage=self._on_shortage,
             least_eviction_bytes=0 if forces else LEAST_EVICTION_BYTES,
-            persistents=Persistents(self.ledger, transfers, self.steps, find) if all_leave else None,
+            persistents=Persistents(self.ledger, transfers, self.steps, Owners(self.ledger).find) if is_all else None,
         )
         self.room.digests = config.verify == "first-step"
         self.restorer = Restorer(self.ledger, self.room, prefetches=not forces)
@@ -224,13 +222,15 @@ class Session:
         patches.unpatch()
         impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
         self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
-        if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
-            self.room.persistents.close()
-        log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps)))
-        if self.ledger.num_handles == 0:
-            self._finish()
-        else:
-            self.ledger.invalidate_unheld()
+        try:
+            if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
+                self.room.persistents.close()
+        finally:
+            log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps)))
+            if self.ledger.num_handles == 0:
+                self._finish()
+            else:
+                self.ledger.invalidate_unheld()
         if impossible is not None:
             raise impossible
 

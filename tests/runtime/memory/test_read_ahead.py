@@ -337,7 +337,7 @@ def test_what_leaves_in_place_does_not_leave_as_a_saved_tensor() -> None:
 
 @pytest.mark.parametrize("sizes", [(32, 64, 128), (128, 64, 32)])
 def test_a_scope_that_ends_on_a_broken_disk(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
-    """One tensor cannot be read. The others are whole when the error comes."""
+    """One tensor cannot be read. The others are whole when the error comes, and the scope has ended cleanly."""
     read_part, failing = memory_tier._MemoryMedium.read_part, [False]  # noqa: SLF001
 
     def fail_for_the_small(medium: Any, worker: int, part: Any) -> None:
@@ -362,6 +362,10 @@ def test_a_scope_that_ends_on_a_broken_disk(monkeypatch: pytest.MonkeyPatch, siz
             _persistents().emptying.start_refill(_record(parameter))
         failing[0] = True
     assert [parameter.detach().numpy().sum() for parameter in whole] == [parameter.numel() for parameter in whole]
+    lost = min(parameters, key=len)
+    assert lost.untyped_storage().nbytes() == lost.nbytes
+    assert lost.isnan().all()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("torchdelta")]
 
 
 def _new_model() -> tuple[torch.nn.Module, torch.nn.Parameter]:

@@ -59,6 +59,8 @@ class Candidates:
         self._lent: set[int] | None = None  # see `lend`
         self._searched_in = -1  # the step in which `find` looked for new parameters
         self._searched_at: tuple[int, str] | None = None  # the step and phase of the last search
+        self._left: set[int] = set()  # keys of those that left in the last step
+        self._leaving: set[int] = set()  # and in this one
         self._fleeting: set[int] = set()  # keys of gradients that the program frees after the optimizer has stepped
         self._ranking: list[Persistent] = []
         self._ranked_at = -1
@@ -116,7 +118,16 @@ class Candidates:
     def end_step(self) -> None:
         """Predict from the step that ends here."""
         self.order.end_step()
+        self._left, self._leaving = self._leaving, set()
         self._ranking.clear()
+
+    def note_leaving(self, records: Iterable[StorageRecord]) -> None:
+        """Note that tensors leave."""
+        self._leaving.update(known.key for record in records if (known := self.known.get(record.id)) is not None)
+
+    def will_leave(self, known: Persistent) -> bool:
+        """Return whether a tensor left in the last step, or in this one."""
+        return known.key in self._left or known.key in self._leaving
 
     def _nearness(self, known: Persistent) -> tuple[int, int]:
         if known.key in self._fleeting and not self.order.is_used_again(known.key):

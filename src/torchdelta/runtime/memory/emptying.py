@@ -138,6 +138,16 @@ class Emptying:
         self.spares[record.id] = record
         self._ledger.refilled(record, storage)
 
+    def lose(self, record: StorageRecord) -> None:
+        """Give up a storage if it is still emptied. Reading it gives NaN (integers: -1) and does not crash."""
+        storage = record.storage()
+        if storage is not None and record.emptied is not None:
+            with contextlib.suppress(RuntimeError):  # the device has no memory for it
+                resize_storage(storage, record.emptied.size_bytes)
+                storage.fill_(0xFF)
+                self._ledger.refilled(record, storage)
+                record.spare = None
+
     def _start_read(self, record: StorageRecord) -> None:
         """Allocate memory for an emptied storage, if it has none, and start to read its content."""
         content, storage = record.emptied, record.storage()

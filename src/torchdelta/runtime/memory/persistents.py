@@ -160,7 +160,7 @@ class Persistents:
 
     def _look_ahead(self) -> None:
         """Move beside the compute what the next uses need."""
-        if self._may_move():
+        if self._ahead.is_due and self._may_move():
             if self._steps.is_in_optimizer:
                 self.candidates.search_once_a_phase()
             with self._exclusive():
@@ -212,10 +212,19 @@ class Persistents:
             raise failure
 
     def close(self) -> None:
-        """Bring everything back: the scope ends. Nothing leaves any more."""
+        """Bring everything back: the scope ends. Nothing leaves any more.
+
+        Raises:
+            TierIOError: Something cannot be read. It holds NaN from now on.
+            RuntimeError: The device has no memory for something.
+        """
         self.is_open = self.is_active = False
         try:
             self.bring_all()
+        except Exception:
+            for record in list(self.ledger.records.values()):
+                self.emptying.lose(record)
+            raise
         finally:
             self.emptying.spoil_all()
 
@@ -329,6 +338,7 @@ class Persistents:
                 if not leaving:
                     break
                 self.is_active = True
+                candidates.note_leaving(leaving)
                 if not self.emptying.empty(leaving):
                     self._cancel_refills(target_bytes)
                     return

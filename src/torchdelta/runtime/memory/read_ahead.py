@@ -4,8 +4,9 @@
 The last step tells in which order tensors are used (use_order.py). Those among the next uses that have left are read
 ahead, up to a window of bytes, as long as there is room. Room for them is made by *idle* tensors, whose next use is far
 away, if they have a spare copy: they leave at once. So while memory is nearly full, spare copies of idle tensors are
-made in the background. Nothing here waits for a transfer. Where the order has changed, something was read or copied in
-vain, and what is missing is read at its use.
+made in the background, of those only that left in the last step: at any time the farthest next use is that of what was
+just used, so otherwise every tensor would be copied in every step. Nothing here waits for a transfer. Where the order
+has changed, something was read or copied in vain, and what is missing is read at its use.
 
 AutoSwap (Zhang et al. 2019) swaps variables of a step in this way, after a plan; its swap-ins are issued ahead of use.
 """
@@ -51,12 +52,15 @@ class ReadAhead:
         self._in_use = in_use
         self._looked_at = -_STRIDE_USES
 
-    def look(self) -> None:
-        """Start transfers that the next uses need. Call it when tensors have been used."""
+    @property
+    def is_due(self) -> bool:
+        """Whether enough tensors have been used since the last look, and it is known what is used next."""
         order = self._order
-        if order.count - self._looked_at < _STRIDE_USES or not self.window_bytes or not order.length:
-            return
-        self._looked_at = order.count
+        return order.count - self._looked_at >= _STRIDE_USES and self.window_bytes > 0 and order.length > 0
+
+    def look(self) -> None:
+        """Start transfers that the next uses need. Call it when that is due."""
+        self._looked_at = self._order.count
         self._read_next()
         if self.lacks(self.window_bytes):
             self._copy_idle()
@@ -77,7 +81,7 @@ class ReadAhead:
                     clean = self._clean(lacking_bytes)
                     if sum(record.size_bytes for record in clean) < lacking_bytes:
                         return
-                    if not self._emptying.empty(clean):
+                    if not self._empty(clean):
                         return
                 if not self._emptying.start_refill(known.record):
                     return
@@ -87,7 +91,11 @@ class ReadAhead:
         """Empty idle tensors that have spare copies, until so many bytes are free."""
         clean = self._clean(size_bytes)
         if clean:
-            self._emptying.empty(clean)
+            self._empty(clean)
+
+    def _empty(self, clean: list[StorageRecord]) -> bool:
+        self._candidates.note_leaving(clean)
+        return self._emptying.empty(clean)
 
     def _clean(self, size_bytes: int) -> list[StorageRecord]:
         """Return idle tensors that leave without a transfer: so many bytes of them, or all that there are."""
@@ -111,6 +119,8 @@ class ReadAhead:
                 return
             record = known.record
             if not emptying.has_spare(record):
+                if not candidates.will_leave(known):
+                    continue
                 # If the recorder does not know the content, nothing would show that it was overwritten.
                 if record.current is None or record.address in locked or not candidates.may_leave(known):
                     continue

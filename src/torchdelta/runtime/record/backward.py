@@ -30,7 +30,7 @@ from torchdelta.runtime.record.python_writes import PythonWrites
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.state.steps import StepTracker
@@ -73,11 +73,11 @@ class Backward:
         self._on_end = on_end
         self.persistents = recorder.persistents
         self._gap_reads = GapReads(self.persistents) if self.persistents is not None else None
-        self._gap_leaves: list[Any] = []  # into which the engine accumulates after the latest node
         self._depth = 0
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
-        self.python_writes = recorder.saved.python_writes = PythonWrites(recorder, self._gaps.end)
+        self.python_writes = PythonWrites(recorder, self._gaps.end)
+        recorder.saved.program_modes = (self.python_writes, self._gap_reads)
         self._gradients = LeafGradients(recorder, self.python_writes)
         self._leaves: list[Any] = []  # of the running backward; a survey removes its fake gradients from them
         self.latest_known: KnownBackward | None = None  # the latest backward, if it was that of a followed step
@@ -142,7 +142,9 @@ class Backward:
                     if kwargs.get("accumulate_grad", True):
                         self._gradients.end_read(self._leaves[num_outer_leaves:])
                     gradients = args[0] if args else kwargs.get("grad_tensors")
-                    with self._reading_gaps(outputs, gradients), self.python_writes.on():
+                    gap_reads = self._gap_reads
+                    during = gap_reads.during(outputs, gradients) if gap_reads else contextlib.nullcontext()
+                    with during, self.python_writes.on():
                         result = call_outside(original, outputs, *args, **kwargs)
                 except BaseException as raised:
                     error = raised
@@ -262,37 +264,13 @@ class Backward:
             finally:
                 error = None  # as in `run`
 
-    @contextlib.contextmanager
-    def _reading_gaps(self, outputs: Any, gradients: Any) -> Generator[None]:
-        """Bring back what is read between the nodes."""
-        persistents, reads = self.persistents, self._gap_reads
-        if persistents is None or reads is None:
-            yield
-            return
-        persistents.in_use.begin_backward(tensors_in(gradients))
-        outer_leaves, self._gap_leaves = self._gap_leaves, []
-        try:
-            roots = [root for root in roots_of(outputs) if root is not None and root.name() == ACCUMULATE]
-            self._begin_gap([root.variable for root in roots])
-            reads.begin_gap()
-            yield
-        finally:
-            self._gap_leaves = outer_leaves
-            reads.end_gap()
-            persistents.in_use.end_backward()
-
-    def _begin_gap(self, leaves: list[Any]) -> None:
-        """Bring back the gradients of leaves, into which the engine is about to accumulate."""
-        if self.persistents is not None:
-            self.persistents.in_use.unlock()
-            self._gap_leaves = leaves
-            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-            self.persistents.lock(gradients, may_write=True)
-
-    def _end_gap(self) -> None:
-        if self.persistents is not None and self._gap_reads is not None:
-            self._gap_reads.end_gap()
-            self.persistents.in_use.unlock()
+    @shielded
+    def run_nested(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward that Python code starts where the recorder is off, perhaps in a gap of another backward."""
+        if not self.python_writes.num_backwards:
+            return call_outside(original, outputs, *args, **kwargs)
+        with self._gap_reads.nested(outputs) if self._gap_reads else contextlib.nullcontext(), self.python_writes.on():
+            return call_outside(original, outputs, *args, **kwargs)
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:
         stack = roots_of(outputs)
@@ -323,8 +301,7 @@ class Backward:
 
     @shielded
     def _before(self, gradients: Any, *, name: str = "") -> None:
-        self.python_writes.begin_library()
-        self._end_gap()
+        self._begin_library()
         self._count_gradients(gradients)
         self.observing.observer.on_gradients(gradients)
         self.steps.node_name = name
@@ -337,15 +314,14 @@ class Backward:
             pop_mode()
         node_name, self.steps.node_name = self.steps.node_name, ""
         self._gradients.pending.extend(leaves or ())
-        # After an accumulation, those into the other leaves of the node before it may still follow.
-        self._begin_gap(self._gap_leaves if leaves is None else leaves)
+        if self._gap_reads is not None:  # after an accumulation, those into others of these leaves may still follow
+            self._gap_reads.begin_gap(leaves)
         self._gaps.begin(node_name, leaves or ())
         self._begin_program()
 
     @shielded
     def _before_unrecorded(self, name: str, following: list[Any], gradients: Any) -> None:
-        self.python_writes.begin_library()
-        self._end_gap()
+        self._begin_library()
         self._count_gradients(gradients)
         sizes = [input_sizes_bytes(child) for child in following if child is not None]
         temporary_bytes = int(max(sizes, default=0) * _TEMPORARY_SHARE.get(name.rstrip("0123456789"), 1.0))
@@ -354,24 +330,30 @@ class Backward:
         self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
         self.observing.observer.on_gradients(gradients)
         self.observing.observer.on_opaque_start(gradients, temporary_bytes)
-        self._begin_program()  # a checkpoint may recompute in this node
+        self._begin_program(is_in_node=True)
 
     @shielded
     def _after_unrecorded(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
-        self.python_writes.begin_library()
-        self._end_gap()
+        self._begin_library()
         self._gaps.end_unseen()
         self._count_gradients(inputs)
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
         self._gradients.pending.extend(leaves)
-        self._begin_gap(leaves)
+        if self._gap_reads is not None:
+            self._gap_reads.begin_gap(leaves)
         self._gaps.begin(name, leaves)
         self._begin_program()
 
-    def _begin_program(self) -> None:
-        """Return from the library to the program's code and the engine."""
+    def _begin_library(self) -> None:
+        """Enter the library from the program's code or the engine: the gap, or the unrecorded node, ends."""
+        self.python_writes.begin_library()
         if self._gap_reads is not None:
-            self._gap_reads.begin_gap()
+            self._gap_reads.end_gap()
+
+    def _begin_program(self, *, is_in_node: bool = False) -> None:
+        """Return from the library to the program's code and the engine, in a gap or in an unrecorded node."""
+        if self._gap_reads is not None:
+            self._gap_reads.begin_program(is_in_node=is_in_node)
         self.python_writes.begin_program()
 
     def _count_gradients(self, gradients: Any) -> None:

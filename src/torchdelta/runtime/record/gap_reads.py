@@ -1,37 +1,61 @@
-"""Brings back what Python code reads between the nodes of a backward, where the recorder is off.
+"""Brings back what is read between the nodes of a backward, where the recorder is off.
 
-A dispatch mode there would change how the engine accumulates gradients (backward.py). A function mode does not: it sees
-only what Python code calls, which is the program's hooks on tensors and nodes.
+The engine reads the gradients that it accumulates into, and Python code, which is the program's hooks on tensors and
+nodes, reads anything. A dispatch mode there would change how the engine accumulates gradients (backward.py). A function
+mode does not: it sees only what Python code calls.
+
+It is on also in nodes that run without the recorder, because a checkpoint may recompute there. What the recomputed
+forward reads stays until such a node has ended: the checkpoint may save it, and then the node reads it without an op.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta._torch.modes import FunctionMode, pop_function_mode, push_function_mode, top_function_mode
+import torch
+
+from torchdelta._torch.engine import ACCUMULATE
+from torchdelta._torch.modes import (
+    FunctionMode,
+    pop_function_mode,
+    push_function_mode,
+    remove_function_mode,
+    top_function_mode,
+)
 from torchdelta.runtime.interrupts import call_outside, enter, leave
+from torchdelta.runtime.memory.in_use import arguments_in
+from torchdelta.runtime.record.headroom import Graph
+from torchdelta.runtime.record.known_backward import roots_of
+from torchdelta.runtime.state.kinds import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torchdelta.runtime.memory.persistents import Persistents
 
 __all__ = ["GapReads", "is_attribute_access"]
 
 
 class GapReads(FunctionMode):
-    """Brings back the arguments of the torch functions that Python code calls."""
+    """Brings back the arguments of the torch functions that Python code calls, and the gradients of leaves."""
 
     def __init__(self, persistents: Persistents) -> None:
         super().__init__()
         self._persistents = persistents
+        self._leaves: list[Any] = []  # into which the engine accumulates after the latest node
+        self._is_in_node = False  # whether nodes run that may read without an op what is saved now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function. The signature is torch's."""
         del types
         persistents = self._persistents
-        if is_attribute_access(func):
+        if is_attribute_access(func) or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         outer = enter()
         try:
+            if self._is_in_node and torch.is_grad_enabled():
+                persistents.in_use.lock(arguments_in((args, kwargs)))
             persistents.begin(args, kwargs, may_write=True)
             try:
                 return call_outside(func, *args, **(kwargs or {}))
@@ -40,14 +64,62 @@ class GapReads(FunctionMode):
         finally:
             leave(outer)
 
-    def begin_gap(self) -> None:
-        """A gap begins."""
-        push_function_mode(self)
+    @contextlib.contextmanager
+    def during(self, outputs: Any, gradients: Any) -> Generator[None]:
+        """Bring back what is read between the nodes of a backward that starts at `outputs` with `gradients`."""
+        in_use = self._persistents.in_use
+        in_use.begin_backward(tensors_in(gradients))
+        outer_leaves, self._leaves = self._leaves, []
+        try:
+            roots = [root for root in roots_of(outputs) if root is not None and root.name() == ACCUMULATE]
+            self.begin_gap([root.variable for root in roots])
+            self.begin_program()
+            yield
+        finally:
+            self._leaves = outer_leaves
+            self.begin_library()
+            in_use.end_backward()
+
+    def begin_gap(self, leaves: list[Any] | None) -> None:
+        """A gap begins, in which the engine accumulates into these leaves; None: into those of the gap before."""
+        self._persistents.in_use.unlock()
+        if leaves is not None:
+            self._leaves = leaves
+        gradients = [leaf.grad for leaf in self._leaves if leaf.grad is not None]
+        self._persistents.lock(gradients, may_write=True)
 
     def end_gap(self) -> None:
-        """The gap ends."""
+        """A gap ends, or a node that runs without the recorder."""
+        self.begin_library()
+        self._persistents.in_use.unlock()
+
+    def begin_program(self, *, is_in_node: bool = False) -> None:
+        """Be on from here on: the program's code and the engine run next, in a gap or in an unrecorded node."""
+        self._is_in_node = is_in_node
+        push_function_mode(self)
+
+    def begin_library(self) -> None:
+        """Be off from here on."""
         if top_function_mode() is self:
             pop_function_mode()
+
+    @contextlib.contextmanager
+    def nested(self, outputs: Any) -> Generator[None]:
+        """Bring back what a backward reads that Python code starts in a gap, where its nodes are not watched."""
+        in_use = self._persistents.in_use
+        gradients = [leaf.grad for leaf in Graph(roots_of(outputs)).leaves if leaf.grad is not None]
+        was_in_node = self._is_in_node
+        in_use.begin_backward(gradients)
+        try:
+            self._persistents.bring(gradients, may_write=True)
+            self.begin_program(is_in_node=True)
+            try:
+                yield
+            finally:
+                remove_function_mode(self)
+                self._is_in_node = was_in_node
+        finally:
+            in_use.end_backward()
 
 
 _VIEWS: Final = frozenset({"T", "H", "mT", "mH", "real", "imag"})

@@ -276,7 +276,7 @@ class PartialRecording:
         """Run a backward: that of a followed step, if this one was like its outline."""
         gate, hooks = self._parts()
         if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
-            return self._backward.python_writes.run_nested(original, outputs, *args, **kwargs)
+            return self._backward.run_nested(original, outputs, *args, **kwargs)
         if self._phase is _Phase.PAUSED:
             self.end("a second backward begins")
             return self._backward.run(original, outputs, *args, **kwargs)

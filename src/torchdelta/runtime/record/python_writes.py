@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PythonWrites"]
 
-# They start a backward: a dispatch mode would change how the engine accumulates there. See `run_nested`.
+# They start a backward: a dispatch mode would change how the engine accumulates there. See `Backward.run_nested`.
 _RUNS_ENGINE: Final = frozenset({torch.Tensor.backward, torch.autograd.grad})
 
 
@@ -56,7 +56,7 @@ class PythonWrites(FunctionMode):
     def __init__(self, recorder: Recorder, before_record: Callable[[], object]) -> None:
         super().__init__()
         self.before_write: Callable[..., None] | None = None  # tells the native tape, if there is one
-        self._num_backwards = 0
+        self.num_backwards = 0  # those for which this is on now
         self._recorder = recorder
         self._writers = _Writers(recorder, self, before_record)
 
@@ -80,16 +80,16 @@ class PythonWrites(FunctionMode):
             yield
             return
         push_function_mode(self)
-        self._num_backwards += 1
+        self.num_backwards += 1
         try:
             yield
         finally:
-            self._num_backwards -= 1
+            self.num_backwards -= 1
             remove_function_mode(self)
 
     def begin_program(self) -> None:
         """Be on from here on: code of the program runs next. Only in a backward for which it is on."""
-        if self._num_backwards:
+        if self.num_backwards:
             push_function_mode(self)
 
     def begin_library(self) -> None:
@@ -108,13 +108,6 @@ class PythonWrites(FunctionMode):
         finally:
             if was_on:
                 push_function_mode(self)
-
-    def run_nested(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward that Python code starts in a backward for which this mode is on."""
-        if not self._num_backwards:
-            return original(outputs, *args, **kwargs)
-        with self.on():
-            return original(outputs, *args, **kwargs)
 
 
 class _Writers(DispatchMode):

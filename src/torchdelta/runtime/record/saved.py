@@ -136,7 +136,7 @@ class SavedTensors:
         self.plain_types = frozenset(_PLAIN_TYPES)
         self.least_bytes = 0 if decisions is not None else self.room.least_eviction_bytes
         self.persistents = self.room.persistents
-        self.python_writes: object = None  # the function mode of a backward, if there is one
+        self.program_modes: tuple[object, ...] = ()  # function modes that are on in backward for the program's code
         self.fake_view: Callable[[torch.Tensor], torch.Tensor] | None = None  # in a survey
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -236,15 +236,15 @@ class SavedTensors:
             RuntimeError: It was modified in place after it was saved (eager's own message).
         """
         outer = enter()
-        mode = top_function_mode()
-        is_own = mode is not None and mode is self.python_writes  # for the program's code only
-        if is_own:
+        modes: list[Any] = []
+        while (mode := top_function_mode()) is not None and mode in self.program_modes:
+            modes.append(mode)
             pop_function_mode()
         try:
             return self._unpack(packed)
         finally:
-            if is_own:
-                push_function_mode(mode)
+            while modes:
+                push_function_mode(modes.pop())
             leave(outer)
 
     def _unpack(self, packed: Any) -> torch.Tensor:

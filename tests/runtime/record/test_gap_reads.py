@@ -1,0 +1,157 @@
+"""What is read between the nodes of a backward has come back, where parameters and gradients may leave."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.runtime.parts import running_session
+from tests.same_bits.judge import bits_of
+from torchdelta import Config, MemoryBudget
+from torchdelta._torch.modes import top_function_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.memory.persistents import Persistents
+
+
+def everything() -> MemoryBudget:
+    """Return a scope in which nothing has to leave, but everything may."""
+    return MemoryBudget("1TiB", Config(decision_class="all", tier="memory"))
+
+
+def empty_all() -> int:
+    """Empty what may leave. Return how many bytes still live."""
+    persistents().evict(0)
+    return running_session().ledger.usage.live_bytes
+
+
+def persistents() -> Persistents:
+    """Return those of the running session."""
+    found = running_session().room.persistents
+    assert found is not None
+    return found
+
+
+def is_emptied(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has left."""
+    record = running_session().ledger.find(tensor)
+    return record is not None and record.emptied is not None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides it where it is no error
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("reads", ["backward", "grad", "hook inside"])
+def test_a_backward_in_a_hook_on_a_tensor(reads: str, *, is_compiled: bool) -> None:
+    """What it reads and accumulates into is back, though it runs where nothing is recorded."""
+    emptied: list[bool] = []
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        model, side = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        both = torch.nn.ModuleList([model, side])
+        x, given = torch.randn(8, 64), []
+        function = torch.compile(_mean, backend="eager") if is_compiled else _mean
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            if isinstance(scope, MemoryBudget):
+                empty_all()
+                emptied.append(side.weight.grad is not None and is_emptied(side.weight.grad))
+            with torch.enable_grad():
+                out = side(gradient.detach())
+                if reads == "hook inside":
+                    out.register_hook(lambda inner: inner @ side.weight.detach())
+                loss = function(out)
+            if isinstance(scope, MemoryBudget):
+                empty_all()
+            if reads == "grad":
+                given.append(torch.autograd.grad(loss, side.weight)[0])
+            else:
+                loss.backward()
+            return gradient * function(side.weight.detach())
+
+        with scope:
+            for step in range(3):
+                side(x).square().mean().backward()
+                hidden = model(x)
+                hidden.register_hook(hook)
+                (hidden * hidden).mean().backward()
+                if step == 1:
+                    both.zero_grad(set_to_none=False)
+        return bits_of([parameter.grad for parameter in both.parameters()] + given)
+
+    assert run(everything()) == run(contextlib.nullcontext())
+    assert any(emptied)
+
+
+@pytest.mark.parametrize("function", ["cumprod", "prod", "masked_fill"])
+def test_a_node_without_the_recorder_reads_what_a_checkpoint_has_saved(function: str) -> None:
+    """The checkpoint recomputes in that node. What it saves itself stays, whatever it recomputes after it."""
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        factors = torch.nn.Parameter(torch.rand(64, 64) + 0.5)
+        layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+        model = torch.nn.ModuleList([*layers, torch.nn.ParameterList([factors])])
+
+        def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ways: dict[str, Callable[[], torch.Tensor]] = {
+                "cumprod": lambda: torch.cumprod(factors, 0),
+                "prod": lambda: factors.prod(0),
+                "masked_fill": lambda: factors.masked_fill(factors.detach() > 1, 0.0),
+            }
+            product = ways[function]()
+            for layer in layers:
+                if isinstance(scope, MemoryBudget):
+                    empty_all()
+                x = layer(x).relu()
+            if isinstance(scope, MemoryBudget):
+                empty_all()
+            return product, x
+
+        with scope:
+            for _ in range(2):
+                x = torch.randn(8, 64, requires_grad=True)
+                product, out = checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+                product.sum().backward(retain_graph=True)
+                out.square().mean().backward()
+        return bits_of([parameter.grad for parameter in model.parameters()])
+
+    assert run(everything()) == run(contextlib.nullcontext())
+
+
+def test_the_library_unpacks_without_the_modes_for_the_program() -> None:
+    """Its own torch functions are not taken for the program's, in nodes without the recorder either."""
+    seen: list[object] = []
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.rand(64, 64))
+        with scope:
+            hidden = weight * 2
+            product = (hidden.cumprod(0) * hidden).masked_fill(hidden > 1, 0.0)
+            if isinstance(scope, MemoryBudget):
+                session = running_session()
+                unpack = session.saved._unpack  # noqa: SLF001
+
+                def note(packed: Any) -> torch.Tensor:
+                    seen.append(top_function_mode())
+                    return unpack(packed)
+
+                session.saved._unpack = note  # noqa: SLF001
+                empty_all()
+            product.sum().backward()
+        return bits_of([weight.grad])
+
+    assert run(everything()) == run(contextlib.nullcontext())
+    assert seen
+    assert set(seen) == {None}
+
+
+def _mean(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).mean()
