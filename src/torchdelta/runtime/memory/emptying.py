@@ -13,6 +13,7 @@ from torchdelta._torch.storages import resize_storage
 from torchdelta.errors import TierError, TierIOError
 from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
 from torchdelta.runtime.state.copies import Emptied
+from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:
     from torchdelta.runtime.memory.transfers import Transfers
@@ -144,7 +145,7 @@ class Emptying:
         if storage is not None and record.emptied is not None:
             with contextlib.suppress(RuntimeError):  # the device has no memory for it
                 resize_storage(storage, record.emptied.size_bytes)
-                storage.fill_(0xFF)
+                byte_alias(storage).fill_(0xFF)
                 self._ledger.refilled(record, storage)
                 record.spare = None
 
