@@ -3,14 +3,16 @@
 // [Note: pages are moved, not mapped anew]
 // The C library's heap keeps pages after the blocks on them were freed, and returns the largest blocks to the system.
 // Their pages come back zeroed, one page fault each, which takes longer than a kernel needs to read them. Here the pages
-// of a freed block stay, as a *run*: an address range with pages behind it. A request takes the smallest run that is
-// large enough, and the rest of it stays a run. If none is, the largest runs are moved one behind the other by mremap,
-// which moves pages without touching their content. New pages are mapped only when no run is left. So memory does not
-// fragment, and what is held, live blocks and runs together, is at most what was live at once.
+// of a freed block stay, as a *run*: an address range with pages behind it. Runs that touch each other become one. A
+// request takes the smallest run that is large enough, and the rest of it stays a run. If none is, the largest runs are
+// moved one behind the other by mremap, which moves pages without touching their content. New pages are mapped only when
+// no run is left. So what is held, live blocks and runs together, is at most what was live at once.
 //
 // mremap moves a range within one mapping only, and the kernel merges few moved ranges. So a run knows its *segments*:
-// ranges that were never put together. Cuts are at multiples of 16 KiB, which bounds their number; where there are too
-// many all the same, the runs are unmapped.
+// its ranges of one mapping each. Moving one takes as long as the page faults of some ten pages, whatever its size,
+// because every processor that runs a thread of this process is interrupted. What is put together is cut again later,
+// so segments become smaller from step to step. Where they have become too small, the runs are unmapped: they begin
+// anew as few large segments.
 //
 // It is on while a budget runs on CPU, for the blocks of every thread. Otherwise, and for small blocks, it forwards to
 // the previous allocator. Its own blocks may be freed at any time. It keeps c10's contract for `raw_allocate`: the
@@ -23,6 +25,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -34,23 +37,22 @@ namespace {
 constexpr size_t kLeast = size_t{1} << 20;    // smaller blocks are many, and the heap handles them well
 constexpr size_t kMost = size_t{1} << 46;     // beyond any machine: the previous allocator raises its error
 constexpr size_t kGrain = size_t{1} << 14;
+constexpr size_t kLeastMean = size_t{1} << 18;     // of the sizes of the runs' segments; below it, runs are unmapped
+constexpr size_t kFewSegments = 32;                // as long as the runs have no more, none is too small
 constexpr size_t kMostSegments = size_t{1} << 14;  // a quarter of the mappings that Linux allows to a process
 constexpr uintptr_t kPage = 4096;
 
-using Segments = std::vector<size_t>;  // their sizes, in the order of their addresses
+struct Segment {
+  size_t size;
+  uint64_t mapping;  // its number: neighbours with the same number are one mapping
+};
+using Segments = std::vector<Segment>;  // in the order of their addresses
 
 struct Run {
   char* start;
   size_t size;
   Segments segments;
-};
-
-struct BySize {
-  using is_transparent = void;
-  bool operator()(const Run& a, const Run& b) const {
-    return std::pair(a.size, a.start) < std::pair(b.size, b.start);
-  }
-  bool operator()(const Run& a, size_t size) const { return a.size < size; }
+  char* end() const { return start + size; }
 };
 
 struct Figures {
@@ -59,46 +61,79 @@ struct Figures {
 };
 
 std::mutex lock;
-std::set<Run, BySize>& runs = *new std::set<Run, BySize>;
+std::map<char*, Run>& runs = *new std::map<char*, Run>;  // by address
+std::set<std::pair<size_t, char*>>& sizes = *new std::set<std::pair<size_t, char*>>;  // of the runs
 std::unordered_map<void*, Run>& blocks = *new std::unordered_map<void*, Run>;
+uint64_t num_mappings = 0;  // so far
 Figures figures;
 size_t num_segments = 0;  // of runs and blocks
+size_t num_kept = 0;      // of runs
 int64_t num_users = 0;
 std::atomic<bool> is_on{false};
 std::atomic<int64_t> num_blocks{0};
 c10::Allocator* previous = nullptr;
 c10::DeleterFnPtr previous_deleter = nullptr;
 
-void keep(Run run) {
-  figures.kept += run.size;
-  num_segments += run.segments.size();
-  runs.insert(std::move(run));
+void append(Segments& segments, Segment segment) {
+  if (!segments.empty() && segments.back().mapping == segment.mapping) {
+    segments.back().size += segment.size;
+  } else {
+    segments.push_back(segment);
+  }
 }
 
-Run take_out(std::set<Run, BySize>::iterator position) {
-  Run run = std::move(runs.extract(position).value());
+Run take_out(std::map<char*, Run>::iterator position) {
+  Run run = std::move(runs.extract(position).mapped());
+  sizes.erase({run.size, run.start});
   figures.kept -= run.size;
   num_segments -= run.segments.size();
+  num_kept -= run.segments.size();
   return run;
 }
 
+Run take_out(std::set<std::pair<size_t, char*>>::iterator position) { return take_out(runs.find(position->second)); }
+
+// Put the second of two neighbours behind the first.
+void join(Run& run, const Run& next) {
+  run.size += next.size;
+  for (const Segment& segment : next.segments) append(run.segments, segment);
+}
+
+void keep(Run run) {
+  auto next = runs.lower_bound(run.start);
+  if (next != runs.begin() && std::prev(next)->second.end() == run.start) {
+    Run before = take_out(std::prev(next));
+    join(before, run);
+    run = std::move(before);
+  }
+  if (next != runs.end() && next->first == run.end()) join(run, take_out(next));
+  figures.kept += run.size;
+  num_segments += run.segments.size();
+  num_kept += run.segments.size();
+  sizes.insert({run.size, run.start});
+  char* start = run.start;
+  runs.emplace(start, std::move(run));
+}
+
 void unmap_runs() {
-  for (const Run& run : runs) {
-    munmap(run.start, run.size);
+  for (const auto& [start, run] : runs) {
+    munmap(start, run.size);
     num_segments -= run.segments.size();
   }
   runs.clear();
+  sizes.clear();
   figures.kept = 0;
+  num_kept = 0;
 }
 
 // Cut a run after `size` bytes. Return the rest.
 Run cut(Run& run, size_t size) {
   Run rest{run.start + size, run.size - size, {}};
   size_t end = 0, i = 0;
-  while (end < size) end += run.segments[i++];
+  while (end < size) end += run.segments[i++].size;
   if (end > size) {
-    rest.segments.push_back(end - size);
-    run.segments[i - 1] -= end - size;
+    rest.segments.push_back({end - size, run.segments[i - 1].mapping});
+    run.segments[i - 1].size -= end - size;
   }
   rest.segments.insert(rest.segments.end(), run.segments.begin() + i, run.segments.end());
   run.segments.resize(i);
@@ -109,11 +144,11 @@ Run cut(Run& run, size_t size) {
 // Move the pages of a run to an address, and add its segments to those there. Return how many bytes were moved.
 size_t move(const Run& run, char* target, Segments& segments) {
   size_t done = 0;
-  for (const size_t size : run.segments) {
-    void* there = mremap(run.start + done, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, target + done);
+  for (const Segment& segment : run.segments) {
+    void* there = mremap(run.start + done, segment.size, segment.size, MREMAP_MAYMOVE | MREMAP_FIXED, target + done);
     if (there == MAP_FAILED) break;
-    segments.push_back(size);
-    done += size;
+    segments.push_back({segment.size, ++num_mappings});
+    done += segment.size;
   }
   return done;
 }
@@ -122,7 +157,7 @@ bool map_anew(char* start, size_t size) {
   return mmap(start, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
 }
 
-// Return a new block, with the pages of the largest runs as far as there are any; null if there is no memory.
+// Return a new block, with the pages of runs as far as there are any; null if there is no memory.
 Run put_together(size_t size) {
   // Without access it counts against no limit of the process, which the pages to be moved may have reached.
   void* reserved = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -130,7 +165,8 @@ Run put_together(size_t size) {
   Run block{static_cast<char*>(reserved), size, {}};
   size_t filled = 0;
   while (filled < size && !runs.empty()) {
-    Run run = take_out(std::prev(runs.end()));
+    auto found = sizes.lower_bound({size - filled, nullptr});  // the smallest that is enough, or the largest
+    Run run = take_out(found != sizes.end() ? found : std::prev(found));
     if (run.size > size - filled) keep(cut(run, size - filled));
     const size_t done = move(run, block.start + filled, block.segments);
     filled += done;
@@ -141,7 +177,7 @@ Run put_together(size_t size) {
   }
   figures.moved += filled;
   if (filled < size) {
-    block.segments.push_back(size - filled);
+    block.segments.push_back({size - filled, ++num_mappings});
     if (!map_anew(block.start + filled, size - filled)) {
       munmap(block.start, size);
       return {nullptr, 0, {}};
@@ -151,16 +187,22 @@ Run put_together(size_t size) {
   return block;
 }
 
+// Return whether mapping the runs anew takes less time than moving their segments again and again.
+bool has_small_segments() {
+  const size_t kept = figures.kept;
+  return num_segments > kMostSegments || (num_kept > kFewSegments && kept / num_kept < kLeastMean);
+}
+
 void* take(size_t size) {
   std::lock_guard<std::mutex> guard(lock);
   if (!is_on.load()) return nullptr;
-  if (num_segments > kMostSegments) unmap_runs();
   Run block;
-  auto found = runs.lower_bound(size);
-  if (found != runs.end()) {
+  auto found = sizes.lower_bound({size, nullptr});
+  if (found != sizes.end()) {
     block = take_out(found);
     if (block.size > size) keep(cut(block, size));
   } else {
+    if (has_small_segments()) unmap_runs();
     block = put_together(size);
     if (block.start == nullptr) return nullptr;
   }
