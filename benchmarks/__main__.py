@@ -21,6 +21,7 @@ NAMES = (
     "overheads",
     "resident",
     "everything",
+    "lasting",
     "soak",
     "pool",
     "fidelity",

@@ -108,9 +108,7 @@ def test_segments_do_not_become_more_with_every_step() -> None:
                 held.pop(generator.randrange(len(held)))
         held.clear()
         num_segments.append(caching_figures().num_segments)
-    assert max(num_segments[30:]) < 2 * max(num_segments[:30])
-    mean_bytes = caching_figures().kept_bytes / num_segments[-1]
-    assert mean_bytes > 128 * KIB or num_segments[-1] <= 32
+    assert max(num_segments) < 600  # about 250 in other draws; 1500 where runs are never joined, and growing
 
 
 @pytest.mark.usefixtures("caching")
@@ -177,7 +175,7 @@ def test_blocks_keep_their_content(steps: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.usefixtures("caching")
-def test_too_many_segments_are_unmapped() -> None:
+def test_segments_stay_few_beside_blocks_that_live() -> None:
     """Linux allows some ten thousand mappings: a process that cuts its memory into pieces goes on all the same."""
     generator = random.Random(1)
     held: list[tuple[torch.Tensor, int]] = []
@@ -189,7 +187,7 @@ def test_too_many_segments_are_unmapped() -> None:
             tensor, value = held.pop(generator.randrange(len(held)))
             assert is_full_of(tensor, value)
         most = max(most, caching_figures().num_segments)
-    assert most < 2000  # of blocks that live, for the most part
+    assert most < 2000
     assert all(is_full_of(tensor, value) for tensor, value in held)
 
 

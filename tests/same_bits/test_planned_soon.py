@@ -79,17 +79,18 @@ def judge(seed: int, *, only_plain: bool = False) -> tuple[str, int]:
         reacting, reactive_bytes, _ = train_within(room_bytes, None, seed, only_plain=only_plain)
     except BudgetError:
         return "", -1
+    if reacting != plain:
+        return "other bits reactively", 0
     try:
         observed, peak_bytes, budget = train_within(room_bytes, "auto", seed, only_plain=only_plain)
     except BudgetError:
-        if reactive_bytes > room_bytes:  # it was too small there as well: an op that was new passed it unnoticed
+        if reactive_bytes > room_bytes:  # the steps that reacted passed the budget, so it is too small for them, too
             return "", -1
         raise
     # Where an op allocates inside itself for the first time, steps that react pass the budget by some KiB: how many
     # depends on what had left by then.
     most_bytes = int(1.01 * max(room_bytes, reactive_bytes))
     wrong = [
-        "other bits reactively" if reacting != plain else "",
         "other bits" if observed != plain else "",
         f"a peak of {peak_bytes} bytes within {most_bytes}" if peak_bytes > most_bytes else "",
     ]

@@ -4,15 +4,16 @@
 // The C library's heap keeps pages after the blocks on them were freed, and returns the largest blocks to the system.
 // Their pages come back zeroed, one page fault each, which takes longer than a kernel needs to read them. Here the pages
 // of a freed block stay, as a *run*: an address range with pages behind it. Runs that touch each other become one. A
-// request takes the smallest run that is large enough, and the rest of it stays a run. If none is, the largest runs are
-// moved one behind the other by mremap, which moves pages without touching their content. New pages are mapped only when
-// no run is left. So what is held, live blocks and runs together, is at most what was live at once.
+// request takes the smallest run that is large enough, and the rest of it stays a run. If none is, the largest runs, and
+// last the smallest that fills the block, are moved one behind the other by mremap, which does not touch the content of
+// pages. New pages are mapped only when no run is left. So what is held, live blocks and runs together, is at most what
+// was live at once.
 //
-// mremap moves a range within one mapping only, and the kernel merges few moved ranges. So a run knows its *segments*:
-// its ranges of one mapping each. Moving one takes as long as the page faults of some ten pages, whatever its size,
+// mremap moves a range within one mapping, and the kernel merges few moved ranges. So a run knows its *segments*: its
+// ranges of one mapping each. Moving a segment takes as long as the faults of about ten pages, whatever its size,
 // because every processor that runs a thread of this process is interrupted. What is put together is cut again later,
-// so segments become smaller from step to step. Where they have become too small, the runs are unmapped: they begin
-// anew as few large segments.
+// so segments become smaller from step to step. Before pages are moved, the runs are unmapped if their segments are too
+// small, or if there are too many of all segments. Then blocks get new pages, in few large segments.
 //
 // It is on while a budget runs on CPU, for the blocks of every thread. Otherwise, and for small blocks, it forwards to
 // the previous allocator. Its own blocks may be freed at any time. It keeps c10's contract for `raw_allocate`: the
@@ -34,11 +35,11 @@
 
 namespace {
 
-constexpr size_t kLeast = size_t{1} << 20;    // smaller blocks are many, and the heap handles them well
-constexpr size_t kMost = size_t{1} << 46;     // beyond any machine: the previous allocator raises its error
+constexpr size_t kLeast = size_t{1} << 20;         // smaller blocks are many, and the heap handles them well
+constexpr size_t kMost = size_t{1} << 46;          // beyond any machine: the previous allocator raises its error
 constexpr size_t kGrain = size_t{1} << 14;
-constexpr size_t kLeastMean = size_t{1} << 18;     // of the sizes of the runs' segments; below it, runs are unmapped
-constexpr size_t kFewSegments = 32;                // as long as the runs have no more, none is too small
+constexpr size_t kLeastMean = size_t{1} << 18;     // of the sizes of the runs' segments; below it, they are too small
+constexpr size_t kFewSegments = 32;                // runs with at most so many segments stay, even if these are small
 constexpr size_t kMostSegments = size_t{1} << 14;  // a quarter of the mappings that Linux allows to a process
 constexpr uintptr_t kPage = 4096;
 
@@ -66,8 +67,8 @@ std::set<std::pair<size_t, char*>>& sizes = *new std::set<std::pair<size_t, char
 std::unordered_map<void*, Run>& blocks = *new std::unordered_map<void*, Run>;
 uint64_t num_mappings = 0;  // so far
 Figures figures;
-size_t num_segments = 0;  // of runs and blocks
-size_t num_kept = 0;      // of runs
+size_t num_segments = 0;      // of runs and blocks
+size_t num_run_segments = 0;  // of runs
 int64_t num_users = 0;
 std::atomic<bool> is_on{false};
 std::atomic<int64_t> num_blocks{0};
@@ -87,7 +88,7 @@ Run take_out(std::map<char*, Run>::iterator position) {
   sizes.erase({run.size, run.start});
   figures.kept -= run.size;
   num_segments -= run.segments.size();
-  num_kept -= run.segments.size();
+  num_run_segments -= run.segments.size();
   return run;
 }
 
@@ -109,7 +110,7 @@ void keep(Run run) {
   if (next != runs.end() && next->first == run.end()) join(run, take_out(next));
   figures.kept += run.size;
   num_segments += run.segments.size();
-  num_kept += run.segments.size();
+  num_run_segments += run.segments.size();
   sizes.insert({run.size, run.start});
   char* start = run.start;
   runs.emplace(start, std::move(run));
@@ -123,7 +124,7 @@ void unmap_runs() {
   runs.clear();
   sizes.clear();
   figures.kept = 0;
-  num_kept = 0;
+  num_run_segments = 0;
 }
 
 // Cut a run after `size` bytes. Return the rest.
@@ -187,10 +188,10 @@ Run put_together(size_t size) {
   return block;
 }
 
-// Return whether mapping the runs anew takes less time than moving their segments again and again.
+// Return whether the runs are to be unmapped: new pages take less time than moving small segments in every step.
 bool has_small_segments() {
   const size_t kept = figures.kept;
-  return num_segments > kMostSegments || (num_kept > kFewSegments && kept / num_kept < kLeastMean);
+  return num_segments > kMostSegments || (num_run_segments > kFewSegments && kept / num_run_segments < kLeastMean);
 }
 
 void* take(size_t size) {

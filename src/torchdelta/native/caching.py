@@ -124,7 +124,7 @@ class CachingFigures:
         peak_bytes: The most of both together since the first budget that runs now began.
         fresh_bytes: Mapped anew since the process began.
         moved_bytes: Moved since the process began, to put a block together.
-        num_segments: Ranges of addresses that all of it consists of.
+        num_segments: Ranges of addresses that all of it consists of, each within one mapping.
     """
 
     live_bytes: int = 0

@@ -15,8 +15,6 @@ from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import top_function_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchdelta.runtime.memory.persistents import Persistents
 
 
@@ -46,8 +44,10 @@ def is_emptied(tensor: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides it where it is no error
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("reads", ["backward", "grad", "hook inside"])
-def test_a_backward_in_a_hook_on_a_tensor(reads: str, *, is_compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "starts", ["backward", "engine", "grad", "with a hook", "from a gradient", "over the same graph"]
+)
+def test_a_backward_in_a_hook_on_a_tensor(starts: str, *, is_compiled: bool) -> None:
     """What it reads and accumulates into is back, though it runs where nothing is recorded."""
     emptied: list[bool] = []
 
@@ -59,39 +59,55 @@ def test_a_backward_in_a_hook_on_a_tensor(reads: str, *, is_compiled: bool) -> N
         function = torch.compile(_mean, backend="eager") if is_compiled else _mean
 
         def hook(gradient: torch.Tensor) -> torch.Tensor:
+            if is_inside:  # over the same graph
+                return gradient * 2
             if isinstance(scope, MemoryBudget):
                 empty_all()
-                emptied.append(side.weight.grad is not None and is_emptied(side.weight.grad))
             with torch.enable_grad():
                 out = side(gradient.detach())
-                if reads == "hook inside":
+                if starts == "with a hook":
                     out.register_hook(lambda inner: inner @ side.weight.detach())
                 loss = function(out)
             if isinstance(scope, MemoryBudget):
                 empty_all()
-            if reads == "grad":
+                emptied.append(side.weight.grad is not None and is_emptied(side.weight.grad))
+            is_inside.append(True)
+            if starts == "grad":
                 given.append(torch.autograd.grad(loss, side.weight)[0])
+            elif starts == "engine":
+                torch.autograd.backward([loss])
+            elif starts == "from a gradient":
+                torch.autograd.backward([side.weight], [side.weight.grad])
+            elif starts == "over the same graph":
+                given.extend(torch.autograd.grad(outs[-1], model.weight, retain_graph=True))
             else:
                 loss.backward()
+            is_inside.clear()
             return gradient * function(side.weight.detach())
 
+        outs: list[torch.Tensor] = []
+        is_inside: list[bool] = []
         with scope:
             for step in range(3):
                 side(x).square().mean().backward()
                 hidden = model(x)
+                outs.append(hidden.sin().sum())
                 hidden.register_hook(hook)
                 (hidden * hidden).mean().backward()
                 if step == 1:
                     both.zero_grad(set_to_none=False)
+            outs.clear()
         return bits_of([parameter.grad for parameter in both.parameters()] + given)
 
     assert run(everything()) == run(contextlib.nullcontext())
     assert any(emptied)
 
 
-@pytest.mark.parametrize("function", ["cumprod", "prod", "masked_fill"])
-def test_a_node_without_the_recorder_reads_what_a_checkpoint_has_saved(function: str) -> None:
-    """The checkpoint recomputes in that node. What it saves itself stays, whatever it recomputes after it."""
+@pytest.mark.parametrize("recomputes_in", ["the node", "a recorded node", "no node"])
+@pytest.mark.parametrize("function", ["cumprod", "prod"])
+def test_a_node_without_the_recorder_reads_what_others_have_saved(function: str, recomputes_in: str) -> None:
+    """It reads a parameter without an op: the hooks of a checkpoint, or of the program, hand it over."""
+    emptied: list[tuple[bool, bool]] = []
 
     def run(scope: Any) -> bytes:
         torch.manual_seed(0)
@@ -99,30 +115,38 @@ def test_a_node_without_the_recorder_reads_what_a_checkpoint_has_saved(function:
         layers = [torch.nn.Linear(64, 64) for _ in range(3)]
         model = torch.nn.ModuleList([*layers, torch.nn.ParameterList([factors])])
 
-        def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            ways: dict[str, Callable[[], torch.Tensor]] = {
-                "cumprod": lambda: torch.cumprod(factors, 0),
-                "prod": lambda: factors.prod(0),
-                "masked_fill": lambda: factors.masked_fill(factors.detach() > 1, 0.0),
-            }
-            product = ways[function]()
-            for layer in layers:
-                if isinstance(scope, MemoryBudget):
-                    empty_all()
-                x = layer(x).relu()
+        def empty() -> None:
             if isinstance(scope, MemoryBudget):
                 empty_all()
-            return product, x
+                emptied.append((is_emptied(factors), is_emptied(layers[0].weight)))
+
+        def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            product = torch.cumprod(factors, 0) if function == "cumprod" else factors.prod(0)
+            for layer in layers:
+                empty()
+                x = layer(x).relu()
+            empty()
+            return (product, x) if recomputes_in == "the node" else (product * x.sum(), x)
 
         with scope:
             for _ in range(2):
                 x = torch.randn(8, 64, requires_grad=True)
-                product, out = checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
-                product.sum().backward(retain_graph=True)
+                if recomputes_in == "no node":
+                    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+                        product, out = block(x)
+                else:
+                    product, out = checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+                if recomputes_in == "the node":
+                    product.sum().backward(retain_graph=True)
+                else:
+                    out.register_hook(lambda _: empty())
+                    out = out + product.sum()
                 out.square().mean().backward()
         return bits_of([parameter.grad for parameter in model.parameters()])
 
     assert run(everything()) == run(contextlib.nullcontext())
+    assert any(of_layer for _, of_layer in emptied)
+    assert not any(of_factors for of_factors, _ in emptied)
 
 
 def test_the_library_unpacks_without_the_modes_for_the_program() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from torchdelta._torch.modes import Quietly
 from torchdelta._torch.storages import resize_storage
 from torchdelta.errors import TierError, TierIOError
 from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
@@ -139,15 +140,22 @@ class Emptying:
         self.spares[record.id] = record
         self._ledger.refilled(record, storage)
 
-    def lose(self, record: StorageRecord) -> None:
-        """Give up a storage if it is still emptied. Reading it gives NaN (integers: -1) and does not crash."""
-        storage = record.storage()
-        if storage is not None and record.emptied is not None:
-            with contextlib.suppress(RuntimeError):  # the device has no memory for it
-                resize_storage(storage, record.emptied.size_bytes)
-                byte_alias(storage).fill_(0xFF)
-                self._ledger.refilled(record, storage)
-                record.spare = None
+    def refill_or_lose(self, record: StorageRecord) -> None:
+        """Try once more to bring an emptied storage back. If its copy cannot be read, its bytes are 0xFF, which is NaN.
+
+        So the program can read it without a crash. If the device has no memory for it, it stays empty.
+        """
+        content, storage = record.emptied, record.storage()
+        if content is None or storage is None:
+            return
+        with contextlib.suppress(TierError, RuntimeError):
+            self.refill(record)
+            return
+        with contextlib.suppress(RuntimeError), Quietly():
+            resize_storage(storage, content.size_bytes)
+            byte_alias(storage).fill_(0xFF)
+            self._ledger.refilled(record, storage)
+            record.spare = None
 
     def _start_read(self, record: StorageRecord) -> None:
         """Allocate memory for an emptied storage, if it has none, and start to read its content."""

@@ -30,11 +30,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from torchdelta.errors import TierIOError
 from torchdelta.runtime.memory.candidates import Candidates
 from torchdelta.runtime.memory.emptying import Emptying
 from torchdelta.runtime.memory.in_use import InUse, arguments_in
-from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
 from torchdelta.runtime.memory.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -198,15 +196,13 @@ class Persistents:
             TierIOError: Something cannot be read. All else is here.
             RuntimeError: The device has no memory for something. All else is here.
         """
-        failure: TierIOError | RuntimeError | None = None
+        failure: Exception | None = None
         if self.ledger.num_emptied:
             for record in list(self.ledger.records.values()):
                 if record.emptied is not None:
                     try:
                         self.emptying.refill(record)
-                    except (TierIOError, RuntimeError) as error:
-                        if not isinstance(error, TierIOError) and not is_out_of_memory(error):
-                            raise
+                    except Exception as error:  # noqa: BLE001 - it is raised when all others are back
                         failure = failure or error
         if failure is not None:
             raise failure
@@ -216,14 +212,15 @@ class Persistents:
 
         Raises:
             TierIOError: Something cannot be read. It holds NaN from now on.
-            RuntimeError: The device has no memory for something.
+            RuntimeError: The device has no memory for something. It stays empty.
         """
         self.is_open = self.is_active = False
         try:
             self.bring_all()
-        except Exception:
+        except BaseException:
             for record in list(self.ledger.records.values()):
-                self.emptying.lose(record)
+                if record.emptied is not None:
+                    self.emptying.refill_or_lose(record)
             raise
         finally:
             self.emptying.spoil_all()
@@ -266,6 +263,15 @@ class Persistents:
         for record in self.in_use.records(found):
             record.is_exported = True
         self.end()
+
+    def keep(self, *arguments: Any) -> None:
+        """Let the tensors among an op's arguments, which are here, stay from now on.
+
+        A node that runs without the recorder may read them, and the runtime does not see that where hooks of others
+        have saved them, such as a checkpoint's.
+        """
+        for record in self.in_use.records(arguments_in(arguments)):
+            record.is_exported = True
 
     def begin_compiled(self, *, with_states: bool) -> None:
         """Bring back what compiled code may read, and let it stay until `end_compiled`. See [Note: compiled code].
@@ -314,6 +320,8 @@ class Persistents:
 
     def evict_idle(self, target_bytes: int) -> None:
         """Evict tensors that are not needed soon and leave without a transfer, until `target_bytes` live."""
+        if self._steps.num_steps != self._step:
+            self._on_step()
         if self.is_active and self._may_move():
             self._ahead.release_idle(self.ledger.usage.live_bytes - target_bytes)
 

@@ -4,9 +4,10 @@
 The last step tells in which order tensors are used (use_order.py). Those among the next uses that have left are read
 ahead, up to a window of bytes, as long as there is room. Room for them is made by *idle* tensors, whose next use is far
 away, if they have a spare copy: they leave at once. So while memory is nearly full, spare copies of idle tensors are
-made in the background, of those only that left in the last step: at any time the farthest next use is that of what was
-just used, so otherwise every tensor would be copied in every step. Nothing here waits for a transfer. Where the order
-has changed, something was read or copied in vain, and what is missing is read at its use.
+made in the background. Only what left in the last step or in this one is copied: what was just used always has the
+farthest next use, so without this limit each tensor would be copied after its use, whether it has to leave or not.
+Nothing here waits for a transfer. Where the order has changed, something was read or copied in vain, and what is
+missing is read at its use.
 
 AutoSwap (Zhang et al. 2019) swaps variables of a step in this way, after a plan; its swap-ins are issued ahead of use.
 """

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from torchdelta._torch.engine import ACCUMULATE, input_sizes_bytes
-from torchdelta._torch.modes import mode_stack, num_modes, pop_mode, push_mode, top_mode, without_mode
+from torchdelta._torch.modes import (
+    mode_stack,
+    num_modes,
+    pop_mode,
+    push_mode,
+    top_function_mode,
+    top_mode,
+    without_mode,
+)
 from torchdelta._torch.storages import storage_address
 from torchdelta._torch.tensors import post_accumulate_hooks_of
 from torchdelta.runtime.follow.program import Proof
@@ -269,7 +277,15 @@ class Backward:
         """Run a backward that Python code starts where the recorder is off, perhaps in a gap of another backward."""
         if not self.python_writes.num_backwards:
             return call_outside(original, outputs, *args, **kwargs)
-        with self._gap_reads.nested(outputs) if self._gap_reads else contextlib.nullcontext(), self.python_writes.on():
+        nested: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._gap_reads is not None:
+            nested = self._gap_reads.nested(
+                outputs,
+                args[0] if args else kwargs.get("grad_tensors"),
+                accumulates=kwargs.get("accumulate_grad", True),
+                is_on=top_function_mode() is self.python_writes,
+            )
+        with nested, self.python_writes.on():
             return call_outside(original, outputs, *args, **kwargs)
 
     def _install(self, outputs: Any, handles: list[Any]) -> None:
@@ -330,7 +346,7 @@ class Backward:
         self._gaps.begin_unseen(name, tuple(sizes), sum(sizes) + temporary_bytes)
         self.observing.observer.on_gradients(gradients)
         self.observing.observer.on_opaque_start(gradients, temporary_bytes)
-        self._begin_program(is_in_node=True)
+        self._begin_program()  # a checkpoint may recompute in this node
 
     @shielded
     def _after_unrecorded(self, name: str, leaves: Any, inputs: Any, _outputs: Any) -> None:
@@ -350,10 +366,10 @@ class Backward:
         if self._gap_reads is not None:
             self._gap_reads.end_gap()
 
-    def _begin_program(self, *, is_in_node: bool = False) -> None:
+    def _begin_program(self) -> None:
         """Return from the library to the program's code and the engine, in a gap or in an unrecorded node."""
         if self._gap_reads is not None:
-            self._gap_reads.begin_program(is_in_node=is_in_node)
+            self._gap_reads.begin_program()
         self.python_writes.begin_program()
 
     def _count_gradients(self, gradients: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from torchdelta._torch.list_functions import is_list_op
 from torchdelta._torch.modes import num_modes
+from torchdelta.runtime.record.mode_sensitive import makes_mode_sensitive_node
 from torchdelta.runtime.record.pieces import call_in_pieces
 from torchdelta.runtime.record.recorder import Recorder
 
@@ -43,6 +44,8 @@ class BringingRecorder(Recorder):
     def _see_one(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         self.persistents.begin(args, kwargs)
         try:
+            if makes_mode_sensitive_node(func.__name__) and torch.is_grad_enabled():
+                self.persistents.keep(args, kwargs)
             return super()._see(func, types, args, kwargs)
         finally:
             self.persistents.end()

@@ -1,11 +1,12 @@
 """Brings back what is read between the nodes of a backward, where the recorder is off.
 
-The engine reads the gradients that it accumulates into, and Python code, which is the program's hooks on tensors and
-nodes, reads anything. A dispatch mode there would change how the engine accumulates gradients (backward.py). A function
-mode does not: it sees only what Python code calls.
+The engine reads the gradients that it accumulates into, and Python code (the program's hooks on tensors and nodes) may
+read any tensor. A dispatch mode there would change how the engine accumulates gradients (backward.py). A function mode
+does not: it sees only what Python code calls. The function mode is on also in nodes that run without the recorder,
+because a checkpoint may recompute there.
 
-It is on also in nodes that run without the recorder, because a checkpoint may recompute there. What the recomputed
-forward reads stays until such a node has ended: the checkpoint may save it, and then the node reads it without an op.
+A hook may start a backward. The nodes of that one are not watched, unless they are nodes of the outer one, too. So what
+they may read stays until it has ended: all gradients that it accumulates into, and what is read in the meantime.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torchdelta.runtime.interrupts import call_outside, enter, leave
 from torchdelta.runtime.memory.in_use import arguments_in
 from torchdelta.runtime.record.headroom import Graph
 from torchdelta.runtime.record.known_backward import roots_of
+from torchdelta.runtime.record.mode_sensitive import makes_mode_sensitive_node
 from torchdelta.runtime.state.kinds import tensors_in
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class GapReads(FunctionMode):
         super().__init__()
         self._persistents = persistents
         self._leaves: list[Any] = []  # into which the engine accumulates after the latest node
-        self._is_in_node = False  # whether nodes run that may read without an op what is saved now
+        self._num_nested = 0  # backwards that run inside of gaps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one function. The signature is torch's."""
@@ -54,10 +56,12 @@ class GapReads(FunctionMode):
             return func(*args, **(kwargs or {}))
         outer = enter()
         try:
-            if self._is_in_node and torch.is_grad_enabled():
+            if self._num_nested:
                 persistents.in_use.lock(arguments_in((args, kwargs)))
             persistents.begin(args, kwargs, may_write=True)
             try:
+                if makes_mode_sensitive_node(getattr(func, "__name__", "")) and torch.is_grad_enabled():
+                    persistents.keep(args, kwargs)
                 return call_outside(func, *args, **(kwargs or {}))
             finally:
                 persistents.end()
@@ -67,10 +71,12 @@ class GapReads(FunctionMode):
     @contextlib.contextmanager
     def during(self, outputs: Any, gradients: Any) -> Generator[None]:
         """Bring back what is read between the nodes of a backward that starts at `outputs` with `gradients`."""
-        in_use = self._persistents.in_use
-        in_use.begin_backward(tensors_in(gradients))
+        in_use, starting = self._persistents.in_use, list(tensors_in(gradients))
+        in_use.begin_backward(starting)
         outer_leaves, self._leaves = self._leaves, []
         try:
+            if self._persistents.is_active:
+                self._persistents.bring(starting)
             roots = [root for root in roots_of(outputs) if root is not None and root.name() == ACCUMULATE]
             self.begin_gap([root.variable for root in roots])
             self.begin_program()
@@ -93,9 +99,8 @@ class GapReads(FunctionMode):
         self.begin_library()
         self._persistents.in_use.unlock()
 
-    def begin_program(self, *, is_in_node: bool = False) -> None:
-        """Be on from here on: the program's code and the engine run next, in a gap or in an unrecorded node."""
-        self._is_in_node = is_in_node
+    def begin_program(self) -> None:
+        """Be on from here on: the program's code and the engine run next."""
         push_function_mode(self)
 
     def begin_library(self) -> None:
@@ -104,21 +109,35 @@ class GapReads(FunctionMode):
             pop_function_mode()
 
     @contextlib.contextmanager
-    def nested(self, outputs: Any) -> Generator[None]:
-        """Bring back what a backward reads that Python code starts in a gap, where its nodes are not watched."""
-        in_use = self._persistents.in_use
-        gradients = [leaf.grad for leaf in Graph(roots_of(outputs)).leaves if leaf.grad is not None]
-        was_in_node = self._is_in_node
-        in_use.begin_backward(gradients)
+    def nested(self, outputs: Any, gradients: Any, *, accumulates: bool, is_on: bool) -> Generator[None]:
+        """Bring back what a backward reads that Python code starts in a gap.
+
+        Args:
+            outputs: Where it starts.
+            gradients: Those of the outputs.
+            accumulates: Whether it accumulates into the gradients of leaves.
+            is_on: Whether this mode is on already. It is not where a torch function has started the backward.
+        """
+        in_use, read = self._persistents.in_use, list(tensors_in(gradients))
+        if accumulates:
+            read += [leaf.grad for leaf in Graph(roots_of(outputs)).leaves if leaf.grad is not None]
+        outer_leaves = self._leaves
+        in_use.begin_backward(read)
+        self._num_nested += 1
         try:
-            self._persistents.bring(gradients, may_write=True)
-            self.begin_program(is_in_node=True)
+            if self._persistents.is_active:
+                self._persistents.bring(read, may_write=True)
+            if is_on:
+                yield
+                return
+            push_function_mode(self)
             try:
                 yield
             finally:
                 remove_function_mode(self)
-                self._is_in_node = was_in_node
         finally:
+            self._num_nested -= 1
+            self._leaves = outer_leaves  # nodes of the outer backward may have run
             in_use.end_backward()
 
 

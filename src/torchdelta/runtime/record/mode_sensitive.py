@@ -7,6 +7,7 @@ backward of torch's own op database with and without a mode, and fails where ano
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 # Prefixes of `grad_fn.name()`.
@@ -27,3 +28,10 @@ MODE_SENSITIVE_NODES: Final = frozenset(
 def is_mode_sensitive(node_name: str) -> bool:
     """Return whether a node of this name must run without a dispatch mode; the overload's trailing digit is ignored."""
     return node_name.rstrip("0123456789") in MODE_SENSITIVE_NODES
+
+
+@functools.cache
+def makes_mode_sensitive_node(name: str) -> bool:
+    """Return whether an op or function, such as `cumprod.default` or `cumprod_`, makes a node that runs without it."""
+    words = name.partition(".")[0].split("_")
+    return "".join(word.capitalize() for word in words) + "Backward" in MODE_SENSITIVE_NODES
