@@ -188,8 +188,8 @@ Run put_together(size_t size) {
   return block;
 }
 
-// Return whether the runs are to be unmapped: new pages take less time than moving small segments in every step.
-bool has_small_segments() {
+// Return whether new pages take less time than moving the runs' small segments, or whether all segments are too many.
+bool should_unmap_runs() {
   const size_t kept = figures.kept;
   return num_segments > kMostSegments || (num_run_segments > kFewSegments && kept / num_run_segments < kLeastMean);
 }
@@ -203,7 +203,7 @@ void* take(size_t size) {
     block = take_out(found);
     if (block.size > size) keep(cut(block, size));
   } else {
-    if (has_small_segments()) unmap_runs();
+    if (should_unmap_runs()) unmap_runs();
     block = put_together(size);
     if (block.start == nullptr) return nullptr;
   }

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.parts import running_session
+from tests.runtime.parts import empty_everything, is_emptied, running_session
 from tests.same_bits.judge import bits_of
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import top_function_mode
-
-if TYPE_CHECKING:
-    from torchdelta.runtime.memory.persistents import Persistents
 
 
 def everything() -> MemoryBudget:
     """Return a scope in which nothing has to leave, but everything may."""
     return MemoryBudget("1TiB", Config(decision_class="all", tier="memory"))
-
-
-def empty_all() -> int:
-    """Empty what may leave. Return how many bytes still live."""
-    persistents().evict(0)
-    return running_session().ledger.usage.live_bytes
-
-
-def persistents() -> Persistents:
-    """Return those of the running session."""
-    found = running_session().room.persistents
-    assert found is not None
-    return found
-
-
-def is_emptied(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has left."""
-    record = running_session().ledger.find(tensor)
-    return record is not None and record.emptied is not None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides it where it is no error
@@ -62,14 +40,14 @@ def test_a_backward_in_a_hook_on_a_tensor(starts: str, *, is_compiled: bool) -> 
             if is_inside:  # over the same graph
                 return gradient * 2
             if isinstance(scope, MemoryBudget):
-                empty_all()
+                empty_everything()
             with torch.enable_grad():
                 out = side(gradient.detach())
                 if starts == "with a hook":
                     out.register_hook(lambda inner: inner @ side.weight.detach())
                 loss = function(out)
             if isinstance(scope, MemoryBudget):
-                empty_all()
+                empty_everything()
                 emptied.append(side.weight.grad is not None and is_emptied(side.weight.grad))
             is_inside.append(True)
             if starts == "grad":
@@ -117,7 +95,7 @@ def test_a_node_without_the_recorder_reads_what_others_have_saved(function: str,
 
         def empty() -> None:
             if isinstance(scope, MemoryBudget):
-                empty_all()
+                empty_everything()
                 emptied.append((is_emptied(factors), is_emptied(layers[0].weight)))
 
         def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +146,7 @@ def test_the_library_unpacks_without_the_modes_for_the_program() -> None:
                     return unpack(packed)
 
                 session.saved._unpack = note  # noqa: SLF001
-                empty_all()
+                empty_everything()
             product.sum().backward()
         return bits_of([weight.grad])
 

@@ -104,7 +104,7 @@ class GapReads(FunctionMode):
         push_function_mode(self)
 
     def begin_library(self) -> None:
-        """Be off from here on."""
+        """Be off from here on: the library itself runs next."""
         if top_function_mode() is self:
             pop_function_mode()
 

@@ -32,6 +32,6 @@ def is_mode_sensitive(node_name: str) -> bool:
 
 @functools.cache
 def makes_mode_sensitive_node(name: str) -> bool:
-    """Return whether an op or function, such as `cumprod.default` or `cumprod_`, makes a node that runs without it."""
+    """Return whether an op or function, such as `cumprod.default` or `cumprod_`, makes a mode-sensitive node."""
     words = name.partition(".")[0].split("_")
     return "".join(word.capitalize() for word in words) + "Backward" in MODE_SENSITIVE_NODES

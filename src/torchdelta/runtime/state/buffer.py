@@ -268,7 +268,7 @@ class StorageRecord:
         self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
         self.emptied: Emptied | None = None  # while its content is on a tier only
         self.spare: Emptied | None = None  # a copy of what it holds, until something may have written it
-        self.is_exported = False  # something outside of torch has its address: it is never emptied
+        self.is_exported = False  # it may be read without an op at any time: it is never emptied
         self.is_resizable = False  # resized to 0 and filled again without autograd's knowledge: see resized.py
 
     def watch_storage(self, storage: torch.UntypedStorage) -> None:
