@@ -336,7 +336,9 @@ def test_what_leaves_in_place_does_not_leave_as_a_saved_tensor() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(32, 64, 128), (128, 64, 32)])
-def test_a_scope_that_ends_on_a_broken_disk(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+def test_a_scope_that_ends_on_a_broken_disk(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sizes: tuple[int, ...]
+) -> None:
     """One tensor cannot be read. The others are whole when the error comes, and the scope has ended cleanly."""
     read_part, failing = memory_tier._MemoryMedium.read_part, [False]  # noqa: SLF001
 
@@ -365,7 +367,12 @@ def test_a_scope_that_ends_on_a_broken_disk(monkeypatch: pytest.MonkeyPatch, siz
     assert [parameter.detach().numpy().sum() for parameter in whole] == [parameter.numel() for parameter in whole]
     lost = min(parameters, key=len)
     assert lost.untyped_storage().nbytes() == lost.nbytes
+    assert lost.grad is not None
     assert lost.isnan().all()
+    assert lost.grad.isnan().all()
+    assert [record.message for record in caplog.records if "holds NaN" in record.message] == [
+        "a parameter, gradient or optimizer state of 4096 bytes is lost and holds NaN: its copy cannot be read"
+    ] * 2
     assert not set(threading.enumerate()) - set(threads)
 
 

@@ -7,6 +7,7 @@ without a transfer. A spare is left where a storage was refilled, or made in the
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING
 
 from torchdelta._torch.modes import Quietly
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.ledger import Ledger
 
 __all__ = ["Emptying"]
+
+_logger = logging.getLogger("torchdelta")
 
 
 class Emptying:
@@ -156,6 +159,11 @@ class Emptying:
             byte_alias(storage).fill_(0xFF)
             self._ledger.refilled(record, storage)
             record.spare = None
+            # The error that is raised names one tensor only; after a second Ctrl-C, it names none.
+            _logger.error(
+                "a parameter, gradient or optimizer state of %d bytes is lost and holds NaN: its copy cannot be read",
+                content.size_bytes,
+            )
 
     def _start_read(self, record: StorageRecord) -> None:
         """Allocate memory for an emptied storage, if it has none, and start to read its content."""
