@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -133,6 +134,30 @@ def test_what_somebody_else_holds_is_not_evicted() -> None:
         assert not session.room.is_evictable(buffer)
         buffer.num_locks -= 1
         del total
+
+
+def test_what_was_swapped_keeps_nothing_once_no_saved_tensor_needs_it() -> None:
+    """The op that made it reads a tensor that cannot be recomputed; both die before the step ends."""
+    weight = torch.ones(64, 64, requires_grad=True)
+    from_before = torch.randn(64, 64)
+    with running() as (_, session):
+        kept = (weight * 2).sin()  # this graph lives on, so the tape is not cut
+        product = weight * from_before.neg_()
+        total = product.sin().sum()
+        del from_before
+        record = session.ledger.find(product)
+        assert record is not None
+        buffer = record.current
+        assert buffer is not None
+        del product, record
+        session.room.evict(buffer, Action.SWAP)
+        reference = weakref.ref(buffer)
+        before_bytes = session.ledger.usage.live_bytes
+        del buffer
+        del total
+        assert reference() is None
+        assert before_bytes - session.ledger.usage.live_bytes >= weight.nbytes
+        del kept
 
 
 def test_a_buffer_with_a_copy_leaves_by_it() -> None:

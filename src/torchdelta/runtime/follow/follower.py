@@ -230,9 +230,7 @@ class Follower:
             self.num_diverged_steps += 1
             self.latest_reason = self._why_left
             self.reasons[self._why_left.partition(":")[0]] += 1
-        away = self.transfers.away
-        if away:
-            away[:] = [buffer for buffer in away if buffer.num_saved]
+        self.transfers.forget_unsaved()
         self.ended = EndedStep(
             key=self.position.key,
             first=self.position.first,

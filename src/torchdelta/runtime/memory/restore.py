@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
@@ -105,30 +106,15 @@ class Restorer:
 
         Backward next needs the buffers saved last before `save_order`.
         """
-        away = self.transfers.away
-        if not away or self.ledger.surveys:
+        if self.ledger.surveys:
             return
-        if not self.transfers.away_is_sorted:
-            away.sort(key=_save_order)
-            self.transfers.away_is_sorted = True
-        while away and (
-            away[-1].num_saved == 0
-            or away[-1].copy is None
-            or (away[-1].save_order >= save_order and away[-1].strong is not None)
-        ):
-            away.pop()
-        if self.prefetches:
+        needed = list(islice(self.transfers.needed_before(save_order), PREFETCH_DEPTH))
+        if needed and self.prefetches:
             with self.device.exclusive():
-                self._fetch_ahead(away)
+                self._fetch_ahead(needed)
 
-    def _fetch_ahead(self, away: list[Buffer]) -> None:
-        depth = 0
-        for buffer in reversed(away):
-            if depth >= PREFETCH_DEPTH:
-                return
-            if buffer.num_saved == 0 or buffer.copy is None or buffer.strong is not None:
-                continue
-            depth += 1
+    def _fetch_ahead(self, needed: list[Buffer]) -> None:
+        for buffer in needed:
             if buffer.fetching is not None or resident(buffer) is not None:
                 continue
             if not self.room.has(buffer.size_bytes + 2 * self.room.largest_request_bytes):
@@ -205,7 +191,3 @@ def check_size(buffer: Buffer, storage: torch.UntypedStorage) -> None:
 
 def _name(buffer: Buffer) -> str:
     return f"{buffer.origin or 'tensor'} of {buffer.size_bytes} bytes"
-
-
-def _save_order(buffer: Buffer) -> int:
-    return buffer.save_order

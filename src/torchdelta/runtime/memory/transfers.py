@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.storages import storage_behind
@@ -11,7 +12,7 @@ from torchdelta.runtime.memory.outage import Outage
 from torchdelta.runtime.state.copies import Fetch, SurveyedCopy, TierCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
     import torch
 
@@ -33,8 +34,9 @@ class Transfers:
         self.counters = counters
         self.outage = Outage()
         self.leaving: list[Buffer] = []  # their copy to the tier is in progress
-        self.away: list[Buffer] = []  # swapped out; sorted by `save_order` when backward needs it (a stack)
-        self.away_is_sorted = True
+        # Swapped out. Weak: an op that a buffer keeps alive may hold other tensors, until the step ends.
+        self._away: list[weakref.ref[Buffer]] = []
+        self._away_is_sorted = True  # by `save_order`: a stack, from which backward takes
         self.lacked_capacity = False  # whether a survey could not swap a buffer because the tier would have been full
         self._surveyed_bytes = 0  # of the copies that a survey pretends to make
         self._open_tier = open_tier
@@ -186,8 +188,8 @@ class Transfers:
             lazily: Return while the copy is in progress. `reap` and `finish_leaving` release the buffer later.
         """
         assert buffer.copy is not None
-        self.away.append(buffer)
-        self.away_is_sorted = False
+        self._away.append(weakref.ref(buffer))
+        self._away_is_sorted = False
         if lazily and not buffer.copy.is_there():
             self.ledger.leave(buffer)
             self.leaving.append(buffer)
@@ -250,9 +252,38 @@ class Transfers:
             return None  # the caller reads the copy once more
         return fetch.storage
 
+    @property
+    def away(self) -> list[Buffer]:
+        """The buffers that were swapped out, those that were brought back since included."""
+        return [buffer for reference in self._away if (buffer := reference()) is not None]
+
+    def needed_before(self, save_order: int) -> Iterator[Buffer]:
+        """Yield the swapped buffers that backward needs next, which are those saved last before `save_order`."""
+        away = self._away
+        if not self._away_is_sorted:
+            living = sorted(self.away, key=lambda buffer: buffer.save_order)
+            away[:] = map(weakref.ref, living)
+            self._away_is_sorted = True
+        while away and (
+            (last := away[-1]()) is None
+            or last.num_saved == 0
+            or last.copy is None
+            or (last.save_order >= save_order and last.strong is not None)
+        ):
+            away.pop()
+        for reference in reversed(away):
+            buffer = reference()
+            if buffer is not None and buffer.num_saved and buffer.copy is not None and buffer.strong is None:
+                yield buffer
+
+    def forget_unsaved(self) -> None:
+        """Forget the swapped buffers that no saved tensor needs."""
+        if self._away:
+            self._away[:] = [weakref.ref(buffer) for buffer in self.away if buffer.num_saved]
+
     def cancel_fetches(self, target_bytes: int) -> None:
         """Give up fetches until no more than `target_bytes` live."""
-        for buffer in list(self.away):
+        for buffer in self.away:
             if self.ledger.usage.live_bytes <= target_bytes:
                 return
             if buffer.fetching is not None and buffer.num_locks == 0:
@@ -267,7 +298,7 @@ class Transfers:
     def forget(self) -> None:
         """Forget the leaving and away buffers: no saved tensor is left that needs them."""
         self.leaving.clear()
-        self.away.clear()
+        self._away.clear()
 
     def close(self) -> None:
         """Close the tier."""
