@@ -115,7 +115,7 @@ class Restorer:
 
     def _fetch_ahead(self, needed: list[Buffer]) -> None:
         for buffer in needed:
-            if buffer.fetching is not None or resident(buffer) is not None:
+            if buffer.copy is None or buffer.fetching is not None or resident(buffer) is not None:
                 continue
             if not self.room.has(buffer.size_bytes + 2 * self.room.largest_request_bytes):
                 return
