@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from torchdelta.native.counting import LimitedCounter
+    from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.tiers.disk import DiskTier
 
 __all__ = [
+    "buffer_of",
     "descriptor_of",
     "empty_everything",
     "engine_doors",
@@ -49,6 +51,14 @@ def running_session() -> Session:
     session = current_session()
     assert isinstance(session, Session)
     return session
+
+
+def buffer_of(session: Session, tensor: torch.Tensor) -> Buffer:
+    """Return the buffer that a tensor's storage holds now."""
+    record = session.ledger.find(tensor)
+    assert record is not None
+    assert record.current is not None
+    return record.current
 
 
 def descriptor_of(tier: DiskTier) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.faults.switches import disabled
 from tests.runtime.memory.test_retry import Shortage
+from tests.runtime.parts import buffer_of
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
 from torchdelta import BudgetError
 from torchdelta._torch.modes import Quietly
@@ -191,11 +192,8 @@ def test_a_graph_that_is_collected_takes_no_op_under_way_with_it() -> None:
         del x
         leaf = torch.ones(64, 64, requires_grad=True)
         loss = (leaf * y).sum()
-        record = session.ledger.find(y)
-        assert record is not None
-        buffer = record.current
-        assert buffer is not None
-        del y, record
+        buffer = buffer_of(session, y)
+        del y
         session.room.evict(buffer, Action.RECOMPUTE)
         loss.backward()
         assert leaf.grad is not None

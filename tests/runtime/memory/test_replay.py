@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.parts import scoped_library
+from tests.runtime.parts import buffer_of, scoped_library
 from tests.runtime.programs import mlp, running
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import ReplayError
@@ -19,14 +19,6 @@ from torchdelta.runtime.policies.base import Action
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
     from torchdelta.runtime.state.buffer import Buffer
-
-
-def buffer_of(session: Session, tensor: torch.Tensor) -> Buffer:
-    """Return the buffer that a tensor's storage holds now."""
-    record = session.ledger.find(tensor)
-    assert record is not None
-    assert record.current is not None
-    return record.current
 
 
 def impure(buffer: Buffer, func: Any) -> None:

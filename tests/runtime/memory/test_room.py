@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.runtime.parts import buffer_of
 from tests.runtime.programs import UNLIMITED, Attention, Residual, mlp, running, same_bits, train
 from torchdelta import BudgetError
 from torchdelta.config import POLICIES
@@ -93,11 +94,7 @@ def swappable(session: Session, size: int = 64) -> tuple[torch.Tensor, Buffer]:
     x = torch.arange(float(size * size)).view(size, size).requires_grad_()
     y = x * 2
     total = y.sin().sum()
-    record = session.ledger.find(y)
-    assert record is not None
-    buffer = record.current
-    assert buffer is not None
-    return total, buffer
+    return total, buffer_of(session, y)
 
 
 @pytest.mark.parametrize("action", list(Action))
@@ -123,10 +120,7 @@ def test_what_somebody_else_holds_is_not_evicted() -> None:
         x = torch.randn(64, 64, requires_grad=True)
         y = x * 2
         total = y.sin().sum()
-        record = session.ledger.find(y)
-        assert record is not None
-        buffer = record.current
-        assert buffer is not None
+        buffer = buffer_of(session, y)
         assert not session.room.is_evictable(buffer)
         del y
         assert session.room.is_evictable(buffer)
@@ -145,11 +139,8 @@ def test_what_was_swapped_keeps_nothing_once_no_saved_tensor_needs_it() -> None:
         product = weight * from_before.neg_()
         total = product.sin().sum()
         del from_before
-        record = session.ledger.find(product)
-        assert record is not None
-        buffer = record.current
-        assert buffer is not None
-        del product, record
+        buffer = buffer_of(session, product)
+        del product
         session.room.evict(buffer, Action.SWAP)
         reference = weakref.ref(buffer)
         before_bytes = session.ledger.usage.live_bytes

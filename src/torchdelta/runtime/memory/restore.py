@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
@@ -108,7 +107,7 @@ class Restorer:
         """
         if self.ledger.surveys:
             return
-        needed = list(islice(self.transfers.needed_before(save_order), PREFETCH_DEPTH))
+        needed = self.transfers.needed_before(save_order, PREFETCH_DEPTH)
         if needed and self.prefetches:
             with self.device.exclusive():
                 self._fetch_ahead(needed)

@@ -12,7 +12,7 @@ from torchdelta.runtime.memory.outage import Outage
 from torchdelta.runtime.state.copies import Fetch, SurveyedCopy, TierCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator
 
     import torch
 
@@ -34,7 +34,7 @@ class Transfers:
         self.counters = counters
         self.outage = Outage()
         self.leaving: list[Buffer] = []  # their copy to the tier is in progress
-        # Swapped out. Weak: an op that a buffer keeps alive may hold other tensors, until the step ends.
+        # Swapped out. Weak references: a buffer keeps its op, and the op keeps tensors that it reads.
         self._away: list[weakref.ref[Buffer]] = []
         self._away_is_sorted = True  # by `save_order`: a stack, from which backward takes
         self.lacked_capacity = False  # whether a survey could not swap a buffer because the tier would have been full
@@ -257,12 +257,11 @@ class Transfers:
         """The buffers that were swapped out, those that were brought back since included."""
         return [buffer for reference in self._away if (buffer := reference()) is not None]
 
-    def needed_before(self, save_order: int) -> Iterator[Buffer]:
-        """Yield the swapped buffers that backward needs next, which are those saved last before `save_order`."""
+    def needed_before(self, save_order: int, most: int) -> list[Buffer]:
+        """Return at most so many swapped buffers that backward needs next: those saved last before `save_order`."""
         away = self._away
         if not self._away_is_sorted:
-            living = sorted(self.away, key=lambda buffer: buffer.save_order)
-            away[:] = map(weakref.ref, living)
+            away[:] = map(weakref.ref, sorted(self.away, key=lambda buffer: buffer.save_order))
             self._away_is_sorted = True
         while away and (
             (last := away[-1]()) is None
@@ -271,10 +270,14 @@ class Transfers:
             or (last.save_order >= save_order and last.strong is not None)
         ):
             away.pop()
+        needed: list[Buffer] = []
         for reference in reversed(away):
             buffer = reference()
             if buffer is not None and buffer.num_saved and buffer.copy is not None and buffer.strong is None:
-                yield buffer
+                needed.append(buffer)
+                if len(needed) == most:
+                    break
+        return needed
 
     def forget_unsaved(self) -> None:
         """Forget the swapped buffers that no saved tensor needs."""
