@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 import subprocess
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * KIB
 LEAST_KIB = 1024
+MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
 @pytest.fixture
@@ -250,6 +253,42 @@ def test_a_forked_child_has_none() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert is_full_of(living, 5)
     assert caching_figures().kept_bytes == MIB
+
+
+def leave_mappings(num_spare: int) -> None:
+    """Make so many mappings that the kernel allows only about `num_spare` more."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    page = mmap.PAGESIZE
+    start = libc.mmap(None, MOST_MAPPINGS * page, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    # Every other page gets another protection, so each of these calls makes two mappings more.
+    addresses = range(start + page, start + MOST_MAPPINGS * page, 2 * page)
+    num_made = next(i for i, address in enumerate(addresses) if libc.mprotect(address, page, mmap.PROT_READ) != 0)
+    for address in addresses[num_made - num_spare // 2 : num_made]:
+        libc.mprotect(address, page, 0)
+
+
+@pytest.mark.skipif(MOST_MAPPINGS > 1 << 17, reason="the kernel allows too many mappings to make them all")
+@pytest.mark.parametrize("num_spare", range(4, 16, 2))  # with fewer, the heap may have no memory for the block either
+def test_pages_that_cannot_be_moved_are_given_up(caching: CachingAllocator, num_spare: int) -> None:
+    """The kernel allows no more mappings: the block comes from the heap, and what lives keeps its content."""
+    child = os.fork()
+    if child == 0:
+        is_fine = False
+        try:  # whatever happens, the child must not go on as a second pytest
+            caching.start()
+            freed, living, freed_too = block(LEAST_KIB, 1), block(LEAST_KIB, 2), block(LEAST_KIB, 3)
+            del freed, freed_too
+            leave_mappings(num_spare)
+            large = block(2 * LEAST_KIB, 4)
+            figures = caching_figures()
+            is_fine = is_full_of(large, 4) and is_full_of(living, 2)
+            is_fine &= figures.kept_bytes + figures.live_bytes <= 3 * MIB
+        finally:
+            os._exit(0 if is_fine else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.usefixtures("caching")

@@ -142,23 +142,24 @@ Run cut(Run& run, size_t size) {
   return rest;
 }
 
-// Move the pages of a run to an address, and add its segments to those there. Return how many bytes were moved.
-size_t move(const Run& run, char* target, Segments& segments) {
+// Move the pages of a run to an address, and add its segments to those there. Return how many bytes were moved, and how
+// many bytes of the target the first failure has left in doubt: mremap may unmap its target before it fails.
+std::pair<size_t, size_t> move(const Run& run, char* target, Segments& segments) {
   size_t done = 0;
   for (const Segment& segment : run.segments) {
     void* there = mremap(run.start + done, segment.size, segment.size, MREMAP_MAYMOVE | MREMAP_FIXED, target + done);
-    if (there == MAP_FAILED) break;
+    if (there == MAP_FAILED) return {done, segment.size};
     segments.push_back({segment.size, ++num_mappings});
     done += segment.size;
   }
-  return done;
+  return {done, 0};
 }
 
 bool map_anew(char* start, size_t size) {
   return mmap(start, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
 }
 
-// Return a new block, with the pages of runs as far as there are any; null if there is no memory.
+// Return a new block, with the pages of runs as far as there are any; null if there is no memory for it here.
 Run put_together(size_t size) {
   // Without access it counts against no limit of the process, which the pages to be moved may have reached.
   void* reserved = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -169,11 +170,15 @@ Run put_together(size_t size) {
     auto found = sizes.lower_bound({size - filled, nullptr});  // the smallest that is enough, or the largest
     Run run = take_out(found != sizes.end() ? found : std::prev(found));
     if (run.size > size - filled) keep(cut(run, size - filled));
-    const size_t done = move(run, block.start + filled, block.segments);
+    const auto [done, doubtful] = move(run, block.start + filled, block.segments);
     filled += done;
-    if (done < run.size) {  // too many mappings, for example
+    if (doubtful != 0) {  // too many mappings, for example
       munmap(run.start + done, run.size - done);
       unmap_runs();
+      // Another thread may have mapped something in the range in doubt, so it is never touched again.
+      munmap(block.start, filled);
+      munmap(block.start + filled + doubtful, size - filled - doubtful);
+      return {nullptr, 0, {}};
     }
   }
   figures.moved += filled;

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -17,11 +18,12 @@ from torchdelta.config import PLANNERS, Config
 from torchdelta.errors import ConfigError
 from torchdelta.planners import classes_of, names
 from torchdelta.runtime.errors import BudgetError
-from torchdelta.runtime.follow import programs
+from torchdelta.runtime.follow import measured_machine, predictions, programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("needs_counter")
@@ -71,7 +73,7 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     rows = [NUM_ROWS] * 7
     expected, plain_peaks, _ = _train(UNLIMITED, rows)
     budget = int(0.6 * max(plain_peaks[1:]))
-    with mock.patch.object(programs, "_MAX_RETRACES", 0):  # on a busy machine a step is traced again
+    with mock.patch.object(predictions, "_MAX_CORRECTIONS", 0):  # on a busy machine a step is planned again
         found, peaks, session = _train(budget, rows, planner, tier, _wait)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= budget
@@ -90,6 +92,40 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     assert all(budget < size_bytes < max(plain_peaks[1:]) for size_bytes in larger)
     if planner == "torchdelta":  # a rule of the literature may be slower in a larger budget
         assert all(overhead <= overheads[0] + 0.01 for overhead in overheads)
+
+
+def test_a_step_whose_time_was_predicted_wrongly_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies were thought to take nothing, and replays much, so the first program swaps, and the next one less."""
+    rows = [NUM_ROWS] * 16
+    expected, plain_peaks, _ = _train(UNLIMITED, rows)
+    budget = int(0.6 * max(plain_peaks[1:]))
+    for name, value in (("_LOST_ON_ALL_CORES", 0.0), ("_LOST_BESIDE_FREE_CORES", 0.0), ("_LOST_IF_UNKNOWN", 0.0)):
+        monkeypatch.setattr(measured_machine, name, value)
+    monkeypatch.setattr(measured_machine, "_COPY_COMPUTE_S", 0.0)
+    monkeypatch.setattr(measured_machine, "_REPLAY_COMPUTE_S", 1e-3)
+    monkeypatch.setattr(predictions, "_NUM_TIMES", 2)
+    made: list[Program] = []
+
+    def after(step: int, session: Session) -> None:
+        if step and not made:
+            assert session.programs.wait(WAIT_S)
+            first = next(iter(session.programs.cache))
+            # As if the steps took ten seconds more than predicted.
+            first.answer = msgspec.structs.replace(first.answer, time_s=1e-9)
+            first.outside_s = -10.0
+            made.append(first)
+        elif len(made) == 1:
+            session.programs.wait(WAIT_S)
+            made.extend(program for program in session.programs.cache if program is not made[0])
+
+    found, peaks, _ = _train(budget, rows, "torchdelta", "memory", after)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert max(peaks) <= budget
+    first, second = made
+    assert second.swapped_bytes < first.swapped_bytes
+    assert second.machine is not None
+    assert second.machine.out_compute_s_per_byte > 0.0
+    assert second.num_corrections >= 1
 
 
 def test_a_step_without_room_for_the_usual_margin_is_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import weakref
 
 import pytest
@@ -120,3 +121,21 @@ def test_traced_step_holds_nothing() -> None:
             assert session.ledger.usage.live_bytes == before_bytes
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("lost_s", [0.0, 1000.0])
+def test_time_outside_of_ops_is_logged_without_what_the_budget_costs(lost_s: float) -> None:
+    """Reading data counts, before a step and inside it; waiting for room does not."""
+    program = Program("resnet", "sgd")
+    with running() as (_, session):
+        program.step()
+        session.traces.begin()
+        builder = session.ledger.observing.observer
+        assert isinstance(builder, step_draft.StepDraft)
+        for _ in range(2):
+            time.sleep(0.05)
+            program.loss(program.model)
+        session.counters.stall_s += lost_s
+        assert builder.finish() is not None
+    outside_s = builder.log().outside_s
+    assert outside_s >= 0.1 if not lost_s else outside_s == 0.0

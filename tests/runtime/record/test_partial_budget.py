@@ -133,15 +133,15 @@ def test_steps_that_are_faster_because_less_is_recorded_are_not_traced_again() -
             until_partial(session, net, optimizer)
             for _ in range(2 * NUM_STEPS):
                 step(net, optimizer)
-        program = session.programs.latest
-        assert program is not None
-        first_s = program.first_s
-        assert first_s > 0
-        for num_rows in [NUM_ROWS // 2] + [NUM_ROWS] * NUM_STEPS:  # as at the end of an epoch
-            step(net, optimizer, num_rows)
+            program = session.programs.latest
+            assert program is not None
+            first_s = program.first_s
+            assert first_s > 0
+            for num_rows in [NUM_ROWS // 2] + [NUM_ROWS] * NUM_STEPS:  # as at the end of an epoch
+                step(net, optimizer, num_rows)
         assert program.first_s == first_s
-        assert program.num_retraces == 0
-        assert not program.wants_trace
+        assert program.num_corrections == 0
+        assert session.programs.latest is program
 
 
 def test_a_step_that_cannot_fit_is_refused_and_the_next_ones_go_on() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.follow.program import Key
+    from torchdelta.machine.model import Machine
+    from torchdelta.runtime.follow.program import Key, Program
     from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.trace.model import Trace
 
@@ -23,8 +24,9 @@ class Asked:
         step: Its trace, and what was logged while it was traced.
         margin_bytes: So much less than the budget was asked for.
         num_plans: How many plans of this step were asked for, with this one.
-        num_retraces: How often the step has been traced again.
         unseen_bytes: Bytes in use that no trace shows.
+        replaces: The program that the step has so far; None if it has none.
+        machine: What it is planned for; None until it is asked.
     """
 
     key: Key
@@ -32,8 +34,22 @@ class Asked:
     step: tuple[Trace, StepLog]
     margin_bytes: int
     num_plans: int
-    num_retraces: int
     unseen_bytes: int
+    replaces: Program | None = None
+    machine: Machine | None = None
+
+    @classmethod
+    def again(cls, program: Program, step: tuple[Trace, StepLog], margin_bytes: int, unseen_bytes: int) -> Asked:
+        """Return the request for one more plan of a program's step."""
+        return cls(
+            key=program.key,
+            start_bytes=program.start_bytes,
+            step=step,
+            margin_bytes=margin_bytes,
+            num_plans=program.num_plans + 1,
+            unseen_bytes=unseen_bytes,
+            replaces=program,
+        )
 
     def without_margin(self) -> Asked | None:
         """Return this request for all of the budget that a plan can use; None if it is not the first one."""

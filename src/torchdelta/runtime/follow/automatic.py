@@ -58,14 +58,14 @@ class Automatic:
         self._room = room
         self._reacting_s: dict[Key, collections.deque[float]] = {}
         self._following_s: dict[Key, collections.deque[float]] = {}
+        self.medians_s = 0.0, 0.0  # of the steps that were compared last: followed, and reacting
         self._num_timed = 0
         self._has_given_up = False
 
     @property
     def lost_s(self) -> float:
         """The seconds that the budget has cost so far, as far as they are known."""
-        counters = self._room.counters
-        return counters.stall_s + counters.recompute_s + counters.evict_s
+        return self._room.counters.lost_s
 
     @property
     def is_timing(self) -> bool:
@@ -94,18 +94,18 @@ class Automatic:
         reacting_s = self._reacting_s.get(key, ())
         if len(following_s) < _NUM_TIMES or len(reacting_s) < FEWEST_TIMED:
             return False
-        median_s, reacting_median_s = statistics.median(following_s), statistics.median(reacting_s)
+        self.medians_s = statistics.median(following_s), statistics.median(reacting_s)
         following_s.clear()
-        if median_s <= reacting_median_s * _SLOWER:
-            return False
+        return self.medians_s[0] > self.medians_s[1] * _SLOWER
+
+    def log_given_up(self) -> None:
+        """Log that a program was given up, after `is_slower`."""
         _logger.log(
             logging.DEBUG if self._has_given_up else logging.INFO,  # once, not for each kind of step
             "plan: given up, because followed steps took %.1f ms and reactive steps %.1f ms",
-            median_s * 1e3,
-            reacting_median_s * 1e3,
+            *(median_s * 1e3 for median_s in self.medians_s),
         )
         self._has_given_up = True
-        return True
 
     def _missing(self) -> str:
         """Return what planning lacks here; empty if nothing."""

@@ -23,6 +23,7 @@ from torchdelta.runtime.follow.step_log import next_exact_hash, next_shape_free_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torchdelta.machine.model import Machine
     from torchdelta.plan.request import Answer
     from torchdelta.runtime.follow.outline import Outline
     from torchdelta.runtime.follow.schedule import Schedule
@@ -112,11 +113,16 @@ class Program:
         margin_bytes: By how much less than the budget was planned.
         proofs: By (key, graph): what the backward took when it was watched.
         unseen_bytes: Memory outside of known storages when the step was traced.
+        machine: What it was planned for; None if it was given.
+        swapped_bytes: What it swaps in a step: bytes that are copied out and in again.
+        outside_s: Seconds of the traced step outside of ops, such as reading data.
+        replaces: The step's program before this one, until it is known which of them is faster.
         num_plans: How often the step was planned.
         num_misses: Steps that passed the budget or needed room beyond the program, since it was made.
         has_held: Whether the latest of these steps kept to the budget without room made beyond the program.
         num_followed: Steps that it carried out to their ends.
-        num_retraces: How often it was traced again.
+        num_corrections: How often the step was planned again because of the time that its steps took.
+        wrong_s: The median time of its steps if that was not the predicted one; 0.0 if it was, or before it is known.
         wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
@@ -135,8 +141,13 @@ class Program:
     step: tuple[Trace, StepLog] | None
     margin_bytes: int
     unseen_bytes: int = 0
+    machine: Machine | None = None
+    swapped_bytes: int = 0
+    outside_s: float = 0.0
+    replaces: Program | None = None
     num_plans: int = 1
-    num_retraces: int = 0
+    num_corrections: int = 0
+    wrong_s: float = 0.0
     proofs: dict[tuple[Key, int], Proof] = field(default_factory=dict)
     num_misses: int = 0
     has_held: bool = False
@@ -150,6 +161,12 @@ class Program:
     outline: Outline | None = None
     num_others: int = 0
     num_handovers: int = 0
+
+    def take_over(self, earlier: Program) -> None:
+        """Replace an earlier program of the same step."""
+        self.num_corrections = earlier.num_corrections
+        self.replaces = earlier if earlier.wrong_s else earlier.replaces
+        earlier.replaces = None
 
     def prove(self, key: Key, graph: int, proof: Proof) -> None:
         """Record what a watched backward, named by its step and graph, has taken."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
@@ -22,6 +21,7 @@ from torchdelta.runtime.follow.automatic import PLANNER, Automatic, may_plan
 from torchdelta.runtime.follow.measured_machine import MeasuredMachine
 from torchdelta.runtime.follow.other_budgets import OtherBudgets
 from torchdelta.runtime.follow.planning import Planning
+from torchdelta.runtime.follow.predictions import Predictions, outside_s
 from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.runtime.follow.wanted import WantedSteps
@@ -45,9 +45,6 @@ _MAX_PLANS: Final = 4  # of one step
 _MISSES_ALLOWED: Final = 1  # in the first followed steps copies out may be slower than they were measured
 _MOST_GIVEN_TRACES: Final = 3  # for a given plan; a trace can be dropped
 _MOST_WAITING: Final = 4  # requests without an answer
-_NUM_TIMES: Final = 7  # step times of which a median is taken
-_DRIFT: Final = 0.1  # a step time that is off by more than this share leads to a new trace
-_MAX_RETRACES: Final = 2
 
 
 class Programs:
@@ -73,7 +70,9 @@ class Programs:
             config = replace(config, planner=None)
         self.planning = Planning(config) if config.planner is not None else None
         self.machine = MeasuredMachine(follower.transfers, follower.ledger.device, budget_bytes)
+        self.predictions = Predictions(self.machine, self.cache)
         self.latest: Program | None = None  # the program of the latest followed step
+        self._newest: Program | None = None  # the program that was made last
         self._name = given.name if given is not None else config.planner or ""
         self.num_programs = 0
         self.other_budgets = OtherBudgets(budget_bytes)
@@ -141,17 +140,16 @@ class Programs:
         if known is not None:  # it may have been planned without this margin, or with more
             known.wants_trace = False
             margin_bytes = known.margin_bytes - known.unseen_bytes
-        self._ask(
-            Asked(
-                key=key,
-                start_bytes=start_bytes,
-                step=(trace, log),
-                margin_bytes=unseen_bytes + margin_bytes,
-                num_plans=1 if known is None else known.num_plans + 1,
-                num_retraces=0 if known is None else known.num_retraces + 1,
-                unseen_bytes=unseen_bytes,
-            )
+        asked = Asked(
+            key=key,
+            start_bytes=start_bytes,
+            step=(trace, log),
+            margin_bytes=unseen_bytes + margin_bytes,
+            num_plans=1 if known is None else known.num_plans + 1,
+            unseen_bytes=unseen_bytes,
+            replaces=known,
         )
+        self._ask(asked)
 
     def needs_trace(self) -> bool:
         """Return, at its first save, whether the running step may be one without a program."""
@@ -184,8 +182,8 @@ class Programs:
                 self.latest = program
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
                 self._judge(program, ended.key, peak_bytes, unplanned_bytes, is_own=is_own)
-                if is_own and not ended.was_watched:
-                    self._judge_time(program, time_s)
+                if is_own and not ended.was_watched and self.predictions.is_wrong(program, time_s):
+                    self._ask_again(program)
                 if program.num_followed > 1:
                     self._compare_time(program, ended, time_s)
         self._is_traced = False
@@ -214,31 +212,18 @@ class Programs:
         if is_own:
             program.has_held = has_held
         if has_held:
-            if program.num_followed > 1:
+            is_timed = program is self._newest and program.swapped_bytes > 0 and not program.first_s
+            if program.num_followed > 1 and not is_timed:
                 program.step = None  # it will not be planned again from this trace
             return
         program.disprove(key)
         if not is_own:
             return
         program.num_misses += 1
-        if program.num_misses == _MISSES_ALLOWED + 1:
+        if program.num_misses == _MISSES_ALLOWED + 1 and program.num_plans < _MAX_PLANS:
             over_bytes = max(peak_bytes - self.budget_bytes, unplanned_bytes)
             program.margin_bytes += over_bytes + int(self.budget_bytes * _LARGER_MARGIN_SHARE)
             self._ask_again(program)
-
-    def _judge_time(self, program: Program, time_s: float) -> None:
-        """Have a step traced again whose time has moved away from what it was when the program was new."""
-        program.step_times_s.append(time_s)
-        if len(program.step_times_s) < _NUM_TIMES:
-            return
-        median_s = statistics.median(program.step_times_s)
-        program.step_times_s.clear()
-        if not program.first_s:
-            program.first_s = median_s
-        elif abs(median_s / program.first_s - 1) > _DRIFT and program.num_retraces < _MAX_RETRACES:
-            earlier_ms = program.first_s * 1e3
-            _logger.debug("steps take %.1f ms, earlier %.1f ms: tracing one again", median_s * 1e3, earlier_ms)
-            program.wants_trace = True
 
     def _go_on(self, automatic: Automatic) -> None:
         """Time steps, and then have them planned, once that pays. See [Note: when a plan pays]."""
@@ -248,8 +233,13 @@ class Programs:
             self.close()
 
     def _compare_time(self, program: Program, ended: EndedStep, time_s: float) -> None:
-        """Give a program up whose steps take longer than steps that reacted, if the planner is "auto"."""
-        if self.automatic is not None and self.automatic.is_slower(ended.key, time_s):
+        """Correct or give up a program whose steps take longer than steps that reacted, if the planner is "auto"."""
+        if self.automatic is None or not self.automatic.is_slower(ended.key, time_s):
+            return
+        if ended.is_exact and self.predictions.is_wrong_by(program, self.automatic.medians_s[0]):
+            self._ask_again(program)
+        else:
+            self.automatic.log_given_up()
             if ended.is_exact:
                 self.cache.give_up(ended.key)
                 self._wanted.note_unplannable(ended.key, 0)
@@ -259,29 +249,19 @@ class Programs:
     # -- plans
 
     def _ask_again(self, program: Program) -> None:
-        """Have a step planned with a larger margin: from its trace, or from a new one."""
-        if program.num_plans >= _MAX_PLANS:
-            return
+        """Have a step planned again: from its trace, or from a new one."""
         if program.step is None:
             program.wants_trace = True
             return
-        self._ask(
-            Asked(
-                key=program.key,
-                start_bytes=program.start_bytes,
-                step=program.step,
-                margin_bytes=program.margin_bytes,
-                num_plans=program.num_plans + 1,
-                num_retraces=program.num_retraces,
-                unseen_bytes=program.unseen_bytes,
-            )
-        )
+        self._ask(Asked.again(program, program.step, program.margin_bytes, program.unseen_bytes))
 
     def _ask(self, asked: Asked) -> None:
         if self.planning is None:
             return
         try:
-            self.planning.ask(asked, asked.step[0], self.machine.now(), self.budget_bytes - asked.margin_bytes)
+            machine = self.machine.now()
+            asked = replace(asked, machine=machine)
+            self.planning.ask(asked, asked.step[0], machine, self.budget_bytes - asked.margin_bytes)
         except (OSError, TierError, TraceFileError) as error:
             self._end(str(error))
             return
@@ -321,7 +301,9 @@ class Programs:
                 self.why_no_plan = planned.answer.error
                 self._wanted.note_unplannable(asked.key, asked.start_bytes)
             return
-        schedule = make_schedule(planned.plan, asked.step[1])
+        trace, log = asked.step
+        schedule = make_schedule(planned.plan, log)
+        swapped = [trace.buffers[absence.buffer_id] for absence in planned.plan.absences if absence.action == "swap"]
         program = Program(
             schedule=schedule,
             key=asked.key,
@@ -330,9 +312,14 @@ class Programs:
             step=asked.step,
             margin_bytes=asked.margin_bytes,
             unseen_bytes=asked.unseen_bytes,
+            machine=asked.machine,
+            swapped_bytes=sum(buffer.size_bytes for buffer in swapped),
+            outside_s=outside_s(trace, log),
             num_plans=asked.num_plans,
-            num_retraces=asked.num_retraces,
         )
+        if asked.replaces is not None:
+            program.take_over(asked.replaces)
+        self._newest = program
         self._add_program(program)
         if self.planning is not None and self.num_programs == 1:
             self.other_budgets.ask(self.planning, asked, self.machine.now(), planned.answer)

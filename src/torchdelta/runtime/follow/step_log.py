@@ -52,6 +52,7 @@ class StepLog:
         unpacks: (save, ops of the trace before it), in the order of backward.
         num_backwards: Passes of the engine in the step, nested ones included.
         saves_in_backward: Whether tensors were saved while a backward ran, as by a reentrant checkpoint.
+        outside_s: Seconds of the step that are part of no op and that the budget did not cost, such as reading data.
     """
 
     signatures: tuple[Signature, ...]
@@ -61,6 +62,7 @@ class StepLog:
     unpacks: tuple[tuple[int, int], ...]
     num_backwards: int
     saves_in_backward: bool
+    outside_s: float = 0.0
 
     def why_not_followed(self) -> str:
         """Return why no program of this step can be followed; an empty string if one can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -34,6 +35,7 @@ __all__ = ["StepDraft", "guarded"]
 # More ops than this are not one training step, but for example an evaluation before the first backward.
 MAX_OPS: Final = 1_000_000
 MAX_OPS_WITHOUT_SAVING: Final = 20_000
+_SHORTEST_PAUSE_S: Final = 1e-3  # between two ops; recording an op takes less, and is not part of a followed step
 
 _Arguments = ParamSpec("_Arguments")
 _Self = TypeVar("_Self", bound="StepDraft")
@@ -76,7 +78,16 @@ class StepDraft(Observer):
         self._unpacks: list[tuple[int, int]] = []
         self._num_backwards = 0
         self._saves_in_backward = False
+        self._ended_s = steps.start_s  # when the latest op with a time ended
+        self._pauses_s = 0.0  # before, between and after such ops
+        self._add_pause(0.0)
+        self._lost_before_s = steps.counters.lost_s - steps.lost_s
+        self._outside_s = 0.0
         self._is_over = False
+
+    def on_scanned(self) -> None:
+        """Note that all storages that exist were found, which took time that is no part of the step."""
+        self._ended_s = time.perf_counter()
 
     # -- end
 
@@ -96,6 +107,8 @@ class StepDraft(Observer):
         if self._is_over:
             return None
         try:
+            self._add_pause(0.0)
+            self._outside_s = max(0.0, self._pauses_s - self._steps.counters.lost_s + self._lost_before_s)
             self._draft.correct_times(self._timer)
             trace = self._draft.trace()
             validate(trace)
@@ -122,6 +135,7 @@ class StepDraft(Observer):
             unpacks=tuple(self._unpacks),
             num_backwards=self._num_backwards,
             saves_in_backward=self._saves_in_backward,
+            outside_s=self._outside_s,
         )
 
     def module_of(self, record: live.StorageRecord) -> str:
@@ -175,8 +189,18 @@ class StepDraft(Observer):
 
     def _add(self, op: Op) -> None:
         self._draft.ops.append(op)
+        if op.time_s:
+            self._add_pause(op.time_s)
         if len(self._draft.ops) > MAX_OPS:
             self.give_up(f"no training step ended within {MAX_OPS} ops")
+
+    def _add_pause(self, time_s: float) -> None:
+        """Count the time between the latest op and one that has just ended after so many seconds."""
+        now_s = time.perf_counter()
+        pause_s = now_s - self._ended_s - time_s
+        self._ended_s = now_s
+        if pause_s > _SHORTEST_PAUSE_S:
+            self._pauses_s += pause_s
 
     def _read_all(self, arguments: Iterable[Any], reads: dict[int, None]) -> None:
         for argument in arguments:

@@ -51,9 +51,10 @@ class StepTraces:
 
     def begin(self) -> None:
         """Begin the trace of a step: all storages that exist are known from here on."""
-        self._builder = TraceBuilder(self._ledger, self._steps, self._timer)
-        self._ledger.observing.observer = self._builder
+        builder = self._builder = TraceBuilder(self._ledger, self._steps, self._timer)
+        self._ledger.observing.observer = builder
         scan_storages(self._ledger)
+        builder.on_scanned()
 
     def begin_later(self) -> None:
         """Begin the trace of a step after the first one, if anybody wants it.

@@ -25,6 +25,11 @@ class Counters:
     op_time_s: float = 0.0  # of the program's own ops that are recorded; replays are not in it
     evict_s: float = 0.0  # choosing what leaves, and starting its copies; waits and replays are not in it
 
+    @property
+    def lost_s(self) -> float:
+        """The seconds that the budget has cost, as far as they are counted."""
+        return self.stall_s + self.recompute_s + self.evict_s
+
     def minus(self, earlier: Counters) -> Counters:
         """Return the difference to an earlier copy."""
         return Counters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
