@@ -37,7 +37,7 @@ PLAN_WAIT_S = 300.0
 # Followed steps until nothing new is learned: watched, followed, recorded for the outline, then in part and watched, in
 # part, and on the native tape.
 _NUM_SETTLING_STEPS = 6
-_NUM_JUDGED_STEPS = 8  # whose median time is compared with the prediction, and one more
+_MOST_SETTLING_STEPS = 24  # of one plan, until its time was compared with the prediction
 _MOST_PLANS = 4  # of one step: two corrections, and the return to an earlier program
 UNBOUNDED_BYTES = 1 << 40
 
@@ -133,13 +133,14 @@ class Race:
         """Run steps until no step is planned again. Return how many."""
         num_steps = 0
         for _ in range(_MOST_PLANS):
-            before = _newest(programs)
-            self._settle()
-            for _ in range(_NUM_JUDGED_STEPS):
+            program = _newest(programs)
+            for _ in range(_MOST_SETTLING_STEPS):
                 self.train()
-            num_steps += _NUM_SETTLING_STEPS + _NUM_JUDGED_STEPS
+                num_steps += 1
+                if program is None or _is_settled(program, programs):
+                    break
             programs.wait(PLAN_WAIT_S)
-            if _newest(programs) is before:
+            if _newest(programs) is program:
                 break
         return num_steps
 
@@ -156,7 +157,7 @@ class Race:
             num_settling = self._settle_followed(programs)
             program = _newest(programs)
             block = timed_steps(self.train, self.num_steps)
-            block |= _done(budget, self.num_steps + num_settling)  # these are held against the budget, too
+            block |= _done(budget, self.num_steps, num_settling)
             block |= _followed(session)
             if program is not None and step is not None:
                 block["predicted"] = {
@@ -165,7 +166,8 @@ class Race:
                     "peak_bytes": program.answer.peak_bytes + program.unseen_bytes,
                 }
                 self._programs[label] = program
-                self._measured[label] = step[0], programs.machine.now(), self.budgets[label] - program.unseen_bytes
+                machine = program.machine or programs.machine.now()
+                self._measured[label] = step[0], machine, self.budgets[label] - program.unseen_bytes
         return block
 
     def _follow_without_prefetch(self, label: str) -> Block:
@@ -214,12 +216,20 @@ def _newest(programs: Programs) -> Program | None:
     return next(reversed(list(programs.cache)), None)
 
 
-def _done(budget: MemoryBudget, num_steps: int) -> dict[str, Any]:
-    """Return what a block did in its last steps: the highest peak, and medians of the rest."""
-    steps = budget.summary().steps[-num_steps:]
+def _is_settled(program: Program, programs: Programs) -> bool:
+    """Return whether later steps of a program will be like the latest one."""
+    may_change = program.wants_trace or programs.predictions.may_correct(program)
+    return program.num_followed >= _NUM_SETTLING_STEPS and not may_change
+
+
+def _done(budget: MemoryBudget, num_steps: int, num_settling: int = 0) -> dict[str, Any]:
+    """Return what a block did in its last steps: the highest peak, settling steps included, and medians of the rest."""
+    steps = budget.summary().steps
+    peak_bytes = max(step.peak_bytes for step in steps[-num_steps - num_settling :])
+    steps = steps[-num_steps:]
     fields = ("swapped_out_bytes", "recomputed_bytes", "stall_s", "recompute_s")
     medians = {name: statistics.median(getattr(step, name) for step in steps) for name in fields}
-    return {"peak_bytes": max(step.peak_bytes for step in steps), **medians}
+    return {"peak_bytes": peak_bytes, **medians}
 
 
 def _followed(session: Any) -> dict[str, int]:

@@ -278,6 +278,7 @@ def test_pages_that_cannot_be_moved_are_given_up(caching: CachingAllocator, num_
     if child == 0:
         is_fine = False
         try:  # whatever happens, the child must not go on as a second pytest
+            torch.set_num_threads(1)  # a forked child has none of the threads
             caching.start()
             freed, living, freed_too = block(LEAST_KIB, 1), block(LEAST_KIB, 2), block(LEAST_KIB, 3)
             del freed, freed_too

@@ -142,8 +142,10 @@ Run cut(Run& run, size_t size) {
   return rest;
 }
 
-// Move the pages of a run to an address, and add its segments to those there. Return how many bytes were moved, and how
-// many bytes of the target the first failure has left in doubt: mremap may unmap its target before it fails.
+bool can_move = true;  // until it has failed once
+
+// Move the pages of a run to an address, and add its segments to those there. Return how many bytes were moved and, if a
+// segment could not be moved, its size: mremap may have unmapped its target before it failed.
 std::pair<size_t, size_t> move(const Run& run, char* target, Segments& segments) {
   size_t done = 0;
   for (const Segment& segment : run.segments) {
@@ -170,14 +172,15 @@ Run put_together(size_t size) {
     auto found = sizes.lower_bound({size - filled, nullptr});  // the smallest that is enough, or the largest
     Run run = take_out(found != sizes.end() ? found : std::prev(found));
     if (run.size > size - filled) keep(cut(run, size - filled));
-    const auto [done, doubtful] = move(run, block.start + filled, block.segments);
+    const auto [done, failed] = move(run, block.start + filled, block.segments);
     filled += done;
-    if (doubtful != 0) {  // too many mappings, for example
-      munmap(run.start + done, run.size - done);
+    if (failed != 0) {  // too many mappings, for example
+      can_move = false;
       unmap_runs();
-      // Another thread may have mapped something in the range in doubt, so it is never touched again.
+      munmap(run.start + done, run.size - done);
+      // Another thread may have mapped something where the segment was to go, so that range is never touched again.
       munmap(block.start, filled);
-      munmap(block.start + filled + doubtful, size - filled - doubtful);
+      munmap(block.start + filled + failed, size - filled - failed);
       return {nullptr, 0, {}};
     }
   }
@@ -208,7 +211,7 @@ void* take(size_t size) {
     block = take_out(found);
     if (block.size > size) keep(cut(block, size));
   } else {
-    if (should_unmap_runs()) unmap_runs();
+    if (should_unmap_runs() || !can_move) unmap_runs();
     block = put_together(size);
     if (block.start == nullptr) return nullptr;
   }

@@ -19,10 +19,12 @@ from torchdelta.errors import ConfigError
 from torchdelta.planners import classes_of, names
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.follow import measured_machine, predictions, programs
+from torchdelta.runtime.follow.measured_machine import MeasuredMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchdelta.machine.model import Machine
     from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.session import Session
 
@@ -95,37 +97,44 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
 
 
 def test_a_step_whose_time_was_predicted_wrongly_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies were thought to take nothing, and replays much, so the first program swaps, and the next one less."""
-    rows = [NUM_ROWS] * 16
+    """With what its copies have then taken, from the same trace. The steps in between follow the first program."""
+    rows = [NUM_ROWS] * 24
     expected, plain_peaks, _ = _train(UNLIMITED, rows)
     budget = int(0.6 * max(plain_peaks[1:]))
-    for name, value in (("_LOST_ON_ALL_CORES", 0.0), ("_LOST_BESIDE_FREE_CORES", 0.0), ("_LOST_IF_UNKNOWN", 0.0)):
-        monkeypatch.setattr(measured_machine, name, value)
-    monkeypatch.setattr(measured_machine, "_COPY_COMPUTE_S", 0.0)
-    monkeypatch.setattr(measured_machine, "_REPLAY_COMPUTE_S", 1e-3)
-    monkeypatch.setattr(predictions, "_NUM_TIMES", 2)
+    for name in ("_LOST_ON_ALL_CORES", "_LOST_BESIDE_FREE_CORES", "_LOST_IF_UNKNOWN", "_COPY_COMPUTE_S"):
+        monkeypatch.setattr(measured_machine, name, 0.0)
+    monkeypatch.setattr(measured_machine, "_REPLAY_COMPUTE_S", 1e-3)  # so the first program swaps
+
+    def learn(machine: MeasuredMachine, planned: Machine, more_s: float, swapped_bytes: int) -> bool:
+        assert more_s > 0.0
+        return learn_plainly(machine, planned, swapped_bytes * 0.5 / planned.host_out_bytes_per_s, swapped_bytes)
+
+    learn_plainly = MeasuredMachine.learn
+    monkeypatch.setattr(MeasuredMachine, "learn", learn)
     made: list[Program] = []
 
     def after(step: int, session: Session) -> None:
-        if step and not made:
+        if step == 1:
             assert session.programs.wait(WAIT_S)
-            first = next(iter(session.programs.cache))
-            # As if the steps took ten seconds more than predicted.
+            (first,) = session.programs.cache
             first.answer = msgspec.structs.replace(first.answer, time_s=1e-9)
-            first.outside_s = -10.0
             made.append(first)
-        elif len(made) == 1:
+        elif step > 1:
             session.programs.wait(WAIT_S)
-            made.extend(program for program in session.programs.cache if program is not made[0])
+            made.extend(program for program in session.programs.cache if all(program is not each for each in made))
 
-    found, peaks, _ = _train(budget, rows, "torchdelta", "memory", after)
+    found, peaks, session = _train(budget, rows, "torchdelta", "memory", after)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= budget
-    first, second = made
-    assert second.swapped_bytes < first.swapped_bytes
+    first, second = made[:2]
+    assert first.swapped_bytes > 0
+    assert first.machine is not None
     assert second.machine is not None
-    assert second.machine.out_compute_s_per_byte > 0.0
-    assert second.num_corrections >= 1
+    assert first.machine.out_compute_s_per_byte == 0.0
+    both_s = second.machine.out_compute_s_per_byte + second.machine.in_compute_s_per_byte
+    assert both_s == pytest.approx(0.5 / first.machine.host_out_bytes_per_s)
+    assert second.answer.plain_time_s == first.answer.plain_time_s
+    assert session.follower.num_followed_steps == len(rows) - 2
 
 
 def test_a_step_without_room_for_the_usual_margin_is_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,3 +151,25 @@ def test_copies_of_other_devices_take_nothing_from_kernels(clocks):
     clocks.step(machine, stolen_s=0.4, out_bytes=GB)
     now = machine.now()
     assert now.out_compute_s_per_byte == now.in_compute_s_per_byte == now.copy_compute_s == 0.0
+
+
+def test_what_steps_took_more_than_predicted_is_the_cost_of_copies(clocks):
+    """It is divided as the times of the copies are, and counts until it is forgotten."""
+    machine = clocks.machine()
+    planned = machine.now()
+    both_s = planned.out_compute_s_per_byte + planned.in_compute_s_per_byte
+    assert machine.learn(planned, 0.25, GB // 2)
+    now = machine.now()
+    assert now.out_compute_s_per_byte + now.in_compute_s_per_byte == pytest.approx(both_s + 0.5 / GB)
+    assert now.out_compute_s_per_byte == pytest.approx(now.in_compute_s_per_byte)
+    machine.forget()
+    assert machine.now() == planned
+
+
+@pytest.mark.parametrize(("more_s", "swapped_bytes"), [(0.25, 0), (2.5, GB), (-1.5, GB)])
+def test_copies_cannot_take_more_than_their_time_or_less_than_nothing(clocks, more_s, swapped_bytes):
+    """Then something else was predicted wrongly, and nothing is learned."""
+    machine = clocks.machine()
+    planned = machine.now()
+    assert not machine.learn(planned, more_s, swapped_bytes)
+    assert machine.now() == planned

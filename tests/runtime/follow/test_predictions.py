@@ -35,10 +35,17 @@ class Learned:
 
     def __init__(self) -> None:
         self.misses: list[tuple[float, int]] = []
+        self.can_explain = True
+        self.has_forgotten = False
 
-    def learn(self, _planned: Machine, more_s: float, swapped_bytes: int) -> None:
+    def learn(self, _planned: Machine, more_s: float, swapped_bytes: int) -> bool:
         """Keep what a step took more than predicted."""
         self.misses.append((more_s, swapped_bytes))
+        return self.can_explain
+
+    def forget(self) -> None:
+        """Note that what was learned is forgotten."""
+        self.has_forgotten = True
 
 
 def _program(**changes: Any) -> Program:
@@ -54,6 +61,7 @@ def _program(**changes: Any) -> Program:
         "margin_bytes": 0,
         "machine": MACHINE,
         "swapped_bytes": GB,
+        "is_settled": True,
     }
     return Program(**fields | changes)
 
@@ -109,12 +117,30 @@ def test_time_outside_of_ops_is_no_miss(predictions: Predictions, learned: Learn
     assert learned.misses == [(pytest.approx(0.5), GB)]
 
 
-def test_a_step_that_copies_nothing_is_traced_again(predictions: Predictions, learned: Learned) -> None:
+def test_a_step_whose_copies_cannot_explain_its_time_is_traced_again(
+    predictions: Predictions, learned: Learned
+) -> None:
     """Its op times must be wrong."""
-    program = _program(swapped_bytes=0)
+    learned.can_explain = False
+    program = _program()
     assert _steps(predictions, program, 1.5)
     assert program.step is None
+
+
+def test_steps_that_are_recorded_as_a_whole_say_nothing_of_copies(predictions: Predictions, learned: Learned) -> None:
+    """Recording takes time, too."""
+    assert not _steps(predictions, _program(is_settled=False), 1.5)
     assert learned.misses == []
+
+
+def test_a_program_waits_for_its_time_only_so_long(predictions: Predictions) -> None:
+    """Until then it keeps its trace, and is not given up."""
+    assert predictions.may_correct(_program())
+    assert not predictions.may_correct(_program(num_followed=100))
+    assert not predictions.may_correct(_program(answer=Answer(plain_time_s=0.8)))
+    program = _program()
+    assert not _steps(predictions, program, 1.0)
+    assert not predictions.may_correct(program)
 
 
 def test_a_given_plan_has_no_prediction(predictions: Predictions) -> None:
@@ -135,6 +161,7 @@ def test_a_step_is_corrected_twice_at_most(predictions: Predictions, learned: Le
     """Each new program takes over the count of the one before."""
     program = _program()
     for _ in range(2):
+        program.is_settled = True
         assert _steps(predictions, program, 1.5)
         earlier, program = program, _program()
         program.take_over(earlier)
@@ -143,8 +170,8 @@ def test_a_step_is_corrected_twice_at_most(predictions: Predictions, learned: Le
     assert len(learned.misses) == 2
 
 
-def test_the_faster_program_is_followed_again(predictions: Predictions, cache: ProgramCache) -> None:
-    """For good: no time leads to a further plan."""
+def test_the_faster_program_is_followed_again(predictions: Predictions, cache: ProgramCache, learned: Learned) -> None:
+    """For good: no time leads to a further plan. What was learned of copies was wrong."""
     earlier, later = _program(), _program()
     cache.add(earlier)
     assert _steps(predictions, earlier, 1.5)
@@ -152,6 +179,8 @@ def test_the_faster_program_is_followed_again(predictions: Predictions, cache: P
     cache.add(later)
     assert not _steps(predictions, later, 1.6)
     assert list(cache) == [earlier]
+    assert learned.has_forgotten
+    assert not earlier.wants_trace
     assert not _steps(predictions, earlier, 1.5)
     assert not _steps(predictions, earlier, 3.0)
 
@@ -167,4 +196,15 @@ def test_a_new_program_that_is_faster_stays(predictions: Predictions, cache: Pro
     assert later.replaces is earlier
     assert not _steps(predictions, later, 1.05)
     assert later.replaces is None
+    assert list(cache) == [later]
+
+
+def test_the_time_of_an_earlier_program_is_its_latest_one(predictions: Predictions, cache: ProgramCache) -> None:
+    """While a plan is made, steps may become slower for another reason."""
+    earlier, later = _program(num_corrections=1), _program()
+    assert _steps(predictions, earlier, 1.5)
+    assert not _steps(predictions, earlier, 2.0)
+    later.take_over(earlier)
+    cache.add(later)
+    assert not _steps(predictions, later, 1.8)
     assert list(cache) == [later]

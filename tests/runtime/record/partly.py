@@ -82,7 +82,7 @@ def following(budget: int, *, least_bytes: int = 1) -> Generator[MemoryBudget]:
     """Return a scope whose steps follow a program that drops most small buffers of at least so many bytes."""
     with (
         planned_here(functools.partial(_recompute_all_small, least_bytes=least_bytes), least_bytes=1),
-        mock.patch("torchdelta.runtime.follow.programs._MAX_RETRACES", 0),  # steps take longer on a busy machine
+        mock.patch("torchdelta.runtime.follow.predictions._MAX_CORRECTIONS", 0),  # steps take longer on a busy machine
         MemoryBudget(budget, Config(planner="torchdelta", tier="memory")) as memory_budget,
     ):
         follow_anyway(running_session())

@@ -105,7 +105,7 @@ def test_no_backward_is_taken_for_that_of_a_smaller_forward(has_gate: bool, read
 
     with (
         planned_here(_recompute_most),
-        mock.patch("torchdelta.runtime.follow.programs._MAX_RETRACES", 0),
+        mock.patch("torchdelta.runtime.follow.predictions._MAX_CORRECTIONS", 0),
         MemoryBudget(budget_bytes, Config(planner="torchdelta", tier="memory")),
     ):
         session = running_session()

@@ -39,15 +39,15 @@ class Asked:
     machine: Machine | None = None
 
     @classmethod
-    def again(cls, program: Program, step: tuple[Trace, StepLog], margin_bytes: int, unseen_bytes: int) -> Asked:
+    def again(cls, program: Program, step: tuple[Trace, StepLog]) -> Asked:
         """Return the request for one more plan of a program's step."""
         return cls(
             key=program.key,
             start_bytes=program.start_bytes,
             step=step,
-            margin_bytes=margin_bytes,
-            num_plans=program.num_plans + 1,
-            unseen_bytes=unseen_bytes,
+            margin_bytes=program.margin_bytes,
+            num_plans=program.num_plans,
+            unseen_bytes=program.unseen_bytes,
             replaces=program,
         )
 

@@ -98,6 +98,10 @@ class Automatic:
         following_s.clear()
         return self.medians_s[0] > self.medians_s[1] * _SLOWER
 
+    def forget_followed(self, key: Key) -> None:
+        """Forget the times of followed steps of a kind: it has a new program."""
+        self._following_s.pop(key, None)
+
     def log_given_up(self) -> None:
         """Log that a program was given up, after `is_slower`."""
         _logger.log(

@@ -64,7 +64,9 @@ class MeasuredMachine:
         self._read_s = -math.inf  # the time of the latest reading
         self._read_bytes = 0  # what had been moved by then
         self._read_stolen_s: float | None = None  # what it was
-        self._learned_s_per_byte: float | None = None  # what a copied byte takes from kernels, by the times of steps
+        self._learned_s: tuple[float, float] | None = (
+            None  # a byte out and in takes from kernels, by the times of steps
+        )
 
     def observe(self) -> None:
         """Read what copies took since the latest reading, if that was some time ago. Call this between steps."""
@@ -90,18 +92,30 @@ class MeasuredMachine:
         self._stolen_s = self._stolen_s * kept + stolen_s
         self._stolen_bytes = self._stolen_bytes * kept + moved_bytes
 
-    def learn(self, planned: Machine, more_s: float, swapped_bytes: int) -> None:
+    def learn(self, planned: Machine, more_s: float, swapped_bytes: int) -> bool:
         """Learn what copies take from kernels, from steps that took more or less time than predicted.
 
-        See [Note: a wrong prediction] in predictions.py.
+        Return whether copies can explain it: they take no more from kernels than the time that they last, and no less
+        than nothing. See [Note: a wrong prediction] in predictions.py.
 
         Args:
             planned: The machine that the steps were planned for.
             more_s: Seconds by which a step took longer; negative if it took less.
             swapped_bytes: What is copied out and in again in a step.
         """
-        both_s_per_byte = planned.out_compute_s_per_byte + planned.in_compute_s_per_byte + more_s / swapped_bytes
-        self._learned_s_per_byte = max(0.0, both_s_per_byte / 2)
+        if not swapped_bytes or self._device.type != "cpu":
+            return False
+        both_s = planned.out_compute_s_per_byte + planned.in_compute_s_per_byte + more_s / swapped_bytes
+        out_most_s, in_most_s = 1.0 / planned.host_out_bytes_per_s, 1.0 / planned.host_in_bytes_per_s
+        share = both_s / (out_most_s + in_most_s)
+        if not 0.0 <= share <= 1.0:
+            return False
+        self._learned_s = share * out_most_s, share * in_most_s
+        return True
+
+    def forget(self) -> None:
+        """Forget what was learned from the times of steps."""
+        self._learned_s = None
 
     def now(self) -> Machine:
         """Return the machine as it has run so far. Opens the tier.
@@ -121,8 +135,7 @@ class MeasuredMachine:
             stolen_s = self._stolen_s / self._stolen_bytes if self._stolen_bytes else 0.0
             out_s = (tier.write_cpu_s_per_byte + min(stolen_s, 1.0 / tier.write_bytes_per_s)) * lost_s_per_s
             in_s = (tier.read_cpu_s_per_byte + min(stolen_s, 1.0 / tier.read_bytes_per_s)) * lost_s_per_s
-            if self._learned_s_per_byte is not None:
-                out_s = in_s = self._learned_s_per_byte
+            out_s, in_s = self._learned_s or (out_s, in_s)
         return Machine(
             name="measured",
             memory_bytes=self._budget_bytes,

@@ -1,13 +1,15 @@
 """Compares the times of followed steps with their predictions and with earlier times.
 
 [Note: a wrong prediction]
-A plan is made for copies as they were before it was followed. Steps that react often wait for copies, which then take
-little from kernels. Followed steps compute beside them, and copies also take memory bandwidth, which no counter shows.
-So if followed steps take much more or less time than predicted, the difference is taken as what their copies take from
-kernels, and the step is planned again with that. Time outside of ops, such as reading data, is in no prediction: it is
-taken off first. If the program copies nothing, its op times must be wrong, and the step is traced again.
+A plan is made with the cost of copies that was measured before. Reactive steps often wait for their copies. No kernel
+runs meanwhile, so these copies slow down little. In followed steps kernels run beside them, and copies also take memory
+bandwidth, which no counter shows. So if the steps of a program take much more or less time than predicted, the
+difference is taken as the cost of its copies, and the step is planned again with that. Time outside of ops, such as
+reading data, is in no prediction: it is taken off first. If copies cannot explain the difference, the op times of the
+trace must be wrong, and the step is traced again.
 
-The new program may be slower all the same. Then the earlier one is followed again, and nothing more is corrected.
+Only steps count that kept to the budget and of which as little was recorded as can be. If the new program is slower,
+the earlier one is followed again, its step is not corrected any more, and what was learned of copies is forgotten.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _logger = logging.getLogger("torchdelta")
 _NUM_TIMES: Final = 7  # step times of which a median is taken
 _MISS: Final = 0.1  # a median that is off by more than this share leads to a new plan
 _MAX_CORRECTIONS: Final = 2  # of the plan of one step
-_OUTSIDE_OP_S: Final = 2e-5  # what the program takes at most to call one more op
+_OUTSIDE_OP_S: Final = 2e-5  # an upper estimate of the script's own time for each op
+_MOST_UNJUDGED: Final = 24  # followed steps after which a time that is not known yet is not waited for
 
 
 def outside_s(trace: Trace, log: StepLog) -> float:
@@ -48,6 +51,15 @@ class Predictions:
         self._machine = machine
         self._cache = cache
 
+    def may_correct(self, program: Program) -> bool:
+        """Return whether it is still to be found out whether a program's time was predicted rightly."""
+        return (
+            program.answer.time_s > 0.0
+            and not program.first_s
+            and program.num_corrections < _MAX_CORRECTIONS
+            and program.num_followed <= _MOST_UNJUDGED
+        )
+
     def is_wrong(self, program: Program, time_s: float) -> bool:
         """Note the time of a step that a program followed. Return whether that step has to be planned again.
 
@@ -58,28 +70,28 @@ class Predictions:
             return False
         median_s = statistics.median(program.step_times_s)
         program.step_times_s.clear()
+        if program.wrong_s:
+            program.wrong_s = median_s
         if not program.first_s:
             program.first_s = median_s
-            return not self._has_restored(program, median_s) and self.is_wrong_by(program, median_s)
-        is_drift = abs(median_s / program.first_s - 1) > _MISS and program.num_corrections < _MAX_CORRECTIONS
-        if is_drift:
-            earlier_ms = program.first_s * 1e3
-            _logger.debug("steps take %.1f ms, earlier %.1f ms: tracing one again", median_s * 1e3, earlier_ms)
-            program.num_corrections += 1
-            program.step = None  # its op times are those of earlier steps
-        return is_drift
-
-    def is_wrong_by(self, program: Program, median_s: float) -> bool:
-        """Return whether a program's step has to be planned again because its steps take this median time."""
-        predicted_s = program.answer.time_s
-        if not predicted_s:
-            return False  # its plan was given
-        more_s = max(0.0, median_s - predicted_s - program.outside_s) or min(0.0, median_s - predicted_s)
-        if abs(more_s) <= _MISS * median_s or program.num_corrections >= _MAX_CORRECTIONS:
+            return not self._has_restored(program, median_s) and self._is_missed(program, median_s)
+        if abs(median_s / program.first_s - 1) <= _MISS or program.num_corrections >= _MAX_CORRECTIONS:
             return False
-        if program.swapped_bytes and program.machine is not None:
-            self._machine.learn(program.machine, more_s, program.swapped_bytes)
-        else:
+        earlier_ms = program.first_s * 1e3
+        _logger.debug("steps take %.1f ms, earlier %.1f ms: tracing one again", median_s * 1e3, earlier_ms)
+        program.num_corrections += 1
+        program.wrong_s = 0.0  # times from here on are compared with none of the earlier ones
+        program.step = None  # its op times are those of earlier steps
+        return True
+
+    def _is_missed(self, program: Program, median_s: float) -> bool:
+        """Return whether a step has to be planned again because it takes another time than its program predicts."""
+        predicted_s = program.answer.time_s  # 0.0 if the plan was given
+        more_s = max(0.0, median_s - predicted_s - program.outside_s) or min(0.0, median_s - predicted_s)
+        may = predicted_s > 0.0 and program.is_settled and program.num_corrections < _MAX_CORRECTIONS
+        if not may or abs(more_s) <= _MISS * median_s:
+            return False
+        if program.machine is None or not self._machine.learn(program.machine, more_s, program.swapped_bytes):
             program.step = None
         _logger.debug(
             "steps take %.1f ms, predicted %.1f ms and %.1f ms outside of ops: planning again",
@@ -101,8 +113,10 @@ class Predictions:
             median_s * 1e3,
             earlier.wrong_s * 1e3,
         )
-        earlier.step = None
         earlier.num_corrections = _MAX_CORRECTIONS
+        earlier.wants_trace = False
         earlier.forget_times()
+        self._machine.forget()
+        self._cache.remove(program)
         self._cache.add(earlier)
         return True

@@ -109,7 +109,8 @@ class Program:
         key: The step that it was made for.
         start_bytes: The bytes in use at the first save of that step.
         answer: What the planner predicts.
-        step: The traced step, until the program has held; a program that does not is planned again from it.
+        step: The traced step, as long as the program may be planned again from it: until it has held and, for the
+            newest one, until its time was compared with the prediction.
         margin_bytes: By how much less than the budget was planned.
         proofs: By (key, graph): what the backward took when it was watched.
         unseen_bytes: Memory outside of known storages when the step was traced.
@@ -122,7 +123,7 @@ class Program:
         has_held: Whether the latest of these steps kept to the budget without room made beyond the program.
         num_followed: Steps that it carried out to their ends.
         num_corrections: How often the step was planned again because of the time that its steps took.
-        wrong_s: The median time of its steps if that was not the predicted one; 0.0 if it was, or before it is known.
+        wrong_s: The latest median time of its steps since that led to another plan; 0.0 if none did.
         wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
@@ -166,7 +167,7 @@ class Program:
         """Replace an earlier program of the same step."""
         self.num_corrections = earlier.num_corrections
         self.replaces = earlier if earlier.wrong_s else earlier.replaces
-        earlier.replaces = None
+        earlier.replaces = earlier.step = None
 
     def prove(self, key: Key, graph: int, proof: Proof) -> None:
         """Record what a watched backward, named by its step and graph, has taken."""
@@ -228,12 +229,11 @@ class ProgramCache:
         self.use(program)
         while len(self._programs) > _MOST_PROGRAMS:
             oldest = min(self._programs.values(), key=lambda other: other.used_at)
-            oldest.step = None  # a report may still refer to it
-            del self._programs[oldest.key, oldest.start_bytes]
+            self.remove(oldest)
 
     def remove(self, program: Program) -> None:
         """Forget a program."""
-        program.step = None  # a report may still refer to it
+        program.step = program.replaces = None  # a report may still refer to it
         self._programs.pop((program.key, program.start_bytes), None)
 
     def give_up(self, key: Key) -> None:
@@ -243,6 +243,10 @@ class ProgramCache:
             self.remove(program)
         while len(self._given_up) > _MOST_PROGRAMS:
             del self._given_up[next(iter(self._given_up))]
+
+    def holds(self, program: Program) -> bool:
+        """Return whether this very program is in the cache."""
+        return self._programs.get((program.key, program.start_bytes)) is program
 
     def use(self, program: Program) -> None:
         """Note that a program has carried a step out."""

@@ -25,6 +25,7 @@ from torchdelta.runtime.follow.predictions import Predictions, outside_s
 from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.runtime.follow.wanted import WantedSteps
+from torchdelta.runtime.policies.base import Action
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class Programs:
             start_bytes=start_bytes,
             step=(trace, log),
             margin_bytes=unseen_bytes + margin_bytes,
-            num_plans=1 if known is None else known.num_plans + 1,
+            num_plans=1 if known is None else known.num_plans,
             unseen_bytes=unseen_bytes,
             replaces=known,
         )
@@ -182,10 +183,8 @@ class Programs:
                 self.latest = program
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
                 self._judge(program, ended.key, peak_bytes, unplanned_bytes, is_own=is_own)
-                if is_own and not ended.was_watched and self.predictions.is_wrong(program, time_s):
-                    self._ask_again(program)
-                if program.num_followed > 1:
-                    self._compare_time(program, ended, time_s)
+                if not any(asked.key == ended.key for asked in self._asked):
+                    self._judge_time(program, ended, time_s, is_own=is_own)
         self._is_traced = False
         if self.automatic is not None and self.planning is not None:
             self._go_on(self.automatic)
@@ -212,8 +211,8 @@ class Programs:
         if is_own:
             program.has_held = has_held
         if has_held:
-            is_timed = program is self._newest and program.swapped_bytes > 0 and not program.first_s
-            if program.num_followed > 1 and not is_timed:
+            may_correct = program is self._newest and self.predictions.may_correct(program)
+            if program.num_followed > 1 and not may_correct:
                 program.step = None  # it will not be planned again from this trace
             return
         program.disprove(key)
@@ -223,7 +222,17 @@ class Programs:
         if program.num_misses == _MISSES_ALLOWED + 1 and program.num_plans < _MAX_PLANS:
             over_bytes = max(peak_bytes - self.budget_bytes, unplanned_bytes)
             program.margin_bytes += over_bytes + int(self.budget_bytes * _LARGER_MARGIN_SHARE)
+            program.num_plans += 1
+            program.wrong_s = 0.0  # it is not to be followed again
+            program.replaces = None
             self._ask_again(program)
+
+    def _judge_time(self, program: Program, ended: EndedStep, time_s: float, *, is_own: bool) -> None:
+        """Have a step planned again that takes another time than predicted, or give its program up."""
+        if is_own and program.has_held and not ended.was_watched and self.predictions.is_wrong(program, time_s):
+            self._ask_again(program)
+        elif program.num_followed > 1 and self.cache.holds(program):
+            self._compare_time(program, ended, time_s)
 
     def _go_on(self, automatic: Automatic) -> None:
         """Time steps, and then have them planned, once that pays. See [Note: when a plan pays]."""
@@ -233,18 +242,17 @@ class Programs:
             self.close()
 
     def _compare_time(self, program: Program, ended: EndedStep, time_s: float) -> None:
-        """Correct or give up a program whose steps take longer than steps that reacted, if the planner is "auto"."""
+        """Give a program up whose steps take longer than steps that reacted, if the planner is "auto"."""
         if self.automatic is None or not self.automatic.is_slower(ended.key, time_s):
             return
-        if ended.is_exact and self.predictions.is_wrong_by(program, self.automatic.medians_s[0]):
-            self._ask_again(program)
-        else:
-            self.automatic.log_given_up()
-            if ended.is_exact:
-                self.cache.give_up(ended.key)
-                self._wanted.note_unplannable(ended.key, 0)
-            program.lends = False
-            self.why_no_plan = "steps that followed their plan took longer than reactive steps"
+        if ended.is_exact and self.predictions.may_correct(program):
+            return  # its time may have been predicted wrongly
+        self.automatic.log_given_up()
+        if ended.is_exact:
+            self.cache.give_up(ended.key)
+            self._wanted.note_unplannable(ended.key, 0)
+        program.lends = False
+        self.why_no_plan = "steps that followed their plan took longer than reactive steps"
 
     # -- plans
 
@@ -253,7 +261,7 @@ class Programs:
         if program.step is None:
             program.wants_trace = True
             return
-        self._ask(Asked.again(program, program.step, program.margin_bytes, program.unseen_bytes))
+        self._ask(Asked.again(program, program.step))
 
     def _ask(self, asked: Asked) -> None:
         if self.planning is None:
@@ -292,6 +300,8 @@ class Programs:
 
     def _add(self, planned: Planned, asked: Asked) -> None:
         if planned.plan is None:
+            if asked.replaces is not None:
+                asked.replaces.wrong_s = 0.0  # no other program was found for it
             without_margin = asked.without_margin()
             if without_margin is not None:
                 self._ask(without_margin)
@@ -303,7 +313,7 @@ class Programs:
             return
         trace, log = asked.step
         schedule = make_schedule(planned.plan, log)
-        swapped = [trace.buffers[absence.buffer_id] for absence in planned.plan.absences if absence.action == "swap"]
+        swapped = (trace.buffers[id_].size_bytes for id_, action in schedule.actions.items() if action is Action.SWAP)
         program = Program(
             schedule=schedule,
             key=asked.key,
@@ -313,12 +323,14 @@ class Programs:
             margin_bytes=asked.margin_bytes,
             unseen_bytes=asked.unseen_bytes,
             machine=asked.machine,
-            swapped_bytes=sum(buffer.size_bytes for buffer in swapped),
+            swapped_bytes=sum(swapped),
             outside_s=outside_s(trace, log),
             num_plans=asked.num_plans,
         )
         if asked.replaces is not None:
             program.take_over(asked.replaces)
+        if self.automatic is not None:
+            self.automatic.forget_followed(asked.key)
         self._newest = program
         self._add_program(program)
         if self.planning is not None and self.num_programs == 1:

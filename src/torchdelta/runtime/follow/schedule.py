@@ -67,6 +67,11 @@ class Schedule:
     num_not_carried_out: int = 0
 
     @property
+    def actions(self) -> dict[int, Action]:
+        """How each buffer leaves, by its id."""
+        return dict(action for actions in self.evictions.values() for action in actions)
+
+    @property
     def num_saves(self) -> int:
         """Saves of the whole step."""
         return len(self.exact_hashes)

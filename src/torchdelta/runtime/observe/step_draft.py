@@ -35,7 +35,7 @@ __all__ = ["StepDraft", "guarded"]
 # More ops than this are not one training step, but for example an evaluation before the first backward.
 MAX_OPS: Final = 1_000_000
 MAX_OPS_WITHOUT_SAVING: Final = 20_000
-_SHORTEST_PAUSE_S: Final = 1e-3  # between two ops; recording an op takes less, and is not part of a followed step
+_SHORTEST_PAUSE_S: Final = 1e-3  # shorter ones are taken for recording, which followed steps do not have
 
 _Arguments = ParamSpec("_Arguments")
 _Self = TypeVar("_Self", bound="StepDraft")
@@ -78,16 +78,19 @@ class StepDraft(Observer):
         self._unpacks: list[tuple[int, int]] = []
         self._num_backwards = 0
         self._saves_in_backward = False
-        self._ended_s = steps.start_s  # when the latest op with a time ended
-        self._pauses_s = 0.0  # before, between and after such ops
-        self._add_pause(0.0)
-        self._lost_before_s = steps.counters.lost_s - steps.lost_s
-        self._outside_s = 0.0
+        self._ended_s = 0.0  # when the latest op with a time ended
+        self._lost_s = 0.0  # what the budget had cost by then
+        self._outside_s = 0.0  # pauses before, between and after such ops
         self._is_over = False
 
-    def on_scanned(self) -> None:
-        """Note that all storages that exist were found, which took time that is no part of the step."""
-        self._ended_s = time.perf_counter()
+    def start_clock(self, pause_s: float) -> None:
+        """Count pauses from here on, and one before.
+
+        Args:
+            pause_s: From the start of the step until this trace began.
+        """
+        self._count_pause(pause_s)
+        self._ended_s, self._lost_s = time.perf_counter(), self._steps.counters.lost_s
 
     # -- end
 
@@ -108,7 +111,6 @@ class StepDraft(Observer):
             return None
         try:
             self._add_pause(0.0)
-            self._outside_s = max(0.0, self._pauses_s - self._steps.counters.lost_s + self._lost_before_s)
             self._draft.correct_times(self._timer)
             trace = self._draft.trace()
             validate(trace)
@@ -196,11 +198,13 @@ class StepDraft(Observer):
 
     def _add_pause(self, time_s: float) -> None:
         """Count the time between the latest op and one that has just ended after so many seconds."""
-        now_s = time.perf_counter()
-        pause_s = now_s - self._ended_s - time_s
-        self._ended_s = now_s
+        now_s, lost_s = time.perf_counter(), self._steps.counters.lost_s
+        self._count_pause(now_s - self._ended_s - time_s - (lost_s - self._lost_s))
+        self._ended_s, self._lost_s = now_s, lost_s
+
+    def _count_pause(self, pause_s: float) -> None:
         if pause_s > _SHORTEST_PAUSE_S:
-            self._pauses_s += pause_s
+            self._outside_s += pause_s
 
     def _read_all(self, arguments: Iterable[Any], reads: dict[int, None]) -> None:
         for argument in arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from torchdelta.runtime.observe.plain_peak import find_plain_peak
@@ -47,14 +48,17 @@ class StepTraces:
         self._plain_peak: PlainPeak | None = None  # of the first step, once it was asked for
         self._readers: list[Programs | TraceOutput] = []  # who wants the trace of the running step
         self._waits = False  # whether the trace of this step begins at its first save, if at all
+        self._began_s = time.perf_counter()  # when the running step did
+        self._lost_before_s = 0.0  # what the budget had cost by then
         programs.follower.on_first_save = self._on_first_save
 
     def begin(self) -> None:
         """Begin the trace of a step: all storages that exist are known from here on."""
+        pause_s = time.perf_counter() - self._began_s - (self._steps.counters.lost_s - self._lost_before_s)
         builder = self._builder = TraceBuilder(self._ledger, self._steps, self._timer)
         self._ledger.observing.observer = builder
         scan_storages(self._ledger)
-        builder.on_scanned()
+        builder.start_clock(pause_s)
 
     def begin_later(self) -> None:
         """Begin the trace of a step after the first one, if anybody wants it.
@@ -64,6 +68,7 @@ class StepTraces:
         So the trace begins at that save. What the step made before is then part of its start.
         """
         self._is_first = False
+        self._began_s, self._lost_before_s = time.perf_counter(), self._steps.counters.lost_s
         self._readers = [reader for reader in (self._programs, self._output) if reader.wants_trace]
         self._waits = self._readers == [self._programs] and self._programs.follower.may_record_in_part
         if self._readers and not self._waits:

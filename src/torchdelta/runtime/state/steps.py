@@ -70,16 +70,6 @@ class StepTracker:
         self._before = counters.copy()
 
     @property
-    def start_s(self) -> float:
-        """When the running step began, by `time.perf_counter`."""
-        return self._start_s
-
-    @property
-    def lost_s(self) -> float:
-        """The seconds that the budget has cost in the running step, as far as they are counted."""
-        return self.counters.lost_s - self._before.lost_s
-
-    @property
     def phase(self) -> Phase:
         """The current phase: forward, backward or optimizer.
 
