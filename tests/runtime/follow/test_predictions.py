@@ -155,6 +155,9 @@ def test_a_time_that_changes_later_leads_to_a_new_trace(predictions: Predictions
     assert not _steps(predictions, program, 1.05)
     assert _steps(predictions, program, 1.2)
     assert program.step is None
+    program.wants_trace = True
+    assert not _steps(predictions, program, 1.5)
+    assert program.num_corrections == 1
 
 
 def test_a_step_is_corrected_twice_at_most(predictions: Predictions, learned: Learned) -> None:

@@ -64,9 +64,8 @@ class MeasuredMachine:
         self._read_s = -math.inf  # the time of the latest reading
         self._read_bytes = 0  # what had been moved by then
         self._read_stolen_s: float | None = None  # what it was
-        self._learned_s: tuple[float, float] | None = (
-            None  # a byte out and in takes from kernels, by the times of steps
-        )
+        # What a byte takes from kernels on its way out, and in, as learned from the times of steps.
+        self._learned_s: tuple[float, float] | None = None
 
     def observe(self) -> None:
         """Read what copies took since the latest reading, if that was some time ago. Call this between steps."""

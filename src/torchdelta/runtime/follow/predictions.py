@@ -65,6 +65,8 @@ class Predictions:
 
         If so, the caller asks for a plan from the program's trace, or has the step traced again if that is gone.
         """
+        if program.wants_trace:
+            return False  # it will be planned again anyway
         program.step_times_s.append(time_s)
         if len(program.step_times_s) < _NUM_TIMES:
             return False
