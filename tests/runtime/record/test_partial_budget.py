@@ -16,6 +16,7 @@ from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status
 from torchdelta.native.gate import load_gate
+from torchdelta.runtime.state.copies import TierCopy
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
@@ -142,6 +143,27 @@ def test_steps_that_are_faster_because_less_is_recorded_are_not_traced_again() -
         assert program.first_s == first_s
         assert program.num_corrections == 0
         assert session.programs.latest is program
+
+
+def test_a_known_backward_waits_for_copies_that_are_late() -> None:
+    """It fits once they have ended, so the step is followed to its end."""
+    expected = plain_losses([NUM_ROWS] * (NUM_STEPS + 3))
+    config = Config(planner="capuchin", tier="memory")  # it swaps here
+    with planned_here(least_bytes=4096), MemoryBudget(int(0.7 * plain_peak_bytes()), config) as budget:
+        session = running_session()
+        net, optimizer = make()
+        losses = until_partial(session, net, optimizer)
+        num_diverged = session.follower.num_diverged_steps
+        with mock.patch.object(TierCopy, "is_there", return_value=False):
+            for _ in range(3):
+                losses.append(step(net, optimizer))
+                assert session.follower.ended is not None
+                assert not session.follower.ended.was_watched
+        assert session.programs.latest is not None
+        assert session.programs.latest.swapped_bytes > 0
+        assert session.follower.num_diverged_steps == num_diverged
+    assert losses == expected
+    assert budget.summary().peak_bytes <= budget.budget_bytes
 
 
 def test_a_step_that_cannot_fit_is_refused_and_the_next_ones_go_on() -> None:

@@ -204,8 +204,7 @@ class Backward:
 
     def runs_known(self, known: KnownBackward) -> bool:
         """Return whether the backward that begins, which is a known one, fits unwatched."""
-        self.usage.ask_counter(fresh=True)
-        return self.follower.may_run_unwatched(known.name, self.usage.total_bytes)
+        return known.fits(self.usage, self.follower, self.room.transfers)
 
     @shielded
     def run_known(

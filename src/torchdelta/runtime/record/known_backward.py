@@ -12,8 +12,11 @@ from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of
 from torchdelta.runtime.record.headroom import first_leaf_of
 
 if TYPE_CHECKING:
+    from torchdelta.runtime.follow.follower import Follower
     from torchdelta.runtime.follow.program import Program
+    from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.record.headroom import Graph
+    from torchdelta.runtime.state.usage import Usage
 
 _MOST_KNOWN: Final = 4
 
@@ -38,6 +41,16 @@ class KnownBackward:
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves that still exist."""
         return [leaf for reference in self._leaves if (leaf := reference()) is not None]
+
+    def fits(self, usage: Usage, follower: Follower, transfers: Transfers) -> bool:
+        """Return whether it fits unwatched now. If more copies out are under way than before, it waits for them."""
+        while True:
+            usage.ask_counter(fresh=True)
+            if follower.may_run_unwatched(self.name, usage.total_bytes):
+                return True
+            if not transfers.leaving:
+                return False
+            transfers.finish_first()
 
     def is_same(self, outputs: Any) -> bool:
         """Return whether a backward from `outputs` has the same leaves, and these are as they were.
