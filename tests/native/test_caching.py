@@ -271,6 +271,9 @@ def leave_mappings(num_spare: int) -> None:
 
 
 @pytest.mark.skipif(MOST_MAPPINGS > 1 << 17, reason="the kernel allows too many mappings to make them all")
+@pytest.mark.skipif(
+    not {"ASAN_OPTIONS", "TSAN_OPTIONS"}.isdisjoint(os.environ), reason="a sanitizer makes mappings, too"
+)
 def test_pages_that_cannot_be_moved_are_given_up(caching: CachingAllocator) -> None:
     """Where the kernel allows too few mappings, the block comes from the heap. What lives keeps its content."""
     moved, heap, wrong = range(3)
