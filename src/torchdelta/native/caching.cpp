@@ -144,8 +144,8 @@ Run cut(Run& run, size_t size) {
 
 bool can_move = true;  // until it has failed once
 
-// Move the pages of a run to an address, and add its segments to those there. Return how many bytes were moved and, if a
-// segment could not be moved, its size: mremap may have unmapped its target before it failed.
+// Move the pages of a run to an address, and add its segments to those there. Return the bytes moved, and the size of
+// the segment that failed (0 if none). Its target may be unmapped by then.
 std::pair<size_t, size_t> move(const Run& run, char* target, Segments& segments) {
   size_t done = 0;
   for (const Segment& segment : run.segments) {
@@ -188,7 +188,7 @@ Run put_together(size_t size) {
   if (filled < size) {
     block.segments.push_back({size - filled, ++num_mappings});
     if (!map_anew(block.start + filled, size - filled)) {
-      munmap(block.start, size);
+      munmap(block.start, filled);  // the rest may be unmapped already, and may be another thread's by now
       return {nullptr, 0, {}};
     }
     figures.fresh += size - filled;

@@ -287,10 +287,10 @@ def test_a_backward_that_fitted_after_a_partial_forward_is_not_known_to_fit_afte
         complete()
         follower.complete_outlined()
         follower.measured(1, Proof(start_bytes=0, leaving_bytes=0, peak_bytes=1))
-        assert follower.may_run_unwatched(1, 0)
+        assert follower.may_run_unwatched(1, 0, 0)
         follower.restart()
         complete()
-        assert not follower.may_run_unwatched(1, 0)
+        assert not follower.may_run_unwatched(1, 0, 0)
         follower.restart()
 
 

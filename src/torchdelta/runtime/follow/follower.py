@@ -122,20 +122,21 @@ class Follower:
         """Whether this step has saved all that the traced one saved, and nothing else."""
         return self._running is not None and self.position.num_saves == self._running.schedule.num_saves
 
-    def may_run_unwatched(self, graph: int, start_bytes: int) -> bool:
+    def may_run_unwatched(self, graph: int, start_bytes: int, leaving_bytes: int) -> bool:
         """Return whether a backward is known to fit: its program held the budget when the same one ran watched.
 
         Args:
             graph: What its growth depends on beside the step: its nodes, which leaves have gradients, and
                 what its forward made.
             start_bytes: The bytes in use before it.
+            leaving_bytes: Of these, bytes of buffers whose copies out are under way.
         """
         program, budget_bytes = self._running, self.room.budget_bytes
         proof = program.proofs.get((self.position.key, self._name_of(graph))) if program is not None else None
         if proof is None or budget_bytes is None:
             return False
         budget_bytes -= self.room.device.margin_bytes(budget_bytes)
-        return proof.expected_peak_bytes(start_bytes, self.leaving_bytes()) <= budget_bytes
+        return proof.expected_peak_bytes(start_bytes, leaving_bytes) <= budget_bytes
 
     def on_unwatched(self) -> None:
         """Note that a backward of this step runs unwatched."""

@@ -94,8 +94,8 @@ class MeasuredMachine:
     def learn(self, planned: Machine, more_s: float, swapped_bytes: int) -> bool:
         """Learn what copies take from kernels, from steps that took more or less time than predicted.
 
-        Return whether copies can explain it: they take no more from kernels than the time that they last, and no less
-        than nothing. See [Note: a wrong prediction] in predictions.py.
+        Return whether copies can explain it: their cost must lie between zero and the time that they last. See [Note: a
+        wrong prediction] in predictions.py.
 
         Args:
             planned: The machine that the steps were planned for.

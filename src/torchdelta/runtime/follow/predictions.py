@@ -1,15 +1,16 @@
 """Compares the times of followed steps with their predictions and with earlier times.
 
 [Note: a wrong prediction]
-A plan is made with the cost of copies that was measured before. Reactive steps often wait for their copies. No kernel
-runs meanwhile, so these copies slow down little. In followed steps kernels run beside them, and copies also take memory
-bandwidth, which no counter shows. So if the steps of a program take much more or less time than predicted, the
+A plan is made with the cost of copies that was measured before. In reactive steps, no kernel runs while a copy is
+waited for, so such a copy slows nothing down. In followed steps kernels run beside copies, which also take memory
+bandwidth, and no counter shows that. So if the steps of a program take much more or less time than predicted, the
 difference is taken as the cost of its copies, and the step is planned again with that. Time outside of ops, such as
 reading data, is in no prediction: it is taken off first. If copies cannot explain the difference, the op times of the
 trace must be wrong, and the step is traced again.
 
-Only steps count that kept to the budget and of which as little was recorded as can be. If the new program is slower,
-the earlier one is followed again, its step is not corrected any more, and what was learned of copies is forgotten.
+Only steps count that kept to the budget, and only once recording is reduced to what the program needs. If the new
+program is slower, the earlier one is followed again. Its step is then never corrected again, and the learned cost of
+copies is forgotten.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NUM_TIMES: Final = 7  # step times of which a median is taken
 _MISS: Final = 0.1  # a median that is off by more than this share leads to a new plan
 _MAX_CORRECTIONS: Final = 2  # of the plan of one step
 _OUTSIDE_OP_S: Final = 2e-5  # an upper estimate of the script's own time for each op
-_MOST_UNJUDGED: Final = 24  # followed steps after which a time that is not known yet is not waited for
+_MOST_UNJUDGED: Final = 24  # after so many followed steps, a program's time is no longer waited for
 
 
 def outside_s(trace: Trace, log: StepLog) -> float:
@@ -52,7 +53,7 @@ class Predictions:
         self._cache = cache
 
     def may_correct(self, program: Program) -> bool:
-        """Return whether it is still to be found out whether a program's time was predicted rightly."""
+        """Return whether a program's time has still to be compared with its prediction."""
         return (
             program.answer.time_s > 0.0
             and not program.first_s
@@ -106,7 +107,9 @@ class Predictions:
         return True
 
     def _has_restored(self, program: Program, median_s: float) -> bool:
-        """Follow the program before this one again if its steps took less time. Return whether they did."""
+        """Go back to the earlier program if its steps took less time. Return whether they did."""
+        if not program.is_settled:
+            return False
         earlier, program.replaces = program.replaces, None
         if earlier is None or median_s <= earlier.wrong_s:
             return False

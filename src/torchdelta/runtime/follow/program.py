@@ -109,8 +109,8 @@ class Program:
         key: The step that it was made for.
         start_bytes: The bytes in use at the first save of that step.
         answer: What the planner predicts.
-        step: The traced step, as long as the program may be planned again from it: until it has held and, for the
-            newest one, until its time was compared with the prediction.
+        step: The traced step, from which the program may be planned again. Kept until the program has held; for the
+            newest program also until its time was compared with the prediction.
         margin_bytes: By how much less than the budget was planned.
         proofs: By (key, graph): what the backward took when it was watched.
         unseen_bytes: Memory outside of known storages when the step was traced.
@@ -123,11 +123,11 @@ class Program:
         has_held: Whether the latest of these steps kept to the budget without room made beyond the program.
         num_followed: Steps that it carried out to their ends.
         num_corrections: How often the step was planned again because of the time that its steps took.
-        wrong_s: The latest median time of its steps since that led to another plan; 0.0 if none did.
+        wrong_s: The latest median of its step times, once one has led to another plan; else 0.0.
         wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
-        is_settled: Whether a step was recorded as little as possible since the outline was learned.
+        is_settled: Whether recording has been reduced as far as possible since the outline was learned.
         used_at: When it last carried a step out to its end, or was made: larger is later.
         lends: Whether steps of other shapes may follow it.
         outline: What its steps record, once that is known.
@@ -187,7 +187,7 @@ class Program:
         self.is_settled = False
 
     def settle(self) -> None:
-        """Compare this step and later ones, of which as little is recorded as can be, with none of the earlier ones."""
+        """Forget the times of earlier steps: from now on as little as possible is recorded."""
         if not self.is_settled:
             self.forget_times()
             self.is_settled = True
@@ -224,7 +224,7 @@ class ProgramCache:
         for other in list(self._programs.values()):
             is_same = abs(other.start_bytes - program.start_bytes) <= self._same_start_bytes
             if other.key == program.key and is_same:
-                del self._programs[other.key, other.start_bytes]
+                self.remove(other)
         self._programs[program.key, program.start_bytes] = program
         self.use(program)
         while len(self._programs) > _MOST_PROGRAMS:

@@ -219,19 +219,20 @@ class Programs:
         if not is_own:
             return
         program.num_misses += 1
+        program.wrong_s = 0.0  # it is not to be followed again in place of a slower one
         if program.num_misses == _MISSES_ALLOWED + 1 and program.num_plans < _MAX_PLANS:
             over_bytes = max(peak_bytes - self.budget_bytes, unplanned_bytes)
             program.margin_bytes += over_bytes + int(self.budget_bytes * _LARGER_MARGIN_SHARE)
             program.num_plans += 1
-            program.wrong_s = 0.0  # it is not to be followed again
-            program.replaces = None
             self._ask_again(program)
 
     def _judge_time(self, program: Program, ended: EndedStep, time_s: float, *, is_own: bool) -> None:
         """Have a step planned again that takes another time than predicted, or give its program up."""
         if is_own and program.has_held and not ended.was_watched and self.predictions.is_wrong(program, time_s):
             self._ask_again(program)
-        elif program.num_followed > 1 and self.cache.holds(program):
+        elif self.automatic is not None and not self.cache.holds(program):
+            self.automatic.forget_followed(ended.key)  # the earlier program is followed again
+        elif program.num_followed > 1:
             self._compare_time(program, ended, time_s)
 
     def _go_on(self, automatic: Automatic) -> None:
@@ -302,7 +303,7 @@ class Programs:
         if planned.plan is None:
             if asked.replaces is not None:
                 asked.replaces.wrong_s = 0.0  # no other program was found for it
-            without_margin = asked.without_margin()
+            without_margin = asked.without_margin() if asked.replaces is None else None
             if without_margin is not None:
                 self._ask(without_margin)
             elif self.cache.find(asked.key, asked.start_bytes) is None:  # else the earlier program goes on

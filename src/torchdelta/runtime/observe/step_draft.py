@@ -35,7 +35,7 @@ __all__ = ["StepDraft", "guarded"]
 # More ops than this are not one training step, but for example an evaluation before the first backward.
 MAX_OPS: Final = 1_000_000
 MAX_OPS_WITHOUT_SAVING: Final = 20_000
-_SHORTEST_PAUSE_S: Final = 1e-3  # shorter ones are taken for recording, which followed steps do not have
+_SHORTEST_PAUSE_S: Final = 1e-3  # shorter pauses are counted as recording, which followed steps lack
 
 _Arguments = ParamSpec("_Arguments")
 _Self = TypeVar("_Self", bound="StepDraft")
@@ -84,7 +84,7 @@ class StepDraft(Observer):
         self._is_over = False
 
     def start_clock(self, pause_s: float) -> None:
-        """Count pauses from here on, and one before.
+        """Count the pause before the trace, and all pauses from now on.
 
         Args:
             pause_s: From the start of the step until this trace began.

@@ -114,7 +114,7 @@ class Backward:
             grads = tuple(leaf.grad is None for leaf in graph.leaves)
             follows_as = hash((graph.signature, grads, self.recorder.forward_hash))
             is_watched = graph.has_hooks or self.observing.observer.wants_every_op
-            if not is_watched and follower.may_run_unwatched(follows_as, start_bytes):
+            if not is_watched and follower.may_run_unwatched(follows_as, start_bytes, follower.leaving_bytes()):
                 follower.on_unwatched()
                 self.latest_known = KnownBackward(graph, grads, follows_as)
                 return self._run_unwatched(original, graph.leaves, 0, outputs, *args, **kwargs)
@@ -202,6 +202,7 @@ class Backward:
                 error = None  # an exception that its own frame holds would keep everything in it alive
                 leaves.clear()
 
+    @shielded
     def runs_known(self, known: KnownBackward) -> bool:
         """Return whether the backward that begins, which is a known one, fits unwatched."""
         return known.fits(self.usage, self.follower, self.room.transfers)

@@ -43,14 +43,18 @@ class KnownBackward:
         return [leaf for reference in self._leaves if (leaf := reference()) is not None]
 
     def fits(self, usage: Usage, follower: Follower, transfers: Transfers) -> bool:
-        """Return whether it fits unwatched now. If more copies out are under way than before, it waits for them."""
-        while True:
-            usage.ask_counter(fresh=True)
-            if follower.may_run_unwatched(self.name, usage.total_bytes):
-                return True
+        """Return whether it fits unwatched. If it would without copies out, wait for them one by one until it does."""
+        usage.ask_counter(fresh=True)
+        leaving_bytes = follower.leaving_bytes()
+        if not follower.may_run_unwatched(self.name, usage.total_bytes - leaving_bytes, 0):
+            return False
+        while not (fits := follower.may_run_unwatched(self.name, usage.total_bytes, leaving_bytes)):
             if not transfers.leaving:
-                return False
+                break  # a copy has failed
             transfers.finish_first()
+            usage.ask_counter(fresh=True)
+            leaving_bytes = follower.leaving_bytes()
+        return fits
 
     def is_same(self, outputs: Any) -> bool:
         """Return whether a backward from `outputs` has the same leaves, and these are as they were.
