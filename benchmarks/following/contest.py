@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from benchmarks.turns import Block
     from torchdelta.runtime.follow.programs import Programs
+    from torchdelta.trace.model import Trace
 
 PLAN_WAIT_S = 300.0
 # Followed steps until nothing new is learned: watched, followed, recorded for the outline, then in part and watched, in
@@ -129,11 +130,13 @@ class Race:
         for _ in range(_NUM_SETTLING_STEPS):
             self.train()
 
-    def _settle_followed(self, programs: Programs) -> int:
-        """Run steps until no step is planned again. Return how many."""
-        num_steps = 0
+    def _settle_followed(self, programs: Programs) -> tuple[int, Trace | None]:
+        """Run steps until no step is planned again. Return how many, and the trace that was planned last."""
+        num_steps, trace = 0, None
         for _ in range(_MOST_PLANS):
             program = _newest(programs)
+            if program is not None and program.step is not None:
+                trace = program.step[0]  # dropped when the program has held
             for _ in range(_MOST_SETTLING_STEPS):
                 self.train()
                 num_steps += 1
@@ -142,7 +145,7 @@ class Race:
             programs.wait(PLAN_WAIT_S)
             if _newest(programs) is program:
                 break
-        return num_steps
+        return num_steps, trace
 
     def _follow(self, label: str) -> Block:
         with MemoryBudget(self.budgets[label], Config(planner=self.planner)) as budget:
@@ -152,14 +155,12 @@ class Race:
             programs = session.programs
             if not programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
                 raise RuntimeError(programs.why_no_plan or "no plan was asked for")
-            program = _newest(programs)
-            step = program.step if program is not None else None  # dropped when the program has held
-            num_settling = self._settle_followed(programs)
+            num_settling, trace = self._settle_followed(programs)
             program = _newest(programs)
             block = timed_steps(self.train, self.num_steps)
             block |= _done(budget, self.num_steps, num_settling)
             block |= _followed(session)
-            if program is not None and step is not None:
+            if program is not None and trace is not None:
                 block["predicted"] = {
                     "time_s": program.answer.time_s,
                     "plain_time_s": program.answer.plain_time_s,
@@ -167,7 +168,7 @@ class Race:
                 }
                 self._programs[label] = program
                 machine = program.machine or programs.machine.now()
-                self._measured[label] = step[0], machine, self.budgets[label] - program.unseen_bytes
+                self._measured[label] = trace, machine, self.budgets[label] - program.unseen_bytes
         return block
 
     def _follow_without_prefetch(self, label: str) -> Block:
