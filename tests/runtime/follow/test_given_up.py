@@ -11,9 +11,10 @@ from torch import nn
 from tests.following import planned_soon
 from tests.runtime.programs import UNLIMITED, running
 from torchdelta.runtime.follow.automatic import Automatic
+from torchdelta.runtime.follow.predictions import Predictions
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.follow.program import Key
+    from torchdelta.runtime.follow.program import Key, Program
     from torchdelta.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("needs_counter")
@@ -67,3 +68,40 @@ def test_a_kind_that_is_slower_is_followed_no_more(monkeypatch: pytest.MonkeyPat
     assert len(followed) - last > 8  # of the other length
     assert session.programs.num_programs == 2
     assert len(session.programs.cache) == 1
+
+
+def test_a_kind_is_not_given_up_before_its_time_was_compared_with_the_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step whose time was predicted wrongly may only need another plan."""
+    _, plain_bytes, _ = _train(UNLIMITED, None)
+    monkeypatch.setattr(Automatic, "is_slower", lambda *_: True)
+    monkeypatch.setattr(Predictions, "may_correct", lambda *_: True)
+    with planned_soon():
+        *_, session = _train(plain_bytes * 6 // 10, "auto")
+    assert len(session.programs.cache) == 2
+    assert session.programs.why_no_plan == ""
+
+
+def test_times_of_a_program_that_is_not_followed_any_more_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier one, which is followed again, is not given up for them."""
+    _, plain_bytes, _ = _train(UNLIMITED, None)
+    forgotten: list[Key] = []
+    replaced: list[Key] = []
+
+    def is_wrong(predictions: Predictions, program: Program, _time_s: float) -> bool:
+        if not replaced:
+            replaced.append(program.key)
+            predictions._cache.remove(program)  # noqa: SLF001 - as if an earlier one took its place
+        return False
+
+    def forget_followed(_automatic: Automatic, key: Key) -> None:
+        if replaced:
+            forgotten.append(key)
+
+    monkeypatch.setattr(Predictions, "is_wrong", is_wrong)
+    monkeypatch.setattr(Automatic, "forget_followed", forget_followed)
+    with planned_soon():
+        _train(plain_bytes * 6 // 10, "auto")
+    assert replaced
+    assert forgotten[0] == replaced[0]

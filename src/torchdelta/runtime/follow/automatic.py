@@ -58,7 +58,6 @@ class Automatic:
         self._room = room
         self._reacting_s: dict[Key, collections.deque[float]] = {}
         self._following_s: dict[Key, collections.deque[float]] = {}
-        self.medians_s = 0.0, 0.0  # of the steps that were compared last: followed, and reacting
         self._num_timed = 0
         self._has_given_up = False
 
@@ -94,22 +93,22 @@ class Automatic:
         reacting_s = self._reacting_s.get(key, ())
         if len(following_s) < _NUM_TIMES or len(reacting_s) < FEWEST_TIMED:
             return False
-        self.medians_s = statistics.median(following_s), statistics.median(reacting_s)
+        median_s, reacting_median_s = statistics.median(following_s), statistics.median(reacting_s)
         following_s.clear()
-        return self.medians_s[0] > self.medians_s[1] * _SLOWER
-
-    def forget_followed(self, key: Key) -> None:
-        """Forget the times of followed steps of a kind: it has a new program."""
-        self._following_s.pop(key, None)
-
-    def log_given_up(self) -> None:
-        """Log that a program was given up, after `is_slower`."""
+        if median_s <= reacting_median_s * _SLOWER:
+            return False
         _logger.log(
             logging.DEBUG if self._has_given_up else logging.INFO,  # once, not for each kind of step
             "plan: given up, because followed steps took %.1f ms and reactive steps %.1f ms",
-            *(median_s * 1e3 for median_s in self.medians_s),
+            median_s * 1e3,
+            reacting_median_s * 1e3,
         )
         self._has_given_up = True
+        return True
+
+    def forget_followed(self, key: Key) -> None:
+        """Forget the times of followed steps of a kind: it follows another program now."""
+        self._following_s.pop(key, None)
 
     def _missing(self) -> str:
         """Return what planning lacks here; empty if nothing."""

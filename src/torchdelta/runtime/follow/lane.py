@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from torchdelta.native.saved_hooks import OnTape
 from torchdelta.runtime.follow.schedule import Due
-from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
     from torchdelta.native.gate import Recorded
@@ -85,8 +84,7 @@ def make_lane(
     makers = {made: position for position in replayed if position in ops for made in ops[position].makes}
     leaving = set(buffers.values()) - {-1}
     stays = in_python | (leaving & {saved.get(0)})
-    for actions in schedule.evictions.values():
-        stays.update(buffers[buffer_id] for buffer_id, action in actions if action is Action.SWAP)
+    stays.update(buffers[buffer_id] for buffer_id in schedule.swapped)
     stays.update(leaving - makers.keys())
     groups = _Groups()
     for position in replayed:

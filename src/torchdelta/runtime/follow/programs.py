@@ -25,7 +25,6 @@ from torchdelta.runtime.follow.predictions import Predictions, outside_s
 from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.runtime.follow.wanted import WantedSteps
-from torchdelta.runtime.policies.base import Action
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -244,16 +243,14 @@ class Programs:
 
     def _compare_time(self, program: Program, ended: EndedStep, time_s: float) -> None:
         """Give a program up whose steps take longer than steps that reacted, if the planner is "auto"."""
-        if self.automatic is None or not self.automatic.is_slower(ended.key, time_s):
-            return
-        if ended.is_exact and self.predictions.may_correct(program):
-            return  # its time may have been predicted wrongly
-        self.automatic.log_given_up()
-        if ended.is_exact:
-            self.cache.give_up(ended.key)
-            self._wanted.note_unplannable(ended.key, 0)
-        program.lends = False
-        self.why_no_plan = "steps that followed their plan took longer than reactive steps"
+        if self.automatic is None or (ended.is_exact and self.predictions.may_correct(program)):
+            return  # in the second case, its time may have been predicted wrongly
+        if self.automatic.is_slower(ended.key, time_s):
+            if ended.is_exact:
+                self.cache.give_up(ended.key)
+                self._wanted.note_unplannable(ended.key, 0)
+            program.lends = False
+            self.why_no_plan = "steps that followed their plan took longer than reactive steps"
 
     # -- plans
 
@@ -314,7 +311,6 @@ class Programs:
             return
         trace, log = asked.step
         schedule = make_schedule(planned.plan, log)
-        swapped = (trace.buffers[id_].size_bytes for id_, action in schedule.actions.items() if action is Action.SWAP)
         program = Program(
             schedule=schedule,
             key=asked.key,
@@ -324,7 +320,7 @@ class Programs:
             margin_bytes=asked.margin_bytes,
             unseen_bytes=asked.unseen_bytes,
             machine=asked.machine,
-            swapped_bytes=sum(swapped),
+            swapped_bytes=sum(trace.buffers[buffer_id].size_bytes for buffer_id in schedule.swapped),
             outside_s=outside_s(trace, log),
             num_plans=asked.num_plans,
         )

@@ -67,9 +67,11 @@ class Schedule:
     num_not_carried_out: int = 0
 
     @property
-    def actions(self) -> dict[int, Action]:
-        """How each buffer leaves, by its id."""
-        return dict(action for actions in self.evictions.values() for action in actions)
+    def swapped(self) -> frozenset[int]:
+        """The ids of the buffers that leave by being swapped out."""
+        return frozenset(
+            buffer_id for actions in self.evictions.values() for buffer_id, how in actions if how is Action.SWAP
+        )
 
     @property
     def num_saves(self) -> int:

@@ -227,13 +227,12 @@ class Room:
     def _evict_down_to(self, total_bytes: int, *, persistents: bool = True) -> None:
         counters = self.counters
         start_s = time.perf_counter()
-        counted_s = counters.stall_s + counters.recompute_s + counters.evict_s
+        counted_s = counters.lost_s
         with self.device.exclusive():
             self.device.timer.poll(wait=True)
             self._evict(total_bytes, persistents=persistents)
         # What was counted inside, such as a wait, is not counted twice.
-        counted_s = counters.stall_s + counters.recompute_s + counters.evict_s - counted_s
-        counters.evict_s += max(0.0, time.perf_counter() - start_s - counted_s)
+        counters.evict_s += max(0.0, time.perf_counter() - start_s - (counters.lost_s - counted_s))
 
     def _evict(self, total_bytes: int, *, persistents: bool) -> None:
         usage, transfers = self.usage, self.transfers
