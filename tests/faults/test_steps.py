@@ -171,9 +171,9 @@ def test_control_without_the_handling_sources_stay_locked() -> None:
     taken: list[Any] = []
     original = replay.Replayer.plan
 
-    def plan(self: Any, target: Any, locked: list[Any]) -> Any:
+    def plan(self: Any, target: Any, locked: dict[int, Any]) -> Any:
         found = original(self, target, locked)
-        taken.extend(locked)
+        taken.extend(locked.values())
         locked.clear()  # what `finally` would unlock
         return found
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.state.ledger import Ledger
 
-__all__ = ["Costs", "resident"]
+__all__ = ["Costs", "is_missing", "resident"]
 
 # A cost estimate visits at most this many buffers: a longer chain is too expensive anyway.
 COST_WALK_OPS = 400
@@ -112,7 +112,7 @@ class Costs:
             return False
         if not self.ledger.num_lost:
             return True
-        return all(source.op is not None for source in _read_by_replay(target) if _is_missing(source))
+        return all(source.op is not None for source in _read_by_replay(target) if is_missing(source))
 
     def is_needed_by_replay(self, buffer: Buffer) -> bool:
         """Return whether the replay of a dropped buffer reads this buffer."""
@@ -138,7 +138,7 @@ class Costs:
 
     def hold_sources(self, target: Buffer) -> None:
         """Hold what a replay of `target` reads that is there, and that its own op could not bring back."""
-        present = [source for source in _read_by_replay(target) if source.op is not None and not _is_missing(source)]
+        present = [source for source in _read_by_replay(target) if source.op is not None and not is_missing(source)]
         for source in present:
             if any(map(_is_lost, _walk([source], ()))):
                 self.ledger.cannot_replay(source)
@@ -160,12 +160,13 @@ def resident(buffer: Buffer) -> torch.UntypedStorage | None:
     return None
 
 
-def _is_missing(buffer: Buffer) -> bool:
+def is_missing(buffer: Buffer) -> bool:
+    """Return whether only a replay can bring a buffer back."""
     return buffer.copy is None and buffer.fetching is None and resident(buffer) is None
 
 
 def _is_lost(buffer: Buffer) -> bool:
-    return buffer.op is None and _is_missing(buffer)
+    return buffer.op is None and is_missing(buffer)
 
 
 def _walk(targets: list[Buffer], known: Container[int]) -> Iterator[Buffer]:
@@ -193,5 +194,5 @@ def _read_by_replay(target: Buffer) -> Iterator[Buffer]:
             if id(source) not in seen:
                 seen.add(id(source))
                 yield source
-                if _is_missing(source):
+                if is_missing(source):
                     stack.append(source)

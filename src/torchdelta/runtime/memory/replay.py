@@ -75,22 +75,22 @@ class Replayer:
         """Run a chain, and return the storages of its targets by the ids of their buffers."""
         start_s = time.perf_counter()
         self._depth += 1
-        locked: list[Buffer] = []
+        locked: dict[int, Buffer] = {}
         try:
-            self._carry_out(chain, self.plan(chain, locked))
+            self._carry_out(chain, self.plan(chain, locked), locked)
             return dict(chain.held)
         finally:
             chain.held.clear()
-            for buffer in locked:
+            for buffer in locked.values():
                 buffer.num_locks -= 1
             self._depth -= 1
             if self._depth == 0 and self.room.device.times_on_host:
                 self.counters.recompute_s += time.perf_counter() - start_s
 
-    def plan(self, chain: _Chain, locked: list[Buffer]) -> list[Buffer]:
+    def plan(self, chain: _Chain, locked: dict[int, Buffer]) -> list[Buffer]:
         """Return the missing buffers in the order of recomputation, and count how often each buffer will be read.
 
-        Lock the available buffers that the replays will read, so that they are not evicted.
+        Lock the available buffers that the replays will read, so that they are not evicted before their last read.
         """
         order: list[Buffer] = []
         uses = chain.uses
@@ -108,7 +108,7 @@ class Replayer:
                 buffer.copy is not None or buffer.fetching is not None or resident(buffer) is not None
             ):
                 buffer.num_locks += 1
-                locked.append(buffer)
+                locked[id(buffer)] = buffer
                 continue
             if buffer.op is None:
                 msg = (
@@ -126,7 +126,7 @@ class Replayer:
         order.sort(key=_creation_order)
         return order
 
-    def _carry_out(self, chain: _Chain, order: list[Buffer]) -> None:
+    def _carry_out(self, chain: _Chain, order: list[Buffer], locked: dict[int, Buffer]) -> None:
         uses, held = chain.uses, chain.held
         for buffer in order:
             if id(buffer) not in held:
@@ -140,6 +140,8 @@ class Replayer:
             assert entry is not None
             for source in sources(entry):
                 left = uses[id(source)] = uses[id(source)] - 1
+                if left == 0 and locked.pop(id(source), None) is not None:
+                    source.num_locks -= 1
                 if left == 0 and id(source) not in chain.targets:
                     held.pop(id(source), None)
                     if chain.passing.pop(id(source), None) is not None:

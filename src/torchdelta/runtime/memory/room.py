@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.storages import storage_behind
+from torchdelta.runtime.memory.replay_peaks import ExpectedGradients, ReplayPeaks
 from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.kinds import byte_alias
 
@@ -104,6 +105,9 @@ class Room:
         self._first_over_bytes: int | None = None  # see `_may_wait`
         self._ranking: list[tuple[Buffer, Action]] = []
         self._ranked_at = -1
+        self._replays = ReplayPeaks()
+        self._gradients = ExpectedGradients(ledger)
+        self._free_bytes = _NO_LIMIT  # for replays, when the ranking was made
 
     def make(self, size_bytes: int, why: str) -> None:
         """Make sure that `size_bytes` more fit under the budget.
@@ -251,16 +255,18 @@ class Room:
                 return
         for attempt in range(2):
             if attempt or not self._ranking or self.ledger.clock - self._ranked_at > RANKING_LIFE_OPS:
-                self._ranking = self.policy.rank(self._candidates(), self.costs)
+                candidates = self._candidates()
+                self._ranking = self.policy.rank(candidates, self.costs)
                 self._ranking.reverse()  # taken from the end
                 self._ranked_at = self.ledger.clock
+                self._free_bytes = self._free_for_replays(candidates)
             projected_bytes = usage.live_bytes
             while self._ranking and projected_bytes > target_bytes:
                 buffer, action = self._ranking.pop()
                 if not self.is_evictable(buffer):
                     continue
                 before_bytes = usage.live_bytes
-                self.evict(buffer, action, lazily=True)
+                self.evict(buffer, self._possible(buffer, action), lazily=True)
                 if buffer.strong is None:
                     projected_bytes -= before_bytes - usage.live_bytes
                 elif buffer in transfers.leaving:
@@ -274,6 +280,19 @@ class Room:
             self.persistents.evict(target_bytes)
         if usage.live_bytes > target_bytes:
             transfers.drain()
+
+    def _free_for_replays(self, candidates: list[Buffer]) -> int:
+        """Return what is left of the budget beside what cannot leave, now and in the backward."""
+        if self.budget_bytes is None or self.persistents is not None:
+            return _NO_LIMIT
+        evictable_bytes = sum(buffer.size_bytes for buffer in candidates)
+        return self.budget_bytes - self.usage.total_bytes + evictable_bytes - self._gradients.size_bytes()
+
+    def _possible(self, buffer: Buffer, action: Action) -> Action:
+        """Return the action that a policy has chosen, unless replays would not fit: then the other one."""
+        if action is Action.SWAP or buffer.copy is not None or not self.transfers.can_swap:
+            return action
+        return action if self._replays.fits(buffer, self._free_bytes) else Action.SWAP
 
     def _candidates(self) -> list[Buffer]:
         return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]
@@ -311,6 +330,7 @@ class Room:
         if self.digests and not self.ledger.surveys and buffer.strong is not None:
             buffer.digest = digest_of(storage_behind(buffer.strong))
         self.costs.note_dropped(buffer)
+        self._replays.note_dropped(buffer)
         if self.ledger.num_lost:
             self.costs.hold_sources(buffer)
         self.counters.dropped_bytes += buffer.size_bytes
@@ -333,6 +353,7 @@ class Room:
         self._ranking.clear()
         self.transfers.forget()
         self.costs.forget()
+        self._replays.forget()
 
 
 def digest_of(storage: torch.UntypedStorage) -> bytes:
