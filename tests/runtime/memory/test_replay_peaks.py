@@ -12,10 +12,11 @@ from torch import nn
 
 from tests.runtime.parts import buffer_of
 from tests.runtime.programs import UNLIMITED, running
-from torchdelta import Config, MemoryBudget
+from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta._torch.modes import Quietly
-from torchdelta.config import POLICIES
-from torchdelta.runtime.memory.replay_peaks import ExpectedGradients, replay_peak_bytes
+from torchdelta.runtime.memory.costs import Costs
+from torchdelta.runtime.memory.replay_peaks import ExpectedGradients, ReplayPeaks, replay_peak_bytes
+from torchdelta.runtime.policies import REGISTRY
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
@@ -55,12 +56,19 @@ def _gradients(budget: int | str, policy: str) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_replays_that_would_not_fit_are_avoided(policy: str) -> None:
-    """In a budget in which copies fit beside the gradients, and replays do not, every policy trains, bit for bit."""
+@pytest.mark.parametrize("policy", [name for name, make in REGISTRY.items() if make().may_swap])
+def test_replays_that_would_not_fit_are_avoided(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a budget in which copies fit beside the gradients, and replays do not, training gives plain's gradients."""
+    monkeypatch.setattr(Costs, "swap_time_s", lambda *_: 1e3)  # copies are so slow that each policy would recompute
     mine = _gradients(36 * _MIB, policy)
     assert mine
     assert all(map(torch.equal, mine, _gradients(UNLIMITED, policy)))
+
+
+def test_recompute_only_does_not_swap() -> None:
+    """A policy that the user has chosen to spare the disk drops what it can, even where replays may not fit."""
+    with pytest.raises(BudgetError, match=r" 0 B swapped out, \d+\.\d+ MiB dropped"):
+        _gradients(36 * _MIB, "recompute-only")
 
 
 _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -118,3 +126,34 @@ def test_expected_gradients_are_those_of_this_scope() -> None:
         assert expected.size_bytes() == 0
         optimizers[0].zero_grad()
         assert expected.size_bytes() == last_bytes
+
+
+def test_inputs_that_the_program_holds_take_nothing() -> None:
+    """A replay that reads a part of a large batch allocates only its results."""
+    batch = torch.randn(1 << 22)
+    weight = torch.ones(1, requires_grad=True)
+    with running() as (_, session):
+        result = (batch[: 1 << 18] * weight).add(1.0)
+        buffer = buffer_of(session, result)
+        saved = result.sin()
+        assert 2 * _MIB <= replay_peak_bytes(buffer) < 2 * _MIB + _SMALL_BYTES
+        del saved, result
+
+
+def test_readers_are_forgotten() -> None:
+    """While one graph stays open, what is remembered of dropped buffers does not grow from step to step."""
+    model, x = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]), torch.randn(2048, 64)
+    replays = ReplayPeaks()
+    sizes = []
+    with running() as (_, session):
+        kept = model(x).sum()  # its graph stays
+        for _ in range(60):
+            loss = model(x).sum()
+            for buffer in list(session.ledger.held.values()):
+                if session.room.is_evictable(buffer) and replays.may_drop(buffer, 1 << 40):
+                    session.room.evict(buffer, Action.RECOMPUTE)
+            loss.backward()
+            sizes.append(len(replays._readers))  # noqa: SLF001 - its growth is what is asked for
+        kept.backward()
+    assert max(sizes) > 0
+    assert max(sizes[30:]) <= max(512, *sizes[:30])

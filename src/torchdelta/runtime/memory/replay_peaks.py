@@ -3,10 +3,10 @@
 [Note: replays that fit]
 A replay holds what its ops still have to read, and each op that was dropped makes it longer. In a budget that is hardly
 above what a single op needs, a policy that weighs only seconds drops so much that the replays do not fit, where copies
-would have come back one at a time. So a buffer is dropped only if its own replay, and the longest one that would go
-through it, fit beside what cannot leave: what the program holds, the gradients that the backward will add, and two
-gradients of activations as large as the largest tensor of the replay. A replay of one op always counts as one that
-fits, because the op has run before.
+would have come back one at a time. So a buffer is dropped only if its own replay, and that of the latest dropped buffer
+that reads it, fit beside what cannot leave: what the program holds, the gradients that the backward will add, and two
+gradients of activations as large as the largest tensor that the replay makes or reads. A replay of one op always
+counts as one that fits, because the op has run before.
 """
 
 from __future__ import annotations
@@ -33,39 +33,51 @@ __all__ = ["ExpectedGradients", "ReplayPeaks", "replay_peak_bytes"]
 _NUM_GRADIENTS = 2
 # Optimizers are looked for again, once, if none is found: it may be built after the first forward.
 _MOST_SEARCHES, _SEARCH_AGAIN_AFTER_OPS = 2, 1000
+# Readers that are remembered of one buffer: backward brings the latest of them back first.
+_MOST_READERS = 4
+_LEAST_SWEEP = 256
 
 
 class ReplayPeaks:
     """Estimates the memory that the replays of dropped buffers take."""
 
     def __init__(self) -> None:
-        self._readers: dict[int, weakref.ref[Buffer]] = {}  # by `Buffer.id`: the latest dropped buffer that reads it
+        # By `Buffer.id`: the latest dropped buffers whose replays read it, by rising id.
+        self._readers: dict[int, tuple[weakref.ref[Buffer], ...]] = {}
+        self._sweep_above = _LEAST_SWEEP
 
-    def fits(self, buffer: Buffer, free_bytes: int) -> bool:
-        """Return whether replays fit in so many bytes once a buffer has been dropped."""
+    def may_drop(self, buffer: Buffer, free_bytes: int) -> bool:
+        """Return whether replays fit in so many bytes once a buffer has been dropped, and if so, note that it will be.
+
+        Args:
+            buffer: A resident buffer.
+            free_bytes: What is left of the budget beside what cannot leave.
+        """
         chain = _Chain(buffer, None)
         if not chain.fits(free_bytes):
             return False
-        reader = self._reader_of(buffer)
-        return reader is None or _Chain(reader, buffer).fits(free_bytes)
-
-    def note_dropped(self, buffer: Buffer) -> None:
-        """Record what the replay of a buffer reads, which was just dropped."""
-        latest = self._reader_of(buffer) or buffer
-        reference = weakref.ref(latest)
-        for source in _Chain(buffer, None).read:
-            earlier = self._reader_of(source)
-            if earlier is None or earlier.id < latest.id:
-                self._readers[source.id] = reference
+        readers = self._readers_of(buffer)
+        if readers and not _Chain(readers[-1], buffer).fits(free_bytes):
+            return False
+        self._note(chain, [buffer, *readers])
+        return True
 
     def forget(self) -> None:
         """Forget the dropped buffers."""
         self._readers.clear()
 
-    def _reader_of(self, buffer: Buffer) -> Buffer | None:
-        reference = self._readers.get(buffer.id)
-        reader = reference() if reference is not None else None
-        return reader if reader is not None and is_missing(reader) else None
+    def _note(self, chain: _Chain, readers: list[Buffer]) -> None:
+        for source in chain.read:
+            latest = {each.id: each for each in (*self._readers_of(source), *readers)}
+            ids = sorted(latest)[-_MOST_READERS:]
+            self._readers[source.id] = tuple(weakref.ref(latest[key]) for key in ids)
+        if len(self._readers) > self._sweep_above:
+            self._readers = {key: kept for key, kept in self._readers.items() if any(each() for each in kept)}
+            self._sweep_above = max(_LEAST_SWEEP, 2 * len(self._readers))
+
+    def _readers_of(self, buffer: Buffer) -> list[Buffer]:
+        readers = (reference() for reference in self._readers.get(buffer.id, ()))
+        return [reader for reader in readers if reader is not None and is_missing(reader)]
 
 
 def replay_peak_bytes(buffer: Buffer) -> int:
@@ -88,7 +100,7 @@ class _Chain:
         while stack and len(self._missing) <= COST_WALK_OPS:
             entry = stack.pop().op
             for source in sources(entry) if entry is not None else ():
-                if source.stays:
+                if source.stays or _is_held_anyway(source):
                     continue
                 num_reads = self.read.get(source, 0)
                 self.read[source] = num_reads + 1
@@ -99,12 +111,11 @@ class _Chain:
         self._target = target
 
     def fits(self, free_bytes: int) -> bool:
-        """Return whether the replay takes at most so many bytes, or is that of one op."""
+        """Return whether the replay fits beside gradients of activations. That of one op always does."""
         if len(self._missing) == 1:
             return True
-        sizes_bytes = [buffer.size_bytes for buffer in self.read]
-        beside_bytes = _NUM_GRADIENTS * max(self._target.size_bytes, *sizes_bytes)
-        return self.peak_bytes() + beside_bytes <= free_bytes
+        largest_bytes = max(buffer.size_bytes for buffer in (self._target, *self.read))
+        return self.peak_bytes() + _NUM_GRADIENTS * largest_bytes <= free_bytes
 
     def peak_bytes(self) -> int:
         """Return the most that the replay holds at once, the memory of its ops included."""
@@ -142,6 +153,11 @@ def _will_be_missing(buffer: Buffer) -> bool:
     return buffer.num_saved == 0 or is_missing(buffer)  # what no saved tensor needs dies with its tensor
 
 
+def _is_held_anyway(buffer: Buffer) -> bool:
+    """Return whether a buffer is an input that the program holds: a replay that reads it takes nothing for it."""
+    return buffer.op is None and buffer.strong is not None and not buffer.is_held_by_us_alone()
+
+
 def _memory_of(entry: OpEntry) -> int:
     """Return what an op allocates in a replay."""
     if entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics:
@@ -165,26 +181,28 @@ class ExpectedGradients:
 
     def size_bytes(self) -> int:
         """Return the bytes of the gradients to come, of all optimizers with a parameter that this scope has read."""
-        found = self._add_up()
+        found = self._find()
         clock = self._ledger.clock
-        if not found and self._num_searches < _MOST_SEARCHES and clock - self._searched_at >= _SEARCH_AGAIN_AFTER_OPS:
+        may_search = self._num_searches < _MOST_SEARCHES and clock - self._searched_at >= _SEARCH_AGAIN_AFTER_OPS
+        if found is None and may_search:
             self._num_searches += 1
             self._searched_at = clock
             optimizers = instances_of(torch.optim.Optimizer)
             self._optimizers = [weakref.ref(each) for each in optimizers if hasattr(each, "param_groups")]
-            found = self._add_up()
-        return sum(found.values())
+            found = self._find()
+        return sum(found.values()) if found is not None else 0
 
-    def _add_up(self) -> dict[int, int]:
-        """Return the bytes by the id of the parameter's record."""
-        found: dict[int, int] = {}
+    def _find(self) -> dict[int, int] | None:
+        """Return the bytes by the id of the parameter's record; None if no optimizer belongs to this scope."""
+        found: dict[int, int] | None = None
         for reference in self._optimizers:
             optimizer = reference()
-            if optimizer is not None:
-                found.update(self._of(optimizer))
+            sizes_bytes = self._find_of(optimizer) if optimizer is not None else None
+            if sizes_bytes is not None:
+                found = {**(found or {}), **sizes_bytes}
         return found
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    def _find_of(self, optimizer: torch.optim.Optimizer) -> dict[int, int] | None:
         find = self._ledger.records.get
         found: dict[int, int] = {}
         is_used = False
@@ -199,4 +217,4 @@ class ExpectedGradients:
                 is_used |= record.current is not None
                 if parameter.requires_grad and parameter.grad is None:
                     found[record.id] = record.size_bytes
-        return found if is_used else {}
+        return found if is_used else None

@@ -282,17 +282,19 @@ class Room:
             transfers.drain()
 
     def _free_for_replays(self, candidates: list[Buffer]) -> int:
-        """Return what is left of the budget beside what cannot leave, now and in the backward."""
-        if self.budget_bytes is None or self.persistents is not None:
+        """Return what is left of the budget beside what cannot leave, now and in the backward; or no limit."""
+        if self.budget_bytes is None or self.persistents is not None or not self.policy.may_swap:
             return _NO_LIMIT
         evictable_bytes = sum(buffer.size_bytes for buffer in candidates)
         return self.budget_bytes - self.usage.total_bytes + evictable_bytes - self._gradients.size_bytes()
 
     def _possible(self, buffer: Buffer, action: Action) -> Action:
-        """Return the action that a policy has chosen, unless replays would not fit: then the other one."""
-        if action is Action.SWAP or buffer.copy is not None or not self.transfers.can_swap:
+        """Return the action that the policy has chosen; swap where replays would not fit ([Note: replays that fit])."""
+        if action is Action.SWAP or buffer.copy is not None or self._free_bytes == _NO_LIMIT:
             return action
-        return action if self._replays.fits(buffer, self._free_bytes) else Action.SWAP
+        if self._replays.may_drop(buffer, self._free_bytes) or not self.transfers.can_swap:
+            return action
+        return Action.SWAP
 
     def _candidates(self) -> list[Buffer]:
         return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]
@@ -330,7 +332,6 @@ class Room:
         if self.digests and not self.ledger.surveys and buffer.strong is not None:
             buffer.digest = digest_of(storage_behind(buffer.strong))
         self.costs.note_dropped(buffer)
-        self._replays.note_dropped(buffer)
         if self.ledger.num_lost:
             self.costs.hold_sources(buffer)
         self.counters.dropped_bytes += buffer.size_bytes

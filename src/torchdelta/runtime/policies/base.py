@@ -56,9 +56,15 @@ class Costs(Protocol):
 
 
 class Policy(Protocol):
-    """A way to choose which buffers are evicted."""
+    """A way to choose which buffers are evicted.
+
+    Attributes:
+        name: Its name in `Config(policy=...)`.
+        may_swap: Whether a buffer that can be recomputed is swapped instead where its replay would not fit.
+    """
 
     name: str
+    may_swap: bool
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return buffers and actions, in the order of eviction.

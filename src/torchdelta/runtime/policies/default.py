@@ -21,6 +21,7 @@ class TorchdeltaPolicy:
     """Cheapest way back per byte and staleness."""
 
     name = "torchdelta"
+    may_swap = True
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates by rising score."""

@@ -21,6 +21,7 @@ class Delta2022:
     """Evicts the largest bytes x staleness first."""
 
     name = "delta-2022"
+    may_swap = True
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates by falling bytes x staleness."""

@@ -22,6 +22,7 @@ class Dtr:
     """DTR's heuristic with evicted-neighbourhood cost."""
 
     name = "dtr"
+    may_swap = False
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates by rising score; those that cannot be recomputed come last and are swapped."""

@@ -14,6 +14,7 @@ class LargestFirst:
     """Largest first; among equals the least recently used."""
 
     name = "largest-first"
+    may_swap = True
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates by falling bytes."""

@@ -14,6 +14,7 @@ class LeastRecentlyUsed:
     """LRU."""
 
     name = "lru"
+    may_swap = True
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates by last use, oldest first."""

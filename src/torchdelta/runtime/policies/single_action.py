@@ -14,6 +14,7 @@ class RecomputeOnly:
     """Recompute the cheapest buffers first; those that cannot be recomputed come last and are swapped."""
 
     name = "recompute-only"
+    may_swap = False
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates by rising recompute time per byte and staleness."""
@@ -27,6 +28,7 @@ class SwapOnly:
     """Swap the buffers that were saved first: backward needs them last."""
 
     name = "swap-only"
+    may_swap = True
 
     def rank(self, candidates: list[Buffer], costs: Costs) -> list[tuple[Buffer, Action]]:
         """Return the candidates in the order in which they were saved."""
