@@ -299,6 +299,39 @@ def test_pages_that_cannot_be_moved_are_given_up(caching: CachingAllocator) -> N
     assert codes == sorted(codes, reverse=True)
 
 
+def num_resident_pages(address: int, size_bytes: int) -> int:
+    """Return how many pages of a range are in memory; 0 if it is not mapped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    found = (ctypes.c_ubyte * (size_bytes // mmap.PAGESIZE))()
+    return sum(each & 1 for each in found) if libc.mincore(address, size_bytes, found) == 0 else 0
+
+
+@pytest.mark.skipif(MOST_MAPPINGS > 1 << 17, reason="the kernel allows too many mappings to make them all")
+@pytest.mark.skipif(
+    not {"ASAN_OPTIONS", "TSAN_OPTIONS"}.isdisjoint(os.environ), reason="a sanitizer makes mappings, too"
+)
+def test_pages_are_given_back_where_they_cannot_be_unmapped(caching: CachingAllocator) -> None:
+    """Unmapping the middle of a mapping makes two of it, which the kernel may not allow: its pages go all the same."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:  # whatever happens, the child must not go on as a second pytest
+            torch.set_num_threads(1)  # a forked child has none of the threads
+            caching.start()
+            blocks = [block(LEAST_KIB, number) for number in range(1, 6)]
+            address, size_bytes = blocks[2].data_ptr(), blocks[2].nbytes
+            was_resident = num_resident_pages(address, size_bytes) == size_bytes // mmap.PAGESIZE
+            leave_mappings(0)
+            caching.stop()
+            del blocks[2]
+            is_gone = num_resident_pages(address, size_bytes) == 0
+            code = 0 if was_resident and is_gone and all(map(is_full_of, blocks, (1, 2, 4, 5))) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 @pytest.mark.usefixtures("caching")
 def test_resizing_keeps_the_content() -> None:
     """A storage that is emptied in place and filled again is a new block."""

@@ -116,9 +116,15 @@ void keep(Run run) {
   runs.emplace(start, std::move(run));
 }
 
+// Give the pages of a range back. Where the kernel allows no more mappings, a range inside one cannot be unmapped: then
+// its addresses stay taken, but its pages do not.
+void unmap(char* start, size_t size) {
+  if (size > 0 && munmap(start, size) != 0) madvise(start, size, MADV_DONTNEED);
+}
+
 void unmap_runs() {
   for (const auto& [start, run] : runs) {
-    munmap(start, run.size);
+    unmap(start, run.size);
     num_segments -= run.segments.size();
   }
   runs.clear();
@@ -177,10 +183,10 @@ Run put_together(size_t size) {
     if (failed != 0) {  // too many mappings, for example
       can_move = false;
       unmap_runs();
-      munmap(run.start + done, run.size - done);
+      unmap(run.start + done, run.size - done);
       // Another thread may have mapped something where the segment was to go, so that range is never touched again.
-      munmap(block.start, filled);
-      munmap(block.start + filled + failed, size - filled - failed);
+      unmap(block.start, filled);
+      unmap(block.start + filled + failed, size - filled - failed);
       return {nullptr, 0, {}};
     }
   }
@@ -188,7 +194,7 @@ Run put_together(size_t size) {
   if (filled < size) {
     block.segments.push_back({size - filled, ++num_mappings});
     if (!map_anew(block.start + filled, size - filled)) {
-      munmap(block.start, filled);  // the rest may be unmapped already, and may be another thread's by now
+      unmap(block.start, filled);  // the rest may be unmapped already, and may be another thread's by now
       return {nullptr, 0, {}};
     }
     figures.fresh += size - filled;
@@ -239,7 +245,7 @@ void give_back(void* pointer) {
   if (is_on.load()) {
     keep(std::move(block));
   } else {
-    munmap(block.start, block.size);
+    unmap(block.start, block.size);
   }
 }
 
