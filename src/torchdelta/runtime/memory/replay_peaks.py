@@ -33,7 +33,7 @@ __all__ = ["ExpectedGradients", "ReplayPeaks", "replay_peak_bytes"]
 _NUM_GRADIENTS = 2
 # Optimizers are looked for again, once, if none is found: it may be built after the first forward.
 _MOST_SEARCHES, _SEARCH_AGAIN_AFTER_OPS = 2, 1000
-# Readers that are remembered of one buffer: backward brings the latest of them back first.
+# How many readers of one buffer are remembered: backward brings the latest back first, and the others come next.
 _MOST_READERS = 4
 _LEAST_SWEEP = 256
 
@@ -90,7 +90,7 @@ class _Chain:
 
     Args:
         target: The buffer.
-        dropped: One more that is as good as dropped.
+        dropped: A resident buffer that counts as dropped, too.
     """
 
     def __init__(self, target: Buffer, dropped: Buffer | None) -> None:
@@ -154,7 +154,7 @@ def _will_be_missing(buffer: Buffer) -> bool:
 
 
 def _is_held_anyway(buffer: Buffer) -> bool:
-    """Return whether a buffer is an input that the program holds: a replay that reads it takes nothing for it."""
+    """Return whether a buffer is an input that the program holds: a replay needs no memory to read it."""
     return buffer.op is None and buffer.strong is not None and not buffer.is_held_by_us_alone()
 
 
