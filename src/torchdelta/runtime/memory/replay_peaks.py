@@ -14,15 +14,15 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-import torch
-
 from torchdelta._torch.storages import storage_address
 from torchdelta.aten.facts import Kind
 from torchdelta.runtime.memory.costs import COST_WALK_OPS, is_missing
-from torchdelta.runtime.state.instances import instances_of
+from torchdelta.runtime.state.instances import living_optimizers
 from torchdelta.runtime.state.tape import sources
 
 if TYPE_CHECKING:
+    import torch
+
     from torchdelta.runtime.state.buffer import Buffer, OpEntry
     from torchdelta.runtime.state.ledger import Ledger
 
@@ -187,8 +187,7 @@ class ExpectedGradients:
         if found is None and may_search:
             self._num_searches += 1
             self._searched_at = clock
-            optimizers = instances_of(torch.optim.Optimizer)
-            self._optimizers = [weakref.ref(each) for each in optimizers if hasattr(each, "param_groups")]
+            self._optimizers = [weakref.ref(optimizer) for optimizer in living_optimizers()]
             found = self._find()
         return sum(found.values()) if found is not None else 0
 

@@ -13,7 +13,7 @@ import torch
 
 from torchdelta._torch.modules import own_parameters_of
 from torchdelta._torch.storages import storage_address, storage_behind
-from torchdelta.runtime.state.instances import instances_of
+from torchdelta.runtime.state.instances import instances_of, living_optimizers
 from torchdelta.runtime.state.kinds import tensors_in
 from torchdelta.runtime.state.persistent import Persistent
 
@@ -72,8 +72,7 @@ class Owners:
     def _search(self) -> None:
         self._was_searched = True
         self._modules = [weakref.ref(module) for module in instances_of(torch.nn.Module)]
-        optimizers = instances_of(torch.optim.Optimizer)
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers if hasattr(optimizer, "param_groups")]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in living_optimizers()]
 
     def _is_used(self, parameter: torch.Tensor, in_use: set[int]) -> bool:
         try:

@@ -13,9 +13,11 @@ import gc
 from itertools import compress
 from typing import TypeVar
 
+import torch
+
 _T = TypeVar("_T")
 
-__all__ = ["instances_of", "subclasses_of"]
+__all__ = ["instances_of", "living_optimizers", "subclasses_of"]
 
 
 def subclasses_of(base: type) -> set[type]:
@@ -45,3 +47,8 @@ def instances_of(*bases: type[_T]) -> list[_T]:
         if is_collecting:
             gc.enable()
     return found
+
+
+def living_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process that are built to the end. Takes as long as `instances_of`."""
+    return [optimizer for optimizer in instances_of(torch.optim.Optimizer) if hasattr(optimizer, "param_groups")]

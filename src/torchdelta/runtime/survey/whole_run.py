@@ -21,7 +21,7 @@ from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import without_mode
 from torchdelta._torch.tensors import is_leaf
 from torchdelta.runtime.state.buffer import OpEntry
-from torchdelta.runtime.state.instances import instances_of
+from torchdelta.runtime.state.instances import instances_of, living_optimizers
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES
 from torchdelta.runtime.survey.first_step import FirstStep, foresee_first_step
 from torchdelta.runtime.survey.inventory import HELD, SMALL, STATES, TEMPORARIES
@@ -182,7 +182,7 @@ class RunNeed:
 
 def _outer_optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers of this process, without those inside another one (a wrapper)."""
-    found = [optimizer for optimizer in instances_of(torch.optim.Optimizer) if hasattr(optimizer, "param_groups")]
+    found = living_optimizers()
     inner = {id(value) for optimizer in found for value in vars(optimizer).values() if value is not optimizer}
     return [optimizer for optimizer in found if id(optimizer) not in inner]
 
