@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, PEERS, RECORD_ONLY, scope, split
+from benchmarks.settling import may_change
 from benchmarks.turns import BESIDE, PLAIN, take_turns, timed_steps
 from torchdelta import Config, MemoryBudget
 from torchdelta.bounds.lp_bound import bound
@@ -219,8 +220,7 @@ def _newest(programs: Programs) -> Program | None:
 
 def _is_settled(program: Program, programs: Programs) -> bool:
     """Return whether later steps of a program will be like the latest one."""
-    may_change = program.wants_trace or programs.predictions.may_correct(program)
-    return program.num_followed >= _NUM_SETTLING_STEPS and not may_change
+    return program.num_followed >= _NUM_SETTLING_STEPS and not may_change(program, programs)
 
 
 def _done(budget: MemoryBudget, num_steps: int, num_settling: int = 0) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host.subjects import PRESSED, SUBJECTS
+from benchmarks.settling import may_change
 from benchmarks.turns import PLAIN, take_turns
 from torchdelta import BudgetError, Config, MemoryBudget
 
@@ -30,6 +31,7 @@ IN_BUDGET = (PLAIN, NO_OP, REACTING, FOLLOWING)  # those of the pressed subjects
 _SHARE = 0.6  # of what a step adds to the memory at rest
 _NUM_WARM_STEPS = 3  # ops, needs and graphs are known after them
 _NUM_FOLLOWED_STEPS = 12  # until a program's outline is known and used
+_MOST_SETTLING_STEPS = 100  # after them, until the times of all programs were compared with their predictions
 _PLANNING_S = 120.0
 _UNBOUNDED_BYTES = 1 << 40
 
@@ -102,6 +104,11 @@ def _followed_times(subject: Subject, budget_bytes: int) -> list[float]:
             session.programs.wait(_PLANNING_S)
         for _ in range(_NUM_FOLLOWED_STEPS * subject.num_kinds):
             subject.step()
+        for _ in range(_MOST_SETTLING_STEPS):
+            if not any(may_change(program, session.programs) for program in session.programs.cache):
+                break
+            subject.step()
+            session.programs.wait(_PLANNING_S)
         if not session.partial.num_steps:
             raise RuntimeError(f"no step was followed and recorded in part: {session.programs.why_no_plan}")
         return _thread_times(subject)

@@ -125,6 +125,7 @@ class Accelerator(Device):
             is_first = need.timing.num_samples <= 2  # the first run may have tuned algorithms: discard it
             need.workspace_bytes = taken_bytes if is_first else max(need.workspace_bytes, taken_bytes)
             usage.ask_counter(fresh=True)
+        need.possible_bytes = 0  # of tensors on the CPU, which this budget does not limit
         if need.workspace_bytes:
             usage.note_workspace(need.workspace_bytes)
         return need.workspace_bytes

@@ -158,7 +158,6 @@ class Recorder(DispatchMode):
             self.room.make(need.output_bytes + need.workspace_bytes + state_bytes, facts.name)
         if need.possible_bytes:
             self.room.try_to_make(need.total_bytes + need.possible_bytes)
-            need.possible_bytes = 0
 
         # 2. Capture it for the tape, and end the contents that it overwrites.
         if writes:
@@ -232,7 +231,7 @@ class Recorder(DispatchMode):
                 time_s,
                 written=targets,
                 entry=entry,
-                workspace_bytes=0 if writes else workspace_bytes,
+                workspace_bytes=0 if writes else workspace_bytes + need.possible_bytes,
                 timing=need.timing,
             )
         return out

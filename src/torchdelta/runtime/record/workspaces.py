@@ -1,9 +1,9 @@
 """Estimates of what ops on CPU allocate and free again while they run, for the first run of an op on new shapes.
 
-From the second run on the measured workspace is used. An estimate that is too low lets the first run pass the budget,
-one that is too high refuses budgets in which the op fits. So there are two: `estimated_bytes` is exact or nearly, and
-room for it is required; `possible_bytes` depends on the processor or on strides, and room for it is made only as far
-as anything can leave.
+From the second run on the measured workspace is used. Without the C++ modules nothing is measured, so the estimates
+hold for every run. An estimate that is too low lets an op pass the budget, one that is too high refuses budgets in
+which the op fits. So there are two: `estimated_bytes` is exact or nearly, and room for it is required; `possible_bytes`
+depends on the processor or on strides, and room for it is made only as far as anything can leave. Plans count both.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _attention_backward(tensors: list[torch.Tensor], args: Any, output_bytes: in
     return torch.get_num_threads() * 2 * scores * _FLOAT_BYTES + _copied(tensors, args, output_bytes)
 
 
-# What ops may take in their first run, by the name of the op. Measured (torch 2.13); of others it is not known.
+# What ops may take beyond `estimated_bytes`, by the name of the op. Measured (torch 2.13); of others it is not known.
 _POSSIBLE: Final[dict[str, Callable[[list[torch.Tensor], Any, int], int]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,

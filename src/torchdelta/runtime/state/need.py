@@ -42,7 +42,7 @@ class Need:
     def __init__(self, output_bytes: int, workspace_bytes: int) -> None:
         self.output_bytes = output_bytes  # of the new storages that it returns
         self.workspace_bytes = workspace_bytes  # what it allocates and frees again; an estimate until it is measured
-        self.possible_bytes = 0  # what it may allocate beyond that; 0 after the first run
+        self.possible_bytes = 0  # what it may allocate beyond that; 0 once the workspace was measured
         self.is_workspace_known = False
         self.is_guess = False  # `output_bytes` is an upper estimate, which a measurement may lower
         self.timing: Timing | None = None  # set by the timer of an accelerator (device/op_timer.py)
@@ -65,4 +65,5 @@ class Need:
         if not self.is_workspace_known or size_bytes > self.workspace_bytes:
             self.is_workspace_known = True
             self.workspace_bytes = size_bytes
+            self.possible_bytes = 0
         return self.workspace_bytes
