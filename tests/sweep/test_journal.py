@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.launch import REPOSITORY
 from tests.sweep import judges
 from tools.sweep import command, pool
-from tools.sweep.journal import Journal, describe, read
+from tools.sweep.journal import SOURCES, Journal, describe, read
 from tools.sweep.subjects import Subject
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def test_a_killed_sweep_loses_at_most_the_line_it_was_writing(
     assert judged == ["class 5"]
 
 
-@pytest.mark.parametrize("condition", ["sources", "phase_s", "modes"])
+@pytest.mark.parametrize("condition", ["sources", "phase_s", "modes", "native"])
 def test_results_of_other_conditions_are_not_taken_over(
     tmp_path: Path, judged: list[str], header: dict[str, Any], condition: str
 ) -> None:
@@ -82,6 +83,15 @@ def test_results_of_other_conditions_are_not_taken_over(
     judged.clear()
     sweep(path, SUBJECTS, {**header, "conditions": {**header["conditions"], condition: "other"}})
     assert len(judged) == len(SUBJECTS)
+
+
+def test_the_sources_are_all_files_of_the_library() -> None:
+    """In Python and in C++."""
+    watched = {path for pattern in SOURCES for path in REPOSITORY.glob(pattern)}
+    library = REPOSITORY / "src" / "torchdelta"
+    files = {path for path in library.rglob("*") if path.suffix in {".py", ".cpp", ".h"}}
+    assert files
+    assert files <= watched
 
 
 def test_another_commit_of_the_same_sources_keeps_the_results(

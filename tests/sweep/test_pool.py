@@ -70,7 +70,7 @@ def test_a_whole_class_through_the_command(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(Journal, "_write", None)  # --only writes nothing
     # Without native parts every step is recorded: there is nothing to pause.
     wanted = [mode for mode in command.MODES if mode != "paused" or not is_switched_off()]
-    options = build_parser().parse_args(["--only", "GPT2Model", "--workers", "1", "--modes", *wanted])
+    options = build_parser().parse_args(["--only", "GPT2Model", "--workers", "1"])
     outcome = command.run(options)
     assert outcome.passed
     modes = outcome.data["families"]["transformers_classes"]["modes"]

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from benchmarks import results
 from tools.sweep import catalog, pool
 from tools.sweep.journal import Journal, describe, key_of, read
+from tools.sweep.judging import FOLLOWED, PAUSED
 from tools.sweep.report import is_failed, sum_up
+from torchdelta.native.build import is_switched_off
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "sweep"
 GIB = 2**30
-MODES = ("recompute", "swap", "mixed", "bf16", "followed", "paused")
+MODES = ("recompute", "swap", "mixed", "bf16", FOLLOWED, PAUSED)
 # A quick sweep judges every so many groups.
 QUICK_STRIDE = 24
 PROGRESS_S = 20.0
@@ -35,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(timeout=240.0)
     parser.add_argument("--workers", type=int, default=2, help="processes that judge at the same time")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="most memory of one of them (RLIMIT_DATA)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    modes = [mode for mode in MODES if mode != PAUSED or not is_switched_off()]  # Python's recorder never pauses
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=modes)
     parser.add_argument("--families", nargs="+", choices=catalog.FAMILIES, default=list(catalog.FAMILIES))
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="judge these and print the records; writes nothing")
     parser.add_argument(

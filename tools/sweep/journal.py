@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import results
 from benchmarks.launch import REPOSITORY
+from torchdelta.native.build import is_switched_off
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +27,15 @@ Record = dict[str, Any]
 Key = tuple[str, str]
 
 # What a result depends on. A commit that changes only words elsewhere does not make the results old.
-SOURCES = ("src/torchdelta/**/*.py", "tools/sweep/*.py", "tests/same_bits/*.py", "tests/following.py")
+SOURCES = (
+    "src/torchdelta/**/*.py",
+    "src/torchdelta/native/*.cpp",
+    "src/torchdelta/native/*.h",
+    "tools/sweep/*.py",
+    "tests/same_bits/*.py",
+    "tests/following.py",
+    "tests/paused.py",
+)
 PACKAGES = ("torch", "transformers", "numpy", "scipy")
 
 
@@ -39,6 +48,7 @@ def describe(modes: Sequence[str], limits: Limits, *, threads: int) -> Record:
         "phase_s": limits.phase_s,
         "memory_bytes": limits.memory_bytes,
         "threads": threads,
+        "native": not is_switched_off(),
     }
     return {"conditions": conditions, "commit": results.commit()}
 
