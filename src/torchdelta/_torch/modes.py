@@ -48,6 +48,12 @@ def autocast_inside(device_type: str) -> Any:
     return torch._C._SetExcludeDispatchKeyGuard(_AUTOCAST_KEYS[device_type], False)
 
 
+def is_below_autograd() -> bool:
+    """Return whether this thread is below autograd, where kernels and dispatch modes run; False in inference mode."""
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    return is_excluded and not torch.is_inference_mode_enabled()
+
+
 def resolving_views() -> Any:
     """Return a context in which lazily conjugate and negative views are resolved also inside a dispatch mode."""
     excluded = torch._C._dispatch_tls_local_exclude_set()

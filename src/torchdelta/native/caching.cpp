@@ -23,9 +23,12 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <torch/csrc/Storage.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <set>
@@ -37,11 +40,11 @@ namespace {
 
 constexpr size_t kLeast = size_t{1} << 20;         // smaller blocks are many, and the heap handles them well
 constexpr size_t kMost = size_t{1} << 46;          // beyond any machine: the previous allocator raises its error
-constexpr size_t kGrain = size_t{1} << 14;
+const uintptr_t kPage = sysconf(_SC_PAGESIZE);
+const size_t kGrain = std::max(size_t{1} << 14, static_cast<size_t>(kPage));  // whole pages; 64 KiB on some machines
 constexpr size_t kLeastMean = size_t{1} << 18;     // of the sizes of the runs' segments; below it, they are too small
 constexpr size_t kFewSegments = 32;                // runs with at most so many segments stay, even if these are small
 constexpr size_t kMostSegments = size_t{1} << 14;  // a quarter of the mappings that Linux allows to a process
-constexpr uintptr_t kPage = 4096;
 
 struct Segment {
   size_t size;
@@ -169,8 +172,12 @@ bool map_anew(char* start, size_t size) {
 
 // Return a new block, with the pages of runs as far as there are any; null if there is no memory for it here.
 Run put_together(size_t size) {
-  // Without access it counts against no limit of the process, which the pages to be moved may have reached.
+  // Without access it counts against no limit of data, which the pages to be moved may have reached.
   void* reserved = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED && !runs.empty()) {  // a limit of addresses (RLIMIT_AS), which the runs count against, too
+    unmap_runs();
+    reserved = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
   if (reserved == MAP_FAILED) return {nullptr, 0, {}};
   Run block{static_cast<char*>(reserved), size, {}};
   size_t filled = 0;
@@ -259,6 +266,24 @@ void delete_block(void* pointer) {
   }
 }
 
+// Unmap what no block uses. Return its bytes.
+int64_t release_runs() {
+  std::lock_guard<std::mutex> guard(lock);
+  const int64_t kept = figures.kept;
+  unmap_runs();
+  return kept;
+}
+
+// Allocate below. If there is no memory left, the runs may be what takes it.
+void* allocate_below(size_t size_bytes) {
+  try {
+    return previous->raw_allocate(size_bytes);
+  } catch (const std::exception&) {
+    if (release_runs() == 0) throw;
+  }
+  return previous->raw_allocate(size_bytes);
+}
+
 struct CachingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size_bytes) override {
     void* pointer = nullptr;
@@ -266,7 +291,7 @@ struct CachingAllocator final : c10::Allocator {
       pointer = take((size_bytes + kGrain - 1) / kGrain * kGrain);
       if (pointer != nullptr) c10::profiledCPUMemoryReporter().New(pointer, size_bytes);
     }
-    if (pointer == nullptr) pointer = previous->raw_allocate(size_bytes);
+    if (pointer == nullptr) pointer = allocate_below(size_bytes);
     return {pointer, pointer, &delete_block, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &delete_block; }
@@ -321,12 +346,7 @@ PyObject* stop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* release(PyObject*, PyObject*) {
-  std::lock_guard<std::mutex> guard(lock);
-  const int64_t kept = figures.kept;
-  unmap_runs();
-  return PyLong_FromLongLong(kept);
-}
+PyObject* release(PyObject*, PyObject*) { return PyLong_FromLongLong(release_runs()); }
 
 // Storages that Python makes come from the C library, whatever the current allocator is: this one does not.
 PyObject* new_storage(PyObject*, PyObject* argument) {
@@ -339,11 +359,16 @@ PyObject* new_storage(PyObject*, PyObject* argument) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* get_figures(PyObject*, PyObject*) {
+std::pair<Figures, size_t> copy_figures() {
   std::lock_guard<std::mutex> guard(lock);
-  return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:n}", "live_bytes", figures.live, "kept_bytes", figures.kept,  //
-                       "peak_bytes", figures.peak, "fresh_bytes", figures.fresh, "moved_bytes", figures.moved,  //
-                       "num_segments", static_cast<Py_ssize_t>(num_segments));
+  return {figures, num_segments};
+}
+
+PyObject* get_figures(PyObject*, PyObject*) {
+  const auto [now, segments] = copy_figures();  // making a dict may free blocks, which takes the lock
+  return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:n}", "live_bytes", now.live, "kept_bytes", now.kept,  //
+                       "peak_bytes", now.peak, "fresh_bytes", now.fresh, "moved_bytes", now.moved,  //
+                       "num_segments", static_cast<Py_ssize_t>(segments));
 }
 
 PyMethodDef module_methods[] = {

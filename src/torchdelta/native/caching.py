@@ -78,6 +78,10 @@ stored = module.new_storage(2 * MIB)
 assert stored.nbytes() == 2 * MIB and module.figures()["live_bytes"] == 28 * MIB
 assert stored.resize_(3 * MIB).nbytes() == 3 * MIB and module.new_storage(0).nbytes() == 0
 del stored
+odd = [torch.full((MIB + 16384,), 60 + i, dtype=torch.uint8) for i in range(4)]  # 64 KiB pages: no block shares one
+del odd[::2]
+assert block(4, 1).eq(1).all() and odd[0].eq(61).all() and odd[1].eq(63).all()
+del odd
 del outside, old
 module.start()
 module.stop()

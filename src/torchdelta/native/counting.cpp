@@ -41,7 +41,8 @@ struct Counter {
   }
 };
 
-// Runs on the main thread between two instructions of Python, with the interpreter's lock.
+// Runs on the main thread between two instructions of Python, with the interpreter's lock. These may be those of a
+// destructor that runs inside an op: see [Note: moments between ops] in runtime/record/between_ops.py.
 int call_on_limit(void* pointer) {
   auto* counter = static_cast<Counter*>(pointer);
   PyObject* function = counter->on_limit;
@@ -115,22 +116,9 @@ bool is_refused(size_t size_bytes) {
   return current != nullptr && current->live.load() + static_cast<int64_t>(size_bytes) > current->most;
 }
 
-// What only reference cycles keep alive may be all that is in the way. A recorded op collects it as well (Room.make).
-void collect_garbage() {
-  const PyGILState_STATE state = PyGILState_Ensure();
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyObject* gc = PyImport_ImportModule("gc");  // its `collect` works also while the collector is disabled
-  PyObject* answer = gc != nullptr ? PyObject_CallMethod(gc, "collect", nullptr) : nullptr;
-  Py_XDECREF(answer);
-  Py_XDECREF(gc);
-  PyErr_Restore(type, value, traceback);  // an error of the collector's is dropped: the allocation raises its own
-  PyGILState_Release(state);
-}
-
 struct CountingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size_bytes) override {
-    if (is_refused(size_bytes)) collect_garbage();
+    // No Python here, not even to collect garbage: a kernel is running, and may hold one of torch's locks.
     if (is_refused(size_bytes)) {
       current->pass_limit();
       const std::string message = "DefaultCPUAllocator: can't allocate memory within this budget: " +

@@ -164,9 +164,20 @@ PyObject* pack_numbered(Hooks* hooks, PyObject* argument, int64_t number, int64_
   return PyObject_CallFunction(hooks->pack_numbered, "OL", argument, static_cast<long long>(number));
 }
 
+// How many calls of `hooks_pack` run on this thread: all of them inside an op, which goes on afterwards.
+thread_local int num_packing = 0;
+
+struct Packing {
+  Packing() { ++num_packing; }
+  ~Packing() { --num_packing; }
+};
+
+PyObject* hooks_is_in_op(PyObject*, PyObject*) { return PyBool_FromLong(num_packing > 0); }
+
 PyObject* hooks_pack(PyObject* self, PyObject* argument) {
   Hooks* hooks = hooks_of(self);
   if (hooks->pack == nullptr) return closed();
+  const Packing packing;
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);  // gate.cpp sees the ops of the program only
   const bool is_tensor = THPVariable_Check(argument);
   try {
@@ -396,6 +407,7 @@ PyMethodDef hooks_methods[] = {
      "Begin a new step. Return whether a recorded one saved tensors of the same sizes as the recorded one before it."},
     {"num_saved", hooks_num_saved, METH_NOARGS, "Return how many tensors this step has saved, if it is not recorded."},
     {"num_handles", hooks_num_handles, METH_NOARGS, "Return the number of living handles."},
+    {"is_in_op", hooks_is_in_op, METH_NOARGS, "Return whether a tensor is being packed on this thread, by an op."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot hooks_slots[] = {

@@ -131,6 +131,10 @@ class NativeHooks(Protocol):
         """Return the number of living handles."""
         ...
 
+    def is_in_op(self) -> bool:
+        """Return whether a tensor is being packed on this thread: an op has saved it, and goes on afterwards."""
+        ...
+
     def compare(
         self,
         saves: object,

@@ -192,11 +192,11 @@ def test_the_budget_is_not_passed_before_the_optimizer_steps() -> None:
 
 
 def test_garbage_is_collected_before_the_optimizer_steps() -> None:
-    """It may be all that is in the way of an allocation."""
+    """It may be all that is in the way of an allocation. Inside of the allocation it would be too late."""
     budget = _paused_budget()
 
     def leave_garbage() -> None:
-        cycle: list[Any] = [torch.empty(budget // 2, dtype=torch.uint8)]
+        cycle: list[Any] = [torch.empty(budget // 4, dtype=torch.uint8)]
         cycle.append(cycle)
 
     gc.collect()
@@ -207,7 +207,7 @@ def test_garbage_is_collected_before_the_optimizer_steps() -> None:
             for _ in range(CHANGES_AT):
                 loop.step(lambda: None)
             assert running_session().partial.num_steps
-            loop.step(lambda: [leave_garbage() for _ in range(3)])
+            loop.step(lambda: [leave_garbage() for _ in range(12)])
     finally:
         gc.enable()
     assert memory_budget.summary().peak_bytes <= budget

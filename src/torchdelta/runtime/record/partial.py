@@ -14,20 +14,20 @@ these phases:
 
 from __future__ import annotations
 
-import enum
 import logging
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
-from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate_soon, new_gate, new_sequence
 from torchdelta.runtime.follow.learning import Learning
-from torchdelta.runtime.interrupts import is_in_section, shielded
+from torchdelta.runtime.interrupts import shielded
+from torchdelta.runtime.record.between_ops import is_between_ops, must_defer
+from torchdelta.runtime.record.garbage_guard import GarbageGuard
 from torchdelta.runtime.record.known_backward import KnownBackwards
 from torchdelta.runtime.record.native_lane import NativeLane
-from torchdelta.runtime.record.partial_conditions import MOST_OTHERS, is_quiet, may_begin
+from torchdelta.runtime.record.partial_conditions import MOST_OTHERS, Phase, is_quiet, may_begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,14 +51,6 @@ _FORGIVEN_AFTER: Final = 16  # steps that were like their outlines, before one t
 _FEWEST_ALIKE: Final = 4  # steps with one backward and one optimizer each, before nothing is recorded between these
 
 
-class _Phase(enum.Enum):
-    OFF = "the recorder is on the stack"
-    WHOLE = "every op is recorded"
-    LEARNING = "every op is recorded, and the outline of a program is learned"
-    OUTLINED = "what the outline names is recorded"
-    PAUSED = "nothing is recorded, until the optimizer has stepped"
-
-
 class PartialRecording:
     """Which ops of followed steps are recorded. Mutable; one for each session.
 
@@ -78,9 +70,10 @@ class PartialRecording:
         self._backward = backward
         self._pause = pause
         self._room = recorder.room
+        self._garbage = GarbageGuard(recorder.room)
         self._ledger = recorder.ledger
         self._follower = saved.follower
-        self._phase = _Phase.OFF
+        self._phase = Phase.OFF
         self._gate: Gate | None = None
         self.lane: NativeLane | None = None  # once there is a gate
         self._can_have_gate = True
@@ -94,14 +87,14 @@ class PartialRecording:
     @property
     def is_on(self) -> bool:
         """Whether the gate, and not the stack of dispatch modes, gives the recorder its ops."""
-        return self._phase is not _Phase.OFF
+        return self._phase is not Phase.OFF
 
     # -- between steps
 
     def on_step_end(self) -> None:
         """Judge the step that has ended. Call this after the follower's `on_step_end`."""
         phase = self._phase
-        if phase is _Phase.OFF:
+        if phase is Phase.OFF:
             return
         program, learning = self._program, self._learning
         ended = self._follower.ended
@@ -117,8 +110,9 @@ class PartialRecording:
             program.num_others -= program.num_others > 0 and self.num_steps % _FORGIVEN_AFTER == 0
             # Where an optimizer does not step after every backward, nothing would tell that a pause should end.
             self._num_alike = self._num_alike + 1 if self._steps.has_stepped else 0
-        if phase is _Phase.PAUSED and not self._steps.has_stepped:
+        if phase is Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
+            self._garbage.end()
             # The op that saves a tensor is running: on the stack, the recorder would take the rest of its kernel for
             # the whole op. So recording resumes when it is over: see `on_limit`.
             self._set_limit(0)
@@ -127,7 +121,7 @@ class PartialRecording:
 
     def begin_if_followed(self) -> None:
         """Record the next step in part if the latest one was followed. Call this between a backward and a forward."""
-        if self._phase is not _Phase.OFF:
+        if self._phase is not Phase.OFF:
             return
         if self._gate is not None:
             self._gate.close()  # no op is running that was dispatched before recording resumed
@@ -136,11 +130,11 @@ class PartialRecording:
 
     def on_optimizer_end(self) -> None:
         """Go on with recording after an optimizer's step."""
-        if self._phase is _Phase.OFF:
+        if self._phase is Phase.OFF:
             self.begin_if_followed()
         elif graph_task_id() == -1 and (self._must_end or not is_quiet(self._recorder)):  # not inside a backward
             self.end("a step is recorded as a whole")
-        elif self._phase is _Phase.PAUSED:
+        elif self._phase is Phase.PAUSED:
             self._room.usage.clear_limit()
             self._record_whole()
 
@@ -182,7 +176,7 @@ class PartialRecording:
         return num_adopted  # saved tensors that native code held
 
     def _record_whole(self) -> None:
-        self._phase = _Phase.WHOLE
+        self._phase = Phase.WHOLE
         self._parts()[0].record()
 
     # -- a step
@@ -190,7 +184,7 @@ class PartialRecording:
     def _on_begin(self, program: Program, buffer: Buffer) -> None:
         """Learn or use the outline of a program: the first tensor of a step is being saved."""
         gate, hooks = self._parts()
-        if self._phase is not _Phase.WHOLE or program.num_others >= MOST_OTHERS or not is_quiet(self._recorder):
+        if self._phase is not Phase.WHOLE or program.num_others >= MOST_OTHERS or not is_quiet(self._recorder):
             return
         if not program.has_held:  # to make room beyond it, all buffers must be known
             return
@@ -198,13 +192,13 @@ class PartialRecording:
         self._known.begin(self._recorder.forward_hash)
         outline = program.outline
         if outline is None:
-            self._phase = _Phase.LEARNING
+            self._phase = Phase.LEARNING
             self._learning = Learning(program, gate, hooks, buffer)
             self._recorder.learning = self._follower.learning = self._learning
             self._recorder.restorer.replayer.on_replay = self._learning.on_replay
             gate.learn()
         else:
-            self._phase = _Phase.OUTLINED
+            self._phase = Phase.OUTLINED
             most_bytes = self._room.begin_counting()
             gate.follow(outline.ops, most_bytes)
             hooks.compare(outline.saves, self._on_other_save, self._pack_numbered)
@@ -235,7 +229,7 @@ class PartialRecording:
             self._leave_outline("the budget has no room for an op")
 
     def _leave_outline(self, why: str) -> None:
-        if self._phase is _Phase.OUTLINED and self._program is not None and not self._must_end:
+        if self._phase is Phase.OUTLINED and self._program is not None and not self._must_end:
             self._program.num_others += 1
         self.end(why)
 
@@ -245,13 +239,13 @@ class PartialRecording:
         Recording as a whole resumes before the next op: a survey may begin, and it has to see them all.
         """
         hooks, gate = self._pause.hooks, self._gate
-        if self._phase in (_Phase.OFF, _Phase.PAUSED) or hooks is None or gate is None:
+        if self._phase in (Phase.OFF, Phase.PAUSED) or hooks is None or gate is None:
             return False
         if graph_task_id() == -1:
             gate.follow(new_sequence([], [], []), 0)  # the next op is another one
         else:
             self._must_end = True
-        if self._phase is not _Phase.OUTLINED:
+        if self._phase is not Phase.OUTLINED:
             return False
         self._follower.leave_outlined("the budget was short")
         return self._adopt() > 0
@@ -263,10 +257,12 @@ class PartialRecording:
 
     def on_limit(self) -> None:
         """Resume recording: the budget is passed before the optimizer has stepped, or it does not step."""
-        if self._phase is not _Phase.PAUSED:
+        if self._phase is not Phase.PAUSED:
             return
-        if is_in_section() or is_transforming() or self._recorder.device.is_off():
+        if not is_between_ops(self._recorder.device, self._pause.hooks):
             self._set_limit(0)  # the next allocation calls this again
+        elif limit_bytes := self._garbage.next_limit_bytes():
+            self._set_limit(limit_bytes)
         else:
             self.end("the budget was passed, or the optimizer did not step")
 
@@ -275,13 +271,13 @@ class PartialRecording:
     def run_backward(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward: that of a followed step, if this one was like its outline."""
         gate, hooks = self._parts()
-        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
+        if must_defer(self._recorder.device):
             return self._backward.run_nested(original, outputs, *args, **kwargs)
-        if self._phase is _Phase.PAUSED:
+        if self._phase is Phase.PAUSED:
             self.end("a second backward begins")
             return self._backward.run(original, outputs, *args, **kwargs)
         known: KnownBackward | None = None
-        if self._phase is _Phase.OUTLINED and self._program is not None:
+        if self._phase is Phase.OUTLINED and self._program is not None:
             if not (hooks.end_comparison() and gate.is_complete()):
                 self._leave_outline("its backward began early")
                 return self._backward.run(original, outputs, *args, **kwargs)
@@ -326,14 +322,14 @@ class PartialRecording:
         if not ledger.num_handles and self._gate is not None:
             self._gate.forget()  # nothing recorded is replayed any more
         lives_on = self._must_end or ledger.num_handles or hooks.num_handles() or ledger.surveys
-        if self._phase is _Phase.OUTLINED and self._program is not None and not lives_on:
+        if self._phase is Phase.OUTLINED and self._program is not None and not lives_on:
             self._known.note(self._program, self._backward.latest_known)
             ledger.cut()
             self._room.forget()
             if self._num_alike >= _FEWEST_ALIKE:
-                self._phase = _Phase.PAUSED
+                self._phase = Phase.PAUSED
                 self._program.settle()
-                self._set_limit(self._room.begin_counting())
+                self._set_limit(self._garbage.begin())
                 return
         if self._must_end or ledger.surveys:
             self.end("its backward was unusual")
@@ -343,9 +339,9 @@ class PartialRecording:
     @shielded
     def end(self, why: str) -> None:
         """Record every op again: from now on, or once a running backward, transform or graph capture has ended."""
-        if self._phase is _Phase.OFF:
+        if self._phase is Phase.OFF:
             return
-        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
+        if must_defer(self._recorder.device):
             # The native tape may copy what is about to be written, which must not become part of a captured graph.
             if self._recorder.device.is_off() and self.lane is not None and self.lane.is_on:
                 self._hand_over(why)
@@ -353,9 +349,9 @@ class PartialRecording:
             return
         _logger.debug("steps are recorded as a whole again: %s", why)
         gate, _ = self._parts()
-        if self._phase is _Phase.OUTLINED:
+        if self._phase is Phase.OUTLINED:
             self._follower.leave_outlined(why)
-        elif self._phase is _Phase.PAUSED:
+        elif self._phase is Phase.PAUSED:
             self._room.usage.clear_limit()
             self._ledger.recheck_unwatched()
             self._ledger.sweep()
@@ -375,7 +371,7 @@ class PartialRecording:
         """Leave everything as it is, in a forked child."""
         if self._gate is not None:
             self._gate.close()
-        if self._phase is _Phase.PAUSED:
+        if self._phase is Phase.PAUSED:
             self._room.usage.clear_limit()
         self._stop()
 
@@ -385,7 +381,7 @@ class PartialRecording:
         self._known.forget()
 
     def _stop(self) -> None:
-        self._phase = _Phase.OFF
+        self._phase = Phase.OFF
         self._program = None
         self._follower.on_begin = None
         self._stop_learning()

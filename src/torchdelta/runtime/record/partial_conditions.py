@@ -1,7 +1,8 @@
-"""When a session may begin to record its steps in part. See partial.py."""
+"""The phases of a step that is recorded in part, and when a session may begin with such steps. See partial.py."""
 
 from __future__ import annotations
 
+import enum
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,19 @@ if TYPE_CHECKING:
     from torchdelta.runtime.follow.follower import EndedStep
     from torchdelta.runtime.record.recorder import Recorder
 
-__all__ = ["MOST_OTHERS", "is_quiet", "may_begin"]
+__all__ = ["MOST_OTHERS", "Phase", "is_quiet", "may_begin"]
 
 MOST_OTHERS = 3  # steps that were not like the outline of their program, before it is given up
+
+
+class Phase(enum.Enum):
+    """What is recorded."""
+
+    OFF = "the recorder is on the stack"
+    WHOLE = "every op is recorded"
+    LEARNING = "every op is recorded, and the outline of a program is learned"
+    OUTLINED = "what the outline names is recorded"
+    PAUSED = "nothing is recorded, until the optimizer has stepped"
 
 
 def is_quiet(recorder: Recorder) -> bool:

@@ -9,8 +9,8 @@ next ones are expected to fit as well. The dispatch mode is then taken off the t
   resumes recording before the next op: a larger batch is noticed at its first saved tensor.
 * The counter at the allocator has a limit, 2 % and 4 KiB above the highest recorded forward or, from the backward on,
   above the highest step. Passing it calls `Pause.on_limit` between two instructions of Python. Recording resumes before
-  the next op; in a backward or a transform, at its end. Outside of backwards, an allocation that would exceed the
-  budget itself is refused with torch's own error. In a backward nothing is refused: its forward saved no more tensors
+  the next op (see [Note: moments between ops] in between_ops.py); in a backward or a transform, at its end. Outside of
+  backwards, an allocation that would exceed the budget itself is refused with torch's own error. In a backward nothing is refused: its forward saved no more tensors
   than the recorded ones, and none larger in its place, so only a backward that does something else can need more.
 * A backward starts unrecorded only if it starts with no more bytes than the recorded ones did, within the same 2 % and
   4 KiB.
@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
-from torchdelta._torch.tensors import is_transforming
 from torchdelta.errors import NativeError
 from torchdelta.native.saved_hooks import NativeHooks, new_hooks
-from torchdelta.runtime.interrupts import is_in_section, shielded
+from torchdelta.runtime.interrupts import shielded
+from torchdelta.runtime.record.between_ops import is_between_ops, must_defer
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Pause:
             args: Further arguments of the engine.
             kwargs: Further arguments of the engine.
         """
-        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
+        if must_defer(self._recorder.device):
             return original(outputs, *args, **kwargs)
         self._end_step_without_optimizer()
         self._usage.ask_counter(fresh=True)
@@ -266,7 +266,7 @@ class Pause:
         """Resume recording: more is allocated than in the recorded steps."""
         if not self.is_on:
             return
-        if graph_task_id() == -1 and (is_in_section() or is_transforming() or self._recorder.device.is_off()):
+        if graph_task_id() == -1 and not is_between_ops(self._recorder.device, self.hooks):
             self._set_limit(0, refuses=True)  # the next allocation calls this again
         else:
             self.end()
@@ -283,7 +283,7 @@ class Pause:
             return
         # The engine has dispatch modes of its own, and what is saved outside of a transform must not become a tensor of
         # its inside. While a graph is captured, nothing is recorded anyway.
-        if graph_task_id() != -1 or is_transforming() or self._recorder.device.is_off():
+        if must_defer(self._recorder.device):
             self._must_end = True
             return
         self._end_step_without_optimizer()

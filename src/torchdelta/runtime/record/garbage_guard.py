@@ -1,0 +1,59 @@
+"""Collects garbage in time while nothing is recorded and no op is given room.
+
+[Note: garbage while recording pauses]
+Tensors that only reference cycles keep alive may be all that is in the way of an allocation. A recorded op collects them
+(`Room.make`). While recording pauses, an allocation beyond the budget is refused inside its kernel, which may hold a
+lock of torch's, so no Python may run there. So garbage is collected earlier: between two ops, once a share of the free
+bytes is taken. A collection takes tens of milliseconds. Where it finds the bytes in use, the share grows, and after a
+few times in vain the limit is the budget itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.memory.room import Room
+
+__all__ = ["GarbageGuard"]
+
+_FIRST_SHARE: Final = 0.5  # of the free bytes; each time in vain, it is half as far from 1
+_MOST_IN_VAIN: Final = 4
+
+
+class GarbageGuard:
+    """The limit of a pause, and what to do when it is passed."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._num_in_vain = 0
+        self._limit_bytes = 0  # 0: no pause
+
+    def begin(self) -> int:
+        """Begin a pause. Return its limit."""
+        most_bytes = self._room.begin_counting()
+        live_bytes = self._room.usage.total_bytes
+        self._limit_bytes = most_bytes
+        if self._num_in_vain < _MOST_IN_VAIN and live_bytes < most_bytes:
+            share = 1.0 - (1.0 - _FIRST_SHARE) ** (1 + self._num_in_vain)
+            self._limit_bytes = live_bytes + int(share * (most_bytes - live_bytes))
+        return self._limit_bytes
+
+    def end(self) -> None:
+        """End the pause: the limit is another one now."""
+        self._limit_bytes = 0
+
+    def next_limit_bytes(self) -> int:
+        """Collect garbage: the limit was passed. Return the next limit, 0 if the pause has to end."""
+        limit_bytes = self._limit_bytes
+        if not limit_bytes:
+            return 0
+        freed_bytes = self._room.collect_garbage()
+        most_bytes = self._room.begin_counting()
+        live_bytes = self._room.usage.total_bytes
+        if live_bytes <= limit_bytes:
+            return limit_bytes if freed_bytes else 0  # 0: one op was refused
+        if limit_bytes < most_bytes:
+            self._num_in_vain += 1
+        self._limit_bytes = most_bytes
+        return most_bytes if live_bytes <= most_bytes else 0
