@@ -106,3 +106,16 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 conj: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill their memory without overlap (`is_non_overlapping_and_dense`)."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, length in sorted(pair for pair in pairs if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True

@@ -116,6 +116,7 @@ class OpFacts:
         "casts_inside",
         "conjugates_inside",
         "copies_strided",
+        "exchanges_storage",
         "is_collective",
         "is_constant",
         "is_random",
@@ -150,6 +151,7 @@ class OpFacts:
         self.is_constant = base in _CONSTANT
         self.reorders = base in _REORDERS
         self.copies_strided = base in _COPIES_STRIDED
+        self.exchanges_storage = base == "set_"  # and writes into neither the old storage nor the new one
         self.bumps_inside = bool(written) and base.startswith("_foreach_")
         self.casts_inside = base in _CASTS_INSIDE
         self.conjugates_inside = base in _CONJUGATES_INSIDE

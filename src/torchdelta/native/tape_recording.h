@@ -362,6 +362,7 @@ class NativeTape final : public Tape, private ChainOwner {
     Argument argument;
     if (is_overwritten) {
       if (tensor.nbytes() != tensor.storage().nbytes() || !tensor.is_non_overlapping_and_dense()) return false;
+      if (tensor.is_conj() || tensor.is_neg()) return false;  // what is written is not what the storage gets
       argument.kind = Argument::Kind::kOverwritten;
       argument.views.emplace_back(View(ContentPtr(), tensor));
     } else {

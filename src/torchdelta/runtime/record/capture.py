@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.storages import storage_behind
+from torchdelta._torch.tensors import is_dense
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind
 from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.kinds import tensors_in
@@ -109,6 +110,9 @@ def _is_outside(source: Buffer) -> bool:
 
 
 def _covers_storage(tensor: torch.Tensor) -> bool:
+    """Return whether what is written through a tensor is all of its storage, as it is written."""
+    if tensor.is_conj() or tensor.is_neg() or not is_dense(tensor):
+        return False
     return tensor.numel() * tensor.element_size() == storage_behind(tensor).nbytes()
 
 

@@ -141,7 +141,7 @@ class _Writers(DispatchMode):
     def _writes_known(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         if facts.keeps_statistics:
             written = statistics_of(facts, args)
-        elif facts.kind in (Kind.WRITE, Kind.REPLACE):
+        elif facts.kind in (Kind.WRITE, Kind.REPLACE) and not facts.exchanges_storage:
             written = written_tensors(facts, args, kwargs)
         else:
             return False

@@ -161,7 +161,7 @@ class Recorder(DispatchMode):
 
         # 2. Capture it for the tape, and end the contents that it overwrites.
         if writes:
-            targets = written_tensors(facts, args, kwargs)
+            targets = [] if facts.exchanges_storage else written_tensors(facts, args, kwargs)
         else:
             targets = statistics_of(facts, args) if facts.keeps_statistics and not self.only_counts else []
         entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
@@ -200,6 +200,8 @@ class Recorder(DispatchMode):
             need.learn_growth(ledger.usage.live_bytes - before_bytes)
             for tensor, old in overwritten:
                 self._write(tensor, old, None, facts, 0)
+        elif facts.exchanges_storage:
+            ledger.exchanged(out, facts.name)
         elif writes:
             need.learn_growth(
                 self._note_written(overwritten, out, func, facts, args, kwargs, entry, counts_only=counts_only)
@@ -244,7 +246,8 @@ class Recorder(DispatchMode):
 
     def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""
-        targets = written_tensors(facts, args, kwargs) if facts.kind in (Kind.WRITE, Kind.REPLACE) else []
+        writes = facts.kind in (Kind.WRITE, Kind.REPLACE) and not facts.exchanges_storage
+        targets = written_tensors(facts, args, kwargs) if writes else []
         plain = [tensor for tensor in targets if not runs_own_ops(tensor.__class__)]
         before = [(tensor, self.end_content(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
         out = self.subclasses.call(self, func, args, kwargs)

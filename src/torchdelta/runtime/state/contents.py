@@ -152,6 +152,13 @@ class Contents(Storages):
             self.succeed(old, buffer, tensor)
         return buffer
 
+    def exchanged(self, tensor: torch.Tensor, origin: str) -> None:
+        """Know the storage that an op has given to a tensor. Its content is what it was, as that of the earlier one."""
+        self.made(tensor, None, origin, 0)
+        record = self.find(tensor)
+        if record is not None and record.current is not None and tensor.requires_grad and is_trained_leaf(tensor):
+            record.current.stays |= Stays.LEAF
+
     def succeed(self, old: Buffer, buffer: Buffer, tensor: torch.Tensor) -> None:
         """Move the handles of a buffer on to the next content of its storage.
 

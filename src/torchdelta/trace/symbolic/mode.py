@@ -25,7 +25,7 @@ import torch
 from torchdelta._torch.engine import ACCUMULATE, current_node, graph_task_id
 from torchdelta._torch.modes import NoFunction, TorchDispatchMode
 from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
-from torchdelta._torch.tensors import tensor_num_holders
+from torchdelta._torch.tensors import is_dense, tensor_num_holders
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
 from torchdelta.aten.order import is_fixed_here
 from torchdelta.modules import ModulePaths
@@ -215,7 +215,7 @@ class StepMode(TorchDispatchMode):
             if version is None or version.birth_op == BEFORE_STEP:
                 continue
             holders = (tensor_num_holders(tensor), storage_num_holders(storage_address(tensor)))
-            if is_leaf or (holders == self._gradient_holders and _is_dense(tensor)):
+            if is_leaf or (holders == self._gradient_holders and is_dense(tensor)):
                 return version.storage
         return None
 
@@ -286,14 +286,3 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             found.append(value)
         elif isinstance(value, list | tuple):
             _collect(value, found)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether its elements fill their memory without overlap (`is_non_overlapping_and_dense`)."""
-    expected = 1
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, length in sorted(pair for pair in pairs if pair[1] != 1):
-        if stride != expected:
-            return False
-        expected *= length
-    return True
