@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SHAPE = (16, 16)
+negative: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # noqa: SLF001 - real tensors get one inside autograd only
 
 
 def _set_and_write(alias: torch.Tensor, y: torch.Tensor) -> None:
@@ -178,13 +179,13 @@ def _write_out_of_conjugate(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def _copy_to_negative(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     real = torch.zeros(SHAPE)
-    torch._neg_view(real).copy_(w.real * 2)
+    negative(real).copy_(w.real * 2)
     return y + real * real
 
 
 def _fill_negative(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     real = torch.zeros(SHAPE)
-    torch._neg_view(real).fill_(2.0)
+    negative(real).fill_(2.0)
     return y + real * w.real
 
 

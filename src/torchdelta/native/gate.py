@@ -221,6 +221,7 @@ class Recorded(enum.IntFlag):
     OVERWRITES = 16  # the same, all of it, without reading it
     IS_RANDOM = 32
     UNSEEN = 64  # not at all where there is a tape: that is told of the writes of all ops
+    IS_CONSTANT = 128  # it reads nothing
 
 
 def new_sequence(hashes: list[int], needs_bytes: list[int], recorded: list[Recorded]) -> object:

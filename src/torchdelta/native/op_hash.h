@@ -1,4 +1,5 @@
-// What the gate knows an op by: a hash of its identity, and of the shapes, dtypes and integers of its arguments.
+// What the gate knows an op by: a hash of its identity, and of the shapes, dtypes and integers of its arguments, and of
+// which of them need gradients: a parameter that becomes trainable changes nothing else of a forward.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,6 +23,7 @@ inline uint64_t with_tensor(uint64_t hash, const at::Tensor& tensor) {
   }
   hash = mixed(hash, static_cast<uint64_t>(impl->device().index() + 1));
   for (const int64_t size : impl->sizes()) hash = mixed(hash, static_cast<uint64_t>(size) + 3);
+  hash = mixed(hash, static_cast<uint64_t>(impl->requires_grad()));
   return mixed(hash, static_cast<uint64_t>(impl->is_contiguous()));
 }
 

@@ -25,6 +25,7 @@ enum Recorded : int64_t {
   kOverwrites = 16,    // the same, all of it, without reading it
   kIsRandom = 32,
   kUnseen = 64,  // not at all where there is a tape: that is told of the writes of all ops
+  kIsConstant = 128,
 };
 
 // Return whether a tensor is a plain one: all that matters of it are its storage, sizes, strides and dtype.

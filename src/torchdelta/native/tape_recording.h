@@ -3,9 +3,11 @@
 #include <Python.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <array>
@@ -28,6 +30,14 @@ namespace tape {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kTraining = 5;
+
+// Return the function that frees memory which torch has not allocated: that of `from_numpy`, `frombuffer` and DLPack.
+inline c10::DeleterFnPtr outside_deleter() {
+  static char memory = 0;
+  static const c10::DeleterFnPtr found =
+      at::from_blob(&memory, {1}, [](void*) {}, at::kByte).storage().data_ptr().get_deleter();
+  return found;
+}
 
 // What leaves and returns at which saved tensor. All contents are named by the numbers of their first saved tensors.
 struct Lane {
@@ -110,6 +120,7 @@ class NativeTape final : public Tape, private ChainOwner {
       return false;
     }
     const size_t begin = stack->size() - op.schema().arguments().size();
+    if ((recorded & kIsConstant) != 0 && !c10::GradMode::is_enabled()) return false;  // as `Capturer.capture` in Python
     const bool hides = (recorded & kHasStatistics) != 0 && (*stack)[begin + kTraining].toBool();
     EntryPtr entry = c10::make_intrusive<Entry>(op, below);
     entry->grad_enabled = c10::GradMode::is_enabled();
@@ -309,11 +320,30 @@ class NativeTape final : public Tape, private ChainOwner {
     return is_plain(tensor) && tensor.has_storage() && tensor.device() == device;
   }
 
+  // Return whether code outside of torch may fill a tensor's memory anew at any time, and Python has to decide. See
+  // [Note: memory outside of torch] in runtime/state/outside_memory.py.
+  bool is_outside(const at::Tensor& tensor) const {
+    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+    if (!tensor.is_cpu() || storage->resizable()) return false;
+    if (storage->data_ptr().get_deleter() != outside_deleter_) return false;
+    const WithInterpreter interpreter;
+    return !is_parameter(tensor) && !(tensor.is_view() && is_parameter(at::Tensor(tensor._base())));
+  }
+
+  static bool is_parameter(const at::Tensor& tensor) {
+    PyObject* wrapped = THPVariable_Wrap(tensor);
+    const bool found = wrapped != nullptr && PyObject_IsInstance(wrapped, ParameterClass) == 1;
+    Py_XDECREF(wrapped);
+    PyErr_Clear();
+    return found;
+  }
+
   std::optional<View> view_of(const at::Tensor& tensor) {
     if (!is_own(tensor)) return std::nullopt;
     const c10::Storage& storage = tensor.storage();
     ContentPtr content = find(storage.unsafeGetStorageImpl());
     if (!content) {
+      if (is_outside(tensor)) return std::nullopt;
       content = new_content(storage);
       content->hold(storage);
       if (tensor.is_leaf()) {  // of another tensor the version may be that of an alias
@@ -362,7 +392,7 @@ class NativeTape final : public Tape, private ChainOwner {
     Argument argument;
     if (is_overwritten) {
       if (tensor.nbytes() != tensor.storage().nbytes() || !tensor.is_non_overlapping_and_dense()) return false;
-      if (tensor.is_conj() || tensor.is_neg()) return false;  // what is written is not what the storage gets
+      if (is_outside(tensor)) return false;
       argument.kind = Argument::Kind::kOverwritten;
       argument.views.emplace_back(View(ContentPtr(), tensor));
     } else {
@@ -503,6 +533,7 @@ class NativeTape final : public Tape, private ChainOwner {
 
   HomeStream stream_;
   const std::atomic<int64_t>* live_;
+  const c10::DeleterFnPtr outside_deleter_ = outside_deleter();
   PyObject* make_room_;      // (size_bytes, is_optional): whether there is room
   PyObject* raise_changed_;  // (size_bytes, version, expected version): raises
   PyObject* hand_over_;

@@ -82,7 +82,7 @@ class Loop:
 
 
 def test_no_python_runs_inside_an_allocation_that_is_refused() -> None:
-    """It used to collect garbage there, and recording resumed in the kernel: the gradient was zero, without an error."""
+    """Garbage was collected there, and recording resumed in the kernel: the gradient was zero, without an error."""
     small, large = pooled(1), pooled(16)
     expected = Loop().step(*small)
     loop = Loop()

@@ -92,7 +92,7 @@ class Learning:
             or entry.environment != self._environment
         ):
             return Recorded(0)
-        how = Recorded.ON_TAPE
+        how = Recorded.ON_TAPE | Recorded.IS_CONSTANT if facts.is_constant else Recorded.ON_TAPE
         if facts.keeps_statistics:
             how |= Recorded.HAS_STATISTICS
         elif facts.kind is Kind.WRITE and facts.written_positions == (0,) and not facts.written_keywords:

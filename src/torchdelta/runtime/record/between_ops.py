@@ -3,10 +3,10 @@
 [Note: moments between ops]
 A counter that passes its limit, or a saved tensor that is larger than expected, calls back soon after, when Python runs
 its next instruction. That is not always between two ops: a destructor, the callback of a weak reference or a garbage
-collection may run Python while an op runs, in its kernel or while autograd packs what the op saves. If recording resumed
-there, the recorder would take what is left of the op (a `zero_` before a raw write) for the whole of it, and a replay
-would return other bits. So it does not resume inside a section, transform or capture, nor below autograd, where kernels
-run, nor while a tensor is packed.
+collection may run Python while an op runs, in its kernel or while autograd packs what the op saves. If recording
+resumed there, the recorder would take what is left of the op (a `zero_` before a raw write) for the whole of it, and a
+replay would return other bits. So it does not resume inside a section, transform or capture, nor below autograd, where
+kernels run, nor while a tensor is packed.
 """
 
 from __future__ import annotations

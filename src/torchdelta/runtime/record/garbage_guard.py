@@ -1,11 +1,11 @@
 """Collects garbage in time while nothing is recorded and no op is given room.
 
 [Note: garbage while recording pauses]
-Tensors that only reference cycles keep alive may be all that is in the way of an allocation. A recorded op collects them
-(`Room.make`). While recording pauses, an allocation beyond the budget is refused inside its kernel, which may hold a
-lock of torch's, so no Python may run there. So garbage is collected earlier: between two ops, once a share of the free
-bytes is taken. A collection takes tens of milliseconds. Where it finds the bytes in use, the share grows, and after a
-few times in vain the limit is the budget itself.
+Tensors that only reference cycles keep alive may be all that is in the way of an allocation. A recorded op collects
+them (`Room.make`). While recording pauses, an allocation beyond the budget is refused inside its kernel, which may hold
+a lock of torch's, so no Python may run there. So garbage is collected earlier: between two ops, once a share of the
+free bytes is taken. A collection takes tens of milliseconds. Where it finds the bytes in use, the share grows, and
+after a few times in vain the limit is the budget itself.
 """
 
 from __future__ import annotations

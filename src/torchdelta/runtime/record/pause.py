@@ -10,8 +10,9 @@ next ones are expected to fit as well. The dispatch mode is then taken off the t
 * The counter at the allocator has a limit, 2 % and 4 KiB above the highest recorded forward or, from the backward on,
   above the highest step. Passing it calls `Pause.on_limit` between two instructions of Python. Recording resumes before
   the next op (see [Note: moments between ops] in between_ops.py); in a backward or a transform, at its end. Outside of
-  backwards, an allocation that would exceed the budget itself is refused with torch's own error. In a backward nothing is refused: its forward saved no more tensors
-  than the recorded ones, and none larger in its place, so only a backward that does something else can need more.
+  backwards, an allocation that would exceed the budget itself is refused with torch's own error. In a backward nothing
+  is refused: its forward saved no more tensors than the recorded ones, and none larger in its place, so only a backward
+  that does something else can need more.
 * A backward starts unrecorded only if it starts with no more bytes than the recorded ones did, within the same 2 % and
   4 KiB.
 * Saved tensors go through native hooks (native/saved_hooks.cpp). When recording resumes, what was saved so far becomes
