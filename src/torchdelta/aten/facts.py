@@ -116,7 +116,6 @@ class OpFacts:
         "casts_inside",
         "conjugates_inside",
         "copies_strided",
-        "exchanges_storage",
         "is_collective",
         "is_constant",
         "is_random",
@@ -129,6 +128,7 @@ class OpFacts:
         "reorders",
         "written_keywords",
         "written_positions",
+        "writes_content",
     )
 
     def __init__(self, func: Any) -> None:
@@ -151,7 +151,6 @@ class OpFacts:
         self.is_constant = base in _CONSTANT
         self.reorders = base in _REORDERS
         self.copies_strided = base in _COPIES_STRIDED
-        self.exchanges_storage = base == "set_"  # and writes into neither the old storage nor the new one
         self.bumps_inside = bool(written) and base.startswith("_foreach_")
         self.casts_inside = base in _CASTS_INSIDE
         self.conjugates_inside = base in _CONJUGATES_INSIDE
@@ -176,6 +175,8 @@ class OpFacts:
             self.kind = Kind.VIEW
         else:
             self.kind = Kind.COMPUTE
+        # `set_` gives a tensor another storage, and writes into neither.
+        self.writes_content = self.kind in (Kind.WRITE, Kind.REPLACE) and base != "set_"
 
 
 def facts_of(func: Any) -> OpFacts:

@@ -268,6 +268,8 @@ class Session:
 
     def _on_last_handle(self) -> None:
         """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
+        if graph_task_id() == -1 and self.partial.has_native_handles and not self.ledger.is_closing:
+            return  # of a part of the graph, such as that of a metric: the forward goes on
         self.ledger.cut()
         self.room.forget()
         if graph_task_id() == -1 and not self.steps.had_any_backward:
@@ -367,12 +369,8 @@ class Session:
             if self.steps.is_after_backward and torch.is_grad_enabled() and not self.steps.is_in_optimizer:
                 self.steps.end()  # this is the next step's forward: what ran before it was not refused
             self.follower.refuse()
-            self.survey = Survey(
-                self.recorder,
-                self.budget_bytes,
-                running_leaves=self.backward.running_leaves,
-                on_end=self._on_survey_end,
-            )
+            leaves = self.backward.running_leaves
+            self.survey = Survey(self.recorder, self.budget_bytes, running_leaves=leaves, on_end=self._on_survey_end)
             self.traces.drop()  # this step will not be complete
             self.survey.begin()
             self.survey.need(size_bytes, why)

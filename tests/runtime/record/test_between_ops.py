@@ -153,3 +153,41 @@ def test_the_limit_waits_for_the_end_of_a_kernel() -> None:
         assert pause.is_on
         assert torch.ones(16).sum() == 16
         assert not pause.is_on
+
+
+def graph_in_a_cycle(w: torch.Tensor) -> None:
+    """Leave garbage that holds the only saved tensors."""
+    cycle: list[Any] = [(w * 2).exp()]
+    cycle.append(cycle)
+
+
+@pytest.mark.parametrize("decisions", ["recompute", None])
+def test_the_last_saved_tensor_may_die_while_an_op_runs(decisions: str | None) -> None:
+    """A collection then forgets the ops behind its inputs: the op cannot be replayed, and the step goes on."""
+    torch.manual_seed(0)
+    w, source = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    (w * ((source + 1) * 2)).sum().backward()
+    assert w.grad is not None
+    expected = w.grad.clone()
+    thresholds = gc.get_threshold()
+    for num_more in range(1, 60):
+        w.grad = None
+        gc.collect()
+        config: Any = Config(decisions=decisions, tier="memory")
+        try:
+            with MemoryBudget("1TiB", config):
+                x = source.clone()
+                graph_in_a_cycle(w)
+                gc.set_threshold(gc.get_count()[0] + num_more, 10, 10)
+                gc.enable()
+                hidden = x + 1
+                doubled = hidden * 2
+                del x, hidden
+                gc.disable()
+                loss = (w * doubled).sum()
+                del doubled
+                loss.backward()
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.disable()
+        assert torch.equal(w.grad, expected)

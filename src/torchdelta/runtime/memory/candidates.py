@@ -173,7 +173,8 @@ class Candidates:
     def lend(self) -> None:
         """Begin a call of torch that holds storage objects but reads them one at a time, as `torch.save`."""
         self._lent = {known.record.id for known in self.known.values() if not is_object_held(known.record)}
-        self._lent.update(record.id for record in self._ledger.records.values() if record.emptied is not None)
+        records = list(self._ledger.records.values())
+        self._lent.update(record.id for record in records if record.emptied is not None)
 
     def take_back(self) -> None:
         """End what `lend` began."""

@@ -1,7 +1,6 @@
 """Records only what a followed step's program replays or moves. See [Note: recording in part] in outline.py.
 
-While this is on, the recorder is off the thread's stack, and the gate (native/gate.py) gives it the ops. A step has
-these phases:
+While this is on, the recorder is off the thread's stack, and the gate (native/gate.py) gives it the ops. The phases:
 
 1. From its start on, every op is recorded, as in any followed step.
 2. At the first saved tensor, a program is chosen. If it has no outline, it learns it from here on. With an outline,
@@ -83,6 +82,12 @@ class PartialRecording:
         self._known = KnownBackwards()
         self._must_end = False
         self._num_alike = 0
+
+    @property
+    def has_native_handles(self) -> bool:
+        """Whether the running step has saved tensors that Python does not count."""
+        hooks = self._pause.hooks
+        return self._phase is Phase.OUTLINED and hooks is not None and hooks.num_handles() > 0
 
     @property
     def is_on(self) -> bool:
@@ -392,5 +397,4 @@ class PartialRecording:
         self._recorder.restorer.replayer.on_replay = None
 
     def _set_limit(self, limit_bytes: int) -> None:
-        """Set the limit of what is not recorded. Allocations beyond the budget are refused."""
-        self._room.usage.set_limit(limit_bytes, self._room.budget_bytes, self.on_limit)
+        self._room.usage.set_limit(limit_bytes, self._room.budget_bytes, self.on_limit)  # beyond the budget: refused

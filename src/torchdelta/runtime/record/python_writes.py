@@ -29,7 +29,7 @@ from torchdelta._torch.modes import (
     top_function_mode,
 )
 from torchdelta._torch.ops import OpOverload, execute
-from torchdelta.aten.facts import Kind, facts_of, written_tensors
+from torchdelta.aten.facts import facts_of, written_tensors
 from torchdelta.runtime.record.capture import statistics_of
 from torchdelta.runtime.record.gap_reads import is_attribute_access
 
@@ -141,7 +141,7 @@ class _Writers(DispatchMode):
     def _writes_known(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         if facts.keeps_statistics:
             written = statistics_of(facts, args)
-        elif facts.kind in (Kind.WRITE, Kind.REPLACE) and not facts.exchanges_storage:
+        elif facts.writes_content:
             written = written_tensors(facts, args, kwargs)
         else:
             return False

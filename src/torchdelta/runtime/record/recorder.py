@@ -161,9 +161,10 @@ class Recorder(DispatchMode):
 
         # 2. Capture it for the tape, and end the contents that it overwrites.
         if writes:
-            targets = [] if facts.exchanges_storage else written_tensors(facts, args, kwargs)
+            targets = written_tensors(facts, args, kwargs) if facts.writes_content else []
         else:
             targets = statistics_of(facts, args) if facts.keeps_statistics and not self.only_counts else []
+        num_cuts = ledger.num_cuts  # a garbage collection in this op may free the last saved tensor
         entry = self._capturer.capture(func, facts, args, kwargs, targets) if records else None
         if ledger.late_bytes != self._late.seen_bytes and graph_task_id() == -1:
             self._late.count_all(need.total_bytes + state_bytes, facts.name)
@@ -200,7 +201,7 @@ class Recorder(DispatchMode):
             need.learn_growth(ledger.usage.live_bytes - before_bytes)
             for tensor, old in overwritten:
                 self._write(tensor, old, None, facts, 0)
-        elif facts.exchanges_storage:
+        elif writes and not facts.writes_content:
             ledger.exchanged(out, facts.name)
         elif writes:
             need.learn_growth(
@@ -212,10 +213,12 @@ class Recorder(DispatchMode):
             need.output_bytes = ledger.made(out, entry, name, 0) if is_one else self._note_made(out, entry, name)
             for tensor, old in overwritten:
                 self._write(tensor, old, None, facts, 0)
-        is_growth = counts_only or writes
-        size_bytes = max(0, ledger.usage.live_bytes - before_bytes) if is_growth else need.output_bytes
+        grown_bytes = max(0, ledger.usage.live_bytes - before_bytes)
+        size_bytes = grown_bytes if counts_only or writes else need.output_bytes
         workspace_bytes = self.device.measure(need, size_bytes, ledger.usage)
         if entry is not None:
+            if ledger.num_cuts != num_cuts:
+                ledger.disown(entry)
             entry.output_bytes = 0 if writes else size_bytes
             # Its replay sets the random state back, and holds the state of that moment meanwhile.
             entry.workspace_bytes = workspace_bytes + (RANDOM_STATE_BYTES if entry.random_state is not None else 0)
@@ -246,8 +249,7 @@ class Recorder(DispatchMode):
 
     def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""
-        writes = facts.kind in (Kind.WRITE, Kind.REPLACE) and not facts.exchanges_storage
-        targets = written_tensors(facts, args, kwargs) if writes else []
+        targets = written_tensors(facts, args, kwargs) if facts.writes_content else []
         plain = [tensor for tensor in targets if not runs_own_ops(tensor.__class__)]
         before = [(tensor, self.end_content(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
         out = self.subclasses.call(self, func, args, kwargs)

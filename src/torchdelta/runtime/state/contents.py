@@ -223,7 +223,7 @@ class Contents(Storages):
 
     def exchange_witnesses(self, t1: torch.Tensor, t2: torch.Tensor) -> None:
         """Follow the version counters of two tensors that `torch.utils.swap_tensors` has exchanged."""
-        for buffer in self.held.values():
+        for buffer in list(self.held.values()):
             if buffer.witness is t1:
                 buffer.witness = t2
             elif buffer.witness is t2:

@@ -37,7 +37,7 @@ class Journal:
 
     def __init__(self, records: dict[int, StorageRecord]) -> None:
         self._buffers: dict[int, tuple[Buffer, tuple[Any, ...]]] = {}
-        self._contents = {record.id: (record, record.current) for record in records.values()}
+        self._contents = {record.id: (record, record.current) for record in list(records.values())}
         self.suspended: list[StorageRecord] = []  # counted as freed by the survey, but still alive
 
     def knows(self, record: StorageRecord) -> bool:

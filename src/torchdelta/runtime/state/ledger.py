@@ -14,6 +14,7 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 | `made` | an op put new content into a new storage |
 | `buffer_of`, `view_of` | an op or a saved tensor refers to a storage's content, perhaps for the first time |
 | `dropped` | an op that was recorded elsewhere has made content that is in no storage |
+| `exchanged` | an op has given a tensor another storage |
 | `invalidate` / `written` | the content of a storage ends here / an op has put other content into it |
 | `reinstate` | the content did not end after all: the op failed |
 | `succeed` | the handles of a buffer follow its storage to the next content |
@@ -27,6 +28,7 @@ buffer.py for the fields that others write). Most come in pairs. A native record
 | `cannot_replay` | the op of a buffer cannot be replayed any more |
 | `stay`, `stay_resizable` | a buffer, or all contents of a storage, must not leave from now on |
 | `cut` | no saved tensor is left: the recorded ops are forgotten |
+| `disown` | the tape was cut while an op ran: it cannot be replayed |
 | `cut_unread` | a step ends while a graph is kept: the ops of contents that nothing reads are forgotten |
 | `invalidate_unheld`, `forget` | the scope ends: writes are no longer recorded / nothing is counted any more |
 | `begin_survey` / `end_survey` | changes are logged from here on / they are undone |
@@ -49,7 +51,7 @@ from torchdelta.runtime.state.tape import sources
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchdelta.runtime.state.buffer import Buffer
+    from torchdelta.runtime.state.buffer import Buffer, OpEntry
 
 __all__ = ["Ledger"]
 
@@ -60,6 +62,7 @@ class Ledger(Contents):
     def __init__(self, device: torch.device | str, observing: Observing | None = None) -> None:
         super().__init__(device, observing if observing is not None else Observing())
         self.cut_at = 0  # the clock when the tape was cut
+        self.num_cuts = 0
         self.num_handles = 0  # of saved tensors
         self.on_last_handle: Callable[[], None] | None = None
         self.is_closing = False  # the scope has ended: the death of the last handle ends the session
@@ -112,6 +115,7 @@ class Ledger(Contents):
         copy the old parameters while the user still has the loss.
         """
         self.num_lost = 0
+        self.num_cuts += 1
         self.cut_at = self.clock
         for record in list(self.records.values()):
             buffer = record.current
@@ -125,6 +129,13 @@ class Ledger(Contents):
             self.uncopied(buffer)
             self.release(buffer)
 
+    def disown(self, entry: OpEntry) -> None:
+        """Forget one op: it has captured what it reads before a cut, which has forgotten how that was made."""
+        for reference in entry.outputs:
+            buffer = reference()
+            if buffer is not None:
+                buffer.op = None
+
     def cut_unread(self) -> None:
         """Forget the ops of the contents that no saved tensor and no recorded op needs.
 
@@ -133,7 +144,7 @@ class Ledger(Contents):
         """
         if not self.num_handles:
             return
-        waiting = [record.current for record in self.records.values() if record.current is not None]
+        waiting = [record.current for record in list(self.records.values()) if record.current is not None]
         while waiting:
             buffer = waiting.pop()
             if buffer.op is None or buffer.num_views or buffer.num_saved:
@@ -154,7 +165,7 @@ class Ledger(Contents):
 
     def forget(self) -> None:
         """Stop counting. The storages live on."""
-        for record in self.records.values():
+        for record in list(self.records.values()):
             record.forget()  # as in `_died`
             record.emptied = record.spare = None
         self.records.clear()
@@ -191,7 +202,7 @@ class Ledger(Contents):
                 self._vacate(record)
         # One that the program alone still held may have died meanwhile, and its address may be another storage's now.
         self.records.update((record.address, record) for record in journal.suspended if record.storage() is not None)
-        for record in self.records.values():
+        for record in list(self.records.values()):
             storage = record.storage()
             if storage is not None and storage.device == self.device and not journal.knows(record):
                 self._enter_counter(record, memory_address(storage))  # not done while the usage was not counting
@@ -209,6 +220,6 @@ class Ledger(Contents):
                 self._vacate(record)
         self.new_device = self.device
         self.counted_devices = frozenset({self.device})
-        self.usage.live_bytes = sum(record.size_bytes for record in self.records.values())
+        self.usage.live_bytes = sum(record.size_bytes for record in list(self.records.values()))
         self.usage.is_counting = self.usage.counter is not None
         self.usage.ask_counter(fresh=True)

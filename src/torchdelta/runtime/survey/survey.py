@@ -273,14 +273,14 @@ class _RealMemory:
         self._ledger = ledger
         usage = ledger.usage
         self._counter = usage.counter if usage.is_counting and ledger.device.type == "cpu" else None
-        self._real = {record.id for record in ledger.records.values()}
+        self._real = {record.id for record in list(ledger.records.values())}
 
     def ask(self) -> None:
         """Update the bytes that live in no known storage. Storages that the survey counts as evicted still live."""
         ledger = self._ledger
         if self._counter is None:
             return
-        real_bytes = sum(record.size_bytes for record in ledger.records.values() if self._is_real(record))
+        real_bytes = sum(record.size_bytes for record in list(ledger.records.values()) if self._is_real(record))
         ledger.usage.unseen_bytes = self._counter.live_bytes() - real_bytes - ledger.suspended_bytes
 
     def _is_real(self, record: StorageRecord) -> bool:
