@@ -126,9 +126,9 @@ class OpFacts:
         "order_varies",
         "overwrites",
         "reorders",
+        "writes_content",
         "written_keywords",
         "written_positions",
-        "writes_content",
     )
 
     def __init__(self, func: Any) -> None:

@@ -49,7 +49,14 @@ __all__ = ["TraceBuilder"]
 
 
 class TraceBuilder(PseudoOps):
-    """Writes the trace of a step: its storages, saved tensors and ops."""
+    """Writes the trace of a step: its storages, saved tensors and ops.
+
+    Attributes:
+        is_for_plans: Whether what an op may take beyond its workspace counts as workspace. In a statement of the plain
+            peak it would be said to be in use.
+    """
+
+    is_for_plans = False
 
     # -- storages that exist
 
@@ -153,6 +160,7 @@ class TraceBuilder(PseudoOps):
         written: Iterable[torch.Tensor] = (),
         entry: OpEntry | None = None,
         workspace_bytes: int = 0,
+        possible_bytes: int = 0,
         timing: Timing | None = None,
     ) -> None:
         """Add an op that has just run. `written` are the arguments that it wrote, `entry` is what can replay it."""
@@ -189,7 +197,7 @@ class TraceBuilder(PseudoOps):
                 random=facts.is_random,
                 recomputable=facts.is_recomputable,
                 node=self._steps.node_name if phase == "backward" else "",
-                workspace_bytes=workspace_bytes,
+                workspace_bytes=workspace_bytes + possible_bytes if self.is_for_plans else workspace_bytes,
             )
         )
         self._draft.time_later(index, timing)

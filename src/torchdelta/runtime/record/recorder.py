@@ -208,8 +208,7 @@ class Recorder(DispatchMode):
                 self._note_written(overwritten, out, func, facts, args, kwargs, entry, counts_only=counts_only)
             )
         else:
-            name = facts.name
-            is_one = isinstance(out, torch.Tensor)
+            is_one, name = isinstance(out, torch.Tensor), facts.name
             need.output_bytes = ledger.made(out, entry, name, 0) if is_one else self._note_made(out, entry, name)
             for tensor, old in overwritten:
                 self._write(tensor, old, None, facts, 0)
@@ -236,7 +235,8 @@ class Recorder(DispatchMode):
                 time_s,
                 written=targets,
                 entry=entry,
-                workspace_bytes=0 if writes else workspace_bytes + need.possible_bytes,
+                workspace_bytes=0 if writes else workspace_bytes,
+                possible_bytes=need.possible_bytes,
                 timing=need.timing,
             )
         return out

@@ -63,9 +63,13 @@ class Observer:
         written: Iterable[torch.Tensor] = (),
         entry: OpEntry | None = None,
         workspace_bytes: int = 0,
+        possible_bytes: int = 0,
         timing: Timing | None = None,
     ) -> None:
-        """An op has run. `written` are the arguments that it wrote, `entry` is what can replay it."""
+        """An op has run. `written` are the arguments that it wrote, `entry` is what can replay it.
+
+        `possible_bytes` is what it may take beyond its workspace, where nothing measures that.
+        """
 
     def on_backward_start(self, gradients: Any) -> None:
         """A backward begins with these gradients of its outputs."""

@@ -100,7 +100,7 @@ class Inventory:
                 name = self._parameter_names.get(key, "")
                 gradients[storage_address(leaf.grad)] = f"gradient of {name or 'a parameter'}"
         groups: dict[str, int] = {}
-        records = sorted(list(self._ledger.records.values()), key=lambda record: -record.size_bytes)
+        records = sorted(self._ledger.records.values(), key=lambda record: -record.size_bytes)
         largest: list[tuple[str, int]] = []
         for record in records:
             if not record.size_bytes:
