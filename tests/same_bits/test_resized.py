@@ -217,3 +217,43 @@ def test_a_storage_that_cannot_grow_stays_as_it_is() -> None:
             hidden.untyped_storage().resize_(2**60)
         loss.backward()
     assert torch.equal(x.grad, torch.full((100_000,), 8.0))
+
+
+def test_a_copy_arrives_before_its_source_moves_into_shared_memory() -> None:
+    """The copy reads the old memory, which `share_memory_` frees."""
+
+    class Watched:
+        """A transfer that notes what has happened when it was waited for."""
+
+        def __init__(self, transfer: Any) -> None:
+            self.transfer = transfer
+            self.were_shared: list[bool] = []
+
+        def wait(self) -> float:
+            """Wait."""
+            self.were_shared.append(y.is_shared())
+            return self.transfer.wait()
+
+        def is_done(self) -> bool:
+            """Return whether it is done."""
+            return self.transfer.is_done()
+
+    torch.manual_seed(0)
+    w = torch.randn(64, 64, requires_grad=True)
+    with MemoryBudget("1TiB", Config(decisions="swap", tier="memory")):
+        y = w.exp() * 1
+        loss = (y * w).sum()
+        record = running_session().ledger.find(y)
+        assert record is not None
+        assert record.current is not None
+        copy: Any = record.current.copy
+        assert copy is not None
+        watched = copy.transfer = Watched(copy.transfer)
+        with torch.no_grad():
+            y.share_memory_()
+        assert watched.were_shared[0] is False
+        assert y.is_shared()
+        loss.backward()
+    expected = w.detach().exp() * (1 + w.detach())
+    assert w.grad is not None
+    torch.testing.assert_close(w.grad, expected)

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import multiprocessing
 
-from torchdelta._torch.doors import patch_deep_copies, patch_storage_resize, patch_swap_tensors
+from torchdelta._torch.doors import (
+    patch_deep_copies,
+    patch_storage_resize,
+    patch_storage_sharing,
+    patch_swap_tensors,
+)
 from torchdelta._torch.fake import FakeTensorMode
 from torchdelta._torch.storages import storage_address, storage_at, storage_num_holders, storage_over
 from torchdelta._torch.tensors import conj, identity_of, neg_view, tensor_num_holders
@@ -129,6 +135,34 @@ def test_patch_storage_resize() -> None:
     x.untyped_storage().resize_(8)
     assert sizes == [0, 16]
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+@pytest.mark.parametrize("strategy", sorted(multiprocessing.get_all_sharing_strategies()))
+def test_patch_storage_sharing(strategy: str) -> None:
+    """Whatever moves a storage into shared memory passes through the patch, with the memory that it had."""
+    addresses: list[int] = []
+
+    def make(original: Any) -> Any:
+        def share(storage: Any, *args: Any, **kwargs: Any) -> Any:
+            addresses.append(storage.data_ptr())
+            return original(storage, *args, **kwargs)
+
+        return share
+
+    before = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy(strategy)
+    undo = patch_storage_sharing(make)
+    try:
+        x = torch.ones(4)
+        address = x.data_ptr()
+        x.share_memory_()
+        assert addresses == [address]
+        assert x.data_ptr() != address
+    finally:
+        undo()
+        multiprocessing.set_sharing_strategy(before)
+    torch.ones(4).share_memory_()
+    assert len(addresses) == 1
 
 
 def test_tensor_num_holders() -> None:

@@ -88,6 +88,20 @@ def patch_storage_resize(make: Callable[[Callable[..., Any]], Callable[..., Any]
     return replace(torch.UntypedStorage, "resize_", make)
 
 
+def patch_storage_sharing(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace what moves an `UntypedStorage` on CPU into shared memory, in place, by `make(original)`.
+
+    Returns what undoes it.
+    """
+    undo = [replace(torch.UntypedStorage, name, make) for name in ("_share_fd_cpu_", "_share_filename_cpu_")]
+
+    def undo_all() -> None:
+        for each in undo:
+            each()
+
+    return undo_all
+
+
 def patch_swap_tensors(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace `torch.utils.swap_tensors`, which refuses tensors with weak references, by `make(original)`.
 

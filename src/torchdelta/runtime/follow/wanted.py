@@ -5,8 +5,9 @@ Tracing costs time, and only the end of a step tells which one it was. So steps 
 as one of the latest had no program of its own. The first save tells whether the running step may be one of these or a
 new one; if not, its trace is dropped there. While steps are recorded in part, a trace begins only at that save. If
 `MOST_FRUITLESS_TRACES` traces turn out to be of steps that have programs, tracing stops until the step without a
-program is seen again. Each trace takes a token, and new tokens come slowly, so a loop in which no two steps are alike
-is not traced forever.
+program is seen again; then half as many are allowed, and so on. A step that has left its outline once is an example: it
+is not known as a whole, and may never come again. Each trace takes a token, and new tokens come slowly, so a loop in
+which no two steps are alike is not traced forever.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class WantedSteps:
         self._tokens = float(_MOST_TOKENS)
         self._wanted: dict[Key, _Wanted] = {}
         self._unplannable: dict[Key, int] = {}  # from which start on a step has no plan
+        self._num_given_up: dict[int, int] = {}  # by first save: how often such a step did not come again in time
 
     @property
     def wants_trace(self) -> bool:
@@ -80,14 +82,23 @@ class WantedSteps:
         self._tokens = min(_MOST_TOKENS, self._tokens + 1 / _STEPS_PER_TOKEN)
         if not ended.key[0]:
             return
+        was_wanted = ended.key in self._wanted
         self._wanted[ended.key] = _Wanted(first=ended.first, start_bytes=ended.start_bytes, seen_at=self._num_steps)
         for key, wanted in list(self._wanted.items()):
             is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
             is_unplannable = self.is_unplannable(key, wanted.start_bytes)
             wanted.num_fruitless += is_fruitless and wanted.first == ended.first
-            is_old |= wanted.num_fruitless >= MOST_FRUITLESS_TRACES
-            if is_old or is_unplannable or has_program(key, wanted.start_bytes):
+            has_one = has_program(key, wanted.start_bytes)
+            is_given_up = wanted.num_fruitless >= self._most_fruitless(wanted.first)
+            if has_one and (was_wanted or key != ended.key):
+                self._num_given_up.pop(wanted.first, None)
+            elif is_given_up and len(self._num_given_up) < _MOST_UNPLANNABLE:
+                self._num_given_up[wanted.first] = self._num_given_up.get(wanted.first, 0) + 1
+            if is_old or is_given_up or is_unplannable or has_one:
                 del self._wanted[key]
+
+    def _most_fruitless(self, first: int) -> int:
+        return max(1, MOST_FRUITLESS_TRACES >> self._num_given_up.get(first, 0))
 
     def is_unplannable(self, key: Key, start_bytes: int) -> bool:
         """Return whether a step that begins with so many bytes in use is known to have no plan."""

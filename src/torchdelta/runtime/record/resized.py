@@ -1,4 +1,4 @@
-"""Storages that are resized without autograd's knowledge, as FSDP does with the parameters that it gathers.
+"""Storages that are resized or moved without autograd's knowledge, as FSDP does with the parameters that it gathers.
 
 [Note: parameters that come and go]
 FSDP frees a gathered parameter with `storage.resize_(0)` after a module's forward, and fills the same storage again
@@ -9,16 +9,21 @@ before the module's backward. No dispatch mode sees that. Reading such a storage
 - the first resize ends the recorded content, as any other write does: the old content is copied first if a replay
   depends on it and it cannot be recomputed; saved tensors follow the storage, as they do in plain autograd;
 - reading a storage that is smaller than its content is an error (`restore.check_size`).
+
+`share_memory_` moves a storage's content to other memory in place, on any thread: the queues of `torch.multiprocessing`
+call it. A copy that reads the old memory has to arrive first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torchdelta._torch.doors import patch_storage_resize
+from torchdelta._torch.doors import patch_storage_resize, patch_storage_sharing
 from torchdelta._torch.storages import address_of
+from torchdelta.errors import TierError
 from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:
@@ -53,7 +58,7 @@ class Resizes:
         self._thread_id = threading.get_ident()
         with _lock:
             if not _watching:
-                _undo.append(patch_storage_resize(_make_resize))
+                _undo.extend((patch_storage_resize(_make_resize), patch_storage_sharing(_make_share)))
             _watching.add(self)
 
     def stop(self) -> None:
@@ -74,6 +79,15 @@ class Resizes:
         if record is None and threading.get_ident() == self._thread_id:
             record = self.ledger.know(storage)
         return record
+
+    def wait_for_copy(self, storage: torch.UntypedStorage) -> None:
+        """Wait until nothing reads a storage's memory any more. Changes nothing, so any thread may call this."""
+        record = self.ledger.records.get(address_of(storage))
+        buffer = record.current if record is not None else None
+        transfer = getattr(buffer.copy, "transfer", None) if buffer is not None else None
+        if transfer is not None:
+            with contextlib.suppress(TierError):  # whoever needs the copy is told
+                transfer.wait()
 
     def announce(self) -> None:
         """Tell the session that a storage is about to be resized on its thread."""
@@ -119,3 +133,12 @@ def _make_resize(original: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return resize_
+
+
+def _make_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    def share(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        for resizes in tuple(_watching):
+            resizes.wait_for_copy(storage)
+        return original(storage, *args, **kwargs)
+
+    return share
