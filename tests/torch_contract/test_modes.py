@@ -16,6 +16,7 @@ from tests.torch_contract.names import Names
 from torchdelta._torch.modes import (
     autocast_inside,
     is_autocast_outside,
+    is_below_autograd,
     mode_stack,
     num_modes,
     pop_mode,
@@ -220,3 +221,26 @@ def test_resolving_views() -> None:
     with Asks():
         torch.relu(torch.ones(1))
     assert found == {"without": False, "within": True, "conjugate": True}
+
+
+def test_is_below_autograd() -> None:
+    """In a dispatch mode, where kernels run too; not in the program's own code, whatever its gradient mode is."""
+    found: list[bool] = []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            found.append(is_below_autograd())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Asks():
+        x.exp()
+    assert found == [True]
+    assert not is_below_autograd()
+    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with context:
+            assert not is_below_autograd()
+    x.register_hook(lambda _gradient: found.append(is_below_autograd()))
+    (x * 2).sum().backward()
+    assert found == [True, False]

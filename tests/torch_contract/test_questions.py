@@ -10,6 +10,7 @@ import torch
 
 from torchdelta._torch.tensors import (
     grad_fn_of,
+    is_dense,
     is_in_transform,
     is_leaf,
     is_trained_leaf,
@@ -98,3 +99,14 @@ def test_is_in_transform() -> None:
     torch.func.grad(function)(x)
     assert seen == [(True, True), (True, True)]
     assert not is_in_transform(x)
+
+
+def test_is_dense() -> None:
+    """As torch's own `is_non_overlapping_and_dense`, which Python does not have."""
+    x = torch.ones(2, 3, 4, 5)
+    for each in (x, x.transpose(1, 3), x.contiguous(memory_format=torch.channels_last)):
+        assert is_dense(each)
+    for each in (x[:, 1], x[:, :, ::2], x[:1].expand(2, 3, 4, 5), torch.ones(4096).as_strided((2, 2048), (1024, 1))):
+        assert not is_dense(each)
+    assert is_dense(torch.ones(()))
+    assert is_dense(torch.ones(3, 1).expand(3, 1))
