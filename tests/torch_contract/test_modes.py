@@ -5,18 +5,22 @@ A torch release that changes one fails here, by name.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch_contract.names import Names
 from torchdelta._torch.modes import (
+    BelowAutograd,
     autocast_inside,
     is_autocast_outside,
-    is_below_autograd,
+    is_in_kernel,
+    is_packing_by_others,
     mode_stack,
     num_modes,
     pop_mode,
@@ -223,24 +227,55 @@ def test_resolving_views() -> None:
     assert found == {"without": False, "within": True, "conjugate": True}
 
 
-def test_is_below_autograd() -> None:
-    """In a dispatch mode, where kernels run too; not in the program's own code, whatever its gradient mode is."""
+def test_is_in_kernel() -> None:
+    """Below autograd, as kernels run; not in the Python of a dispatch mode, nor in the program's own code."""
     found: list[bool] = []
 
     class Asks(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             del types
-            found.append(is_below_autograd())
+            found.append(is_in_kernel())
             return func(*args, **(kwargs or {}))
 
     x = torch.ones(2, requires_grad=True)
     with Asks():
         x.exp()
-    assert found == [True]
-    assert not is_below_autograd()
+    assert found
+    assert not any(found)
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
         with context:
-            assert not is_below_autograd()
-    x.register_hook(lambda _gradient: found.append(is_below_autograd()))
-    (x * 2).sum().backward()
-    assert found == [True, False]
+            assert not is_in_kernel()
+    with BelowAutograd():
+        assert is_in_kernel()
+    assert not is_in_kernel()
+
+
+def test_is_packing_by_others() -> None:
+    """While an op calls a pack hook that was put over ours: a function, a method, a partial or an object."""
+    found: list[bool] = []
+
+    def ours(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(is_packing_by_others(ours))
+        return tensor
+
+    class Theirs:
+        def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+            found.append(is_packing_by_others(ours))
+            return tensor
+
+        __call__ = pack
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    theirs = Theirs()
+    with saved_tensors_hooks(ours, keep):
+        x.exp()
+        assert not is_packing_by_others(ours)
+        for pack in (theirs, theirs.pack, functools.partial(theirs.pack), functools.partial(Theirs.pack, theirs)):
+            with saved_tensors_hooks(pack, keep):
+                assert not is_packing_by_others(ours)
+                x.exp()
+    assert found == [False, True, True, True, True]
+    assert not is_packing_by_others(ours)

@@ -9,6 +9,8 @@ See `__init__.py` for the rules.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from torchdelta._torch.engine import set_grad_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from types import FrameType
 
 NoDispatch = torch._C._DisableTorchDispatch
 NoFunction = torch._C.DisableTorchFunction
@@ -48,10 +51,15 @@ def autocast_inside(device_type: str) -> Any:
     return torch._C._SetExcludeDispatchKeyGuard(_AUTOCAST_KEYS[device_type], False)
 
 
-def is_below_autograd() -> bool:
-    """Return whether this thread is below autograd, where kernels and dispatch modes run; False in inference mode."""
-    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
-    return is_excluded and not torch.is_inference_mode_enabled()
+def is_in_kernel() -> bool:
+    """Return whether this thread is in a kernel below autograd; False in inference mode, and below a dispatch mode.
+
+    The Python of a dispatch mode is below autograd as well. More keys are excluded there, and in the kernels below it.
+    """
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    key = torch._C.DispatchKey
+    is_below = is_excluded(key.AutogradFunctionality) and not is_excluded(key.Conjugate)
+    return is_below and not torch.is_inference_mode_enabled()
 
 
 def resolving_views() -> Any:
@@ -219,3 +227,21 @@ def remove_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> 
         above.append(top)
     for other in reversed(above):
         torch._C._autograd._push_saved_tensors_default_hooks(*other)
+
+
+def is_packing_by_others(pack: Callable[..., Any] | None) -> bool:
+    """Return whether an op packs a tensor with saved-tensor hooks that a program has put over those with `pack`."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is None or top[0] == pack:
+        return False
+    function = top[0]
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return code is None

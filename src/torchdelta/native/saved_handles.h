@@ -65,6 +65,7 @@ struct Hooks {
   bool is_on_tape;          // whether this step uses it
   PyObject* adopt_dropped;  // (saves): returns what the Python hook would have made of them
   PyObject* act;            // (number, whether it is an unpack): does what Python does there
+  PyObject* on_empty;       // called once, when no handle lives any more; null for none
 };
 
 PyTypeObject* handle_type = nullptr;
@@ -126,6 +127,18 @@ int handle_clear(PyObject* self) {
   return 0;
 }
 
+void call_when_empty(Hooks* hooks) {
+  PyObject* function = hooks->on_empty;
+  hooks->on_empty = nullptr;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyObject* answer = PyObject_CallNoArgs(function);
+  if (answer == nullptr) PyErr_WriteUnraisable(function);
+  Py_XDECREF(answer);
+  Py_DECREF(function);
+  PyErr_Restore(type, value, traceback);
+}
+
 void handle_dealloc(PyObject* self) {
   Handle* handle = handle_of(self);
   PyObject_GC_UnTrack(self);
@@ -136,6 +149,7 @@ void handle_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   Hooks* hooks = handle->hooks;
   PyObject_GC_Del(self);
+  if (hooks->newest == nullptr && hooks->on_empty != nullptr) call_when_empty(hooks);
   Py_DECREF(hooks);
   Py_DECREF(type);
 }

@@ -56,6 +56,7 @@ int hooks_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(hooks->tape_owner);
   Py_VISIT(hooks->adopt_dropped);
   Py_VISIT(hooks->act);
+  Py_VISIT(hooks->on_empty);
   return 0;
 }
 
@@ -74,6 +75,7 @@ int hooks_clear(PyObject* self) {
   hooks->is_on_tape = false;
   Py_CLEAR(hooks->adopt_dropped);
   Py_CLEAR(hooks->act);
+  Py_CLEAR(hooks->on_empty);
   return 0;
 }
 
@@ -171,6 +173,11 @@ struct Packing {
   Packing() { ++num_packing; }
   ~Packing() { --num_packing; }
 };
+
+PyObject* hooks_when_empty(PyObject* self, PyObject* function) {
+  Py_XSETREF(hooks_of(self)->on_empty, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
 
 PyObject* hooks_is_in_op(PyObject*, PyObject*) { return PyBool_FromLong(num_packing > 0); }
 
@@ -407,6 +414,7 @@ PyMethodDef hooks_methods[] = {
      "Begin a new step. Return whether a recorded one saved tensors of the same sizes as the recorded one before it."},
     {"num_saved", hooks_num_saved, METH_NOARGS, "Return how many tensors this step has saved, if it is not recorded."},
     {"num_handles", hooks_num_handles, METH_NOARGS, "Return the number of living handles."},
+    {"when_empty", hooks_when_empty, METH_O, "Call a function once, as soon as no handle lives."},
     {"is_in_op", hooks_is_in_op, METH_NOARGS, "Return whether a tensor is being packed on this thread, by an op."},
     {nullptr, nullptr, 0, nullptr}};
 

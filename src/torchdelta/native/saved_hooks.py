@@ -131,6 +131,9 @@ class NativeHooks(Protocol):
         """Return the number of living handles."""
         ...
 
+    def when_empty(self, then: Callable[[], object], /) -> None:
+        """Call a function once, as soon as no handle lives."""
+
     def is_in_op(self) -> bool:
         """Return whether a tensor is being packed on this thread: an op has saved it, and goes on afterwards."""
         ...

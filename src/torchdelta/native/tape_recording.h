@@ -332,9 +332,9 @@ class NativeTape final : public Tape, private ChainOwner {
 
   static bool is_parameter(const at::Tensor& tensor) {
     PyObject* wrapped = THPVariable_Wrap(tensor);
-    const bool found = wrapped != nullptr && PyObject_IsInstance(wrapped, ParameterClass) == 1;
-    Py_XDECREF(wrapped);
-    PyErr_Clear();
+    if (wrapped == nullptr) throw python_error();
+    const bool found = PyType_IsSubtype(Py_TYPE(wrapped), reinterpret_cast<PyTypeObject*>(ParameterClass)) != 0;
+    Py_DECREF(wrapped);
     return found;
   }
 

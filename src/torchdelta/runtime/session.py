@@ -205,7 +205,8 @@ class Session:
         self.ledger.is_closing = True
         self.placing.stop()
         self.pause.close()
-        self.partial.stop()
+        self.partial.leave_tape()
+        self.partial.close()
         self.programs.close()
         usage = self.ledger.usage
         if usage.counter is not None:
@@ -268,8 +269,8 @@ class Session:
 
     def _on_last_handle(self) -> None:
         """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
-        if graph_task_id() == -1 and self.partial.has_native_handles and not self.ledger.is_closing:
-            return  # of a part of the graph, such as that of a metric: the forward goes on
+        if self.ledger.num_handles or self.partial.waits_for_native_handles(self._on_last_handle):
+            return  # the graph of a metric has died, for example: the forward goes on
         self.ledger.cut()
         self.room.forget()
         if graph_task_id() == -1 and not self.steps.had_any_backward:
@@ -314,6 +315,7 @@ class Session:
                 raise self.survey.error(is_lower_bound=not self.survey.had_backward)
             is_new = optimizer not in self._foreseen and not optimizer.state and self.room.persistents is None
             self.pause.on_optimizer_start(is_new=is_new)
+            self.partial.garbage.before_optimizer()
             self.steps.on_optimizer_start()
             makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
             if is_new or makes_gradients:

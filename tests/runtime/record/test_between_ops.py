@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import sys
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import BelowAutograd
@@ -30,6 +35,15 @@ def _no_automatic_collections() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+class _PassOn(TorchDispatchMode):
+    """Does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op."""
+        del types
+        return func(*args, **(kwargs or {}))
 
 
 class Cycle:
@@ -191,3 +205,58 @@ def test_the_last_saved_tensor_may_die_while_an_op_runs(decisions: str | None) -
             gc.set_threshold(*thresholds)
             gc.disable()
         assert torch.equal(w.grad, expected)
+
+
+def test_recording_does_not_resume_in_the_pack_hook_of_the_program() -> None:
+    """An op calls it, too: what is left of that op was taken for all of it, and its gradient was zero."""
+    small = pooled(1)
+    expected = Loop().step(*small)
+    loop = Loop()
+    with MemoryBudget("1TiB", CONFIG):
+        for _ in range(8):
+            loop.step(*small)
+        pause: Any = current_session().pause
+        assert pause.is_on
+        were_on: list[bool] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            pause.on_limit()
+            were_on.append(pause.is_on)
+            return tensor
+
+        x, indices = small
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = nn.functional.max_unpool2d(x, indices, 2)
+        assert were_on
+        assert all(were_on)
+        assert torch.ones(16).sum() == 16
+        assert not pause.is_on
+        del y
+        assert loop.step(*small) == expected
+
+
+@pytest.mark.parametrize("mode", [None, _PassOn, functools.partial(FlopCounterMode, display=False)])
+def test_a_larger_step_resumes_recording_below_a_mode_of_the_program(mode: Callable[[], Any] | None) -> None:
+    """The Python of a mode runs between two ops."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(num_rows: int) -> None:
+        with contextlib.nullcontext() if mode is None else mode():
+            model(torch.randn(num_rows, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with MemoryBudget("1TiB", CONFIG) as unlimited:
+        step(2048)
+        step(2048)
+    budget_bytes = int(0.75 * unlimited.summary().peak_bytes)
+    with MemoryBudget(budget_bytes, CONFIG) as budget:
+        for _ in range(8):
+            step(512)
+        pause: Any = current_session().pause
+        assert pause.is_on
+        step(2048)
+        assert not pause.is_on
+    assert budget.summary().peak_bytes <= budget_bytes

@@ -56,9 +56,49 @@ def test_bytes_in_use_are_looked_at_a_few_times_only() -> None:
         limits.append(guard.begin())
         room.used_bytes = 990
         if limits[-1] < room.used_bytes:
-            assert guard.next_limit_bytes() == 1000
+            assert guard.next_limit_bytes() == (995 if len(limits) < 4 else 1000)
     assert limits == [600, 800, 900, 950, 1000, 1000, 1000, 1000]
     assert room.num_collections == 4
+
+
+def test_bytes_that_become_garbage_later_are_collected_at_the_next_limit() -> None:
+    """The limit moves up by half of what is left; where garbage was found, the next pause begins with a lower one."""
+    room = Room()
+    guard = guarded(room)
+    guard.begin()
+    room.used_bytes = 700
+    assert guard.next_limit_bytes() == 850
+    room.used_bytes, room.garbage_bytes = 200, 700
+    assert guard.next_limit_bytes() == 850
+    room.used_bytes = 200
+    assert guard.begin() == 600
+
+
+def test_bytes_that_were_used_for_a_moment_end_no_pause() -> None:
+    """Such as those of a temporary: they are gone before the limit's call comes."""
+    room = Room()
+    guard = guarded(room)
+    limits = []
+    for _ in range(6):
+        limits.append(guard.begin())
+        if limits[-1] < 1000:
+            assert guard.next_limit_bytes() == 1000
+    assert limits == [600, 800, 900, 950, 1000, 1000]
+    assert room.num_collections == 4
+
+
+def test_garbage_is_collected_before_an_optimizer_steps() -> None:
+    """Once as much was taken as the first limit allows, also where limits were found to be in vain."""
+    room = Room()
+    guard = guarded(room)
+    guard.before_optimizer()
+    assert room.num_collections == 0
+    guard.begin()
+    guard.before_optimizer()
+    assert room.num_collections == 0
+    room.garbage_bytes = 500
+    guard.before_optimizer()
+    assert (room.num_collections, room.garbage_bytes) == (1, 0)
 
 
 def test_a_pause_ends_where_nothing_helps() -> None:
@@ -67,6 +107,7 @@ def test_a_pause_ends_where_nothing_helps() -> None:
     guard = guarded(room)
     assert guard.next_limit_bytes() == 0
     guard.begin()
+    assert guard.next_limit_bytes() == 1000
     assert guard.next_limit_bytes() == 0
     room.used_bytes = 1200
     guard.begin()

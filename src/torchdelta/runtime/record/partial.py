@@ -69,7 +69,7 @@ class PartialRecording:
         self._backward = backward
         self._pause = pause
         self._room = recorder.room
-        self._garbage = GarbageGuard(recorder.room)
+        self.garbage = GarbageGuard(recorder.room)
         self._ledger = recorder.ledger
         self._follower = saved.follower
         self._phase = Phase.OFF
@@ -83,11 +83,15 @@ class PartialRecording:
         self._must_end = False
         self._num_alike = 0
 
-    @property
-    def has_native_handles(self) -> bool:
-        """Whether the running step has saved tensors that Python does not count."""
+    def waits_for_native_handles(self, then: Callable[[], object]) -> bool:
+        """Return whether a forward has saved tensors that Python does not count; if so, call it once none is left."""
         hooks = self._pause.hooks
-        return self._phase is Phase.OUTLINED and hooks is not None and hooks.num_handles() > 0
+        if self._phase is not Phase.OUTLINED or graph_task_id() != -1 or self._ledger.is_closing:
+            return False
+        if hooks is None or not hooks.num_handles():
+            return False
+        hooks.when_empty(then)
+        return True
 
     @property
     def is_on(self) -> bool:
@@ -117,7 +121,7 @@ class PartialRecording:
             self._num_alike = self._num_alike + 1 if self._steps.has_stepped else 0
         if phase is Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
-            self._garbage.end()
+            self.garbage.end()
             # The op that saves a tensor is running: on the stack, the recorder would take the rest of its kernel for
             # the whole op. So recording resumes when it is over: see `on_limit`.
             self._set_limit(0)
@@ -266,7 +270,7 @@ class PartialRecording:
             return
         if not is_between_ops(self._recorder.device, self._pause.hooks):
             self._set_limit(0)  # the next allocation calls this again
-        elif limit_bytes := self._garbage.next_limit_bytes():
+        elif limit_bytes := self.garbage.next_limit_bytes():
             self._set_limit(limit_bytes)
         else:
             self.end("the budget was passed, or the optimizer did not step")
@@ -334,7 +338,7 @@ class PartialRecording:
             if self._num_alike >= _FEWEST_ALIKE:
                 self._phase = Phase.PAUSED
                 self._program.settle()
-                self._set_limit(self._garbage.begin())
+                self._set_limit(self.garbage.begin())
                 return
         if self._must_end or ledger.surveys:
             self.end("its backward was unusual")
@@ -367,13 +371,8 @@ class PartialRecording:
         self._adopt()
         self._room.usage.ask_counter(fresh=True)
 
-    def stop(self) -> None:
-        """Leave everything to Python: the session stops."""
-        self.leave_tape()
-        self.close()
-
     def close(self) -> None:
-        """Leave everything as it is, in a forked child."""
+        """Leave everything as it is: the session stops, or is that of a forked child."""
         if self._gate is not None:
             self._gate.close()
         if self._phase is Phase.PAUSED:

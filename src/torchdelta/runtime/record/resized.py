@@ -83,11 +83,11 @@ class Resizes:
     def wait_for_copy(self, storage: torch.UntypedStorage) -> None:
         """Wait until nothing reads a storage's memory any more. Changes nothing, so any thread may call this."""
         record = self.ledger.records.get(address_of(storage))
-        buffer = record.current if record is not None else None
-        transfer = getattr(buffer.copy, "transfer", None) if buffer is not None else None
-        if transfer is not None:
-            with contextlib.suppress(TierError):  # whoever needs the copy is told
-                transfer.wait()
+        for holder in (record.current, record.spare) if record is not None else ():
+            transfer = getattr(holder.copy, "transfer", None) if holder is not None else None
+            if transfer is not None:
+                with contextlib.suppress(TierError):  # whoever needs the copy is told
+                    transfer.wait()
 
     def announce(self) -> None:
         """Tell the session that a storage is about to be resized on its thread."""
