@@ -5,10 +5,13 @@ Knowing this in advance lets `BudgetError` be raised before the first parameter 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import random
+import sys
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -16,11 +19,16 @@ from torchdelta._torch.device import default_to_foreach
 from torchdelta._torch.modes import TorchDispatchMode
 from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address
+from torchdelta.aten.facts import Kind, facts_of, written_tensors
 from torchdelta.notices import warn_once
+from torchdelta.runtime.state.kinds import tensors_in
 from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Generator, Iterable
+
+
+_MOST_NUMBERS: Final = 1024  # elements of a real tensor that a trial may make or read
 
 
 class FirstStep(NamedTuple):
@@ -41,9 +49,9 @@ def foresee_first_step(
     """Return what the first step of an optimizer will allocate.
 
     A copy of the optimizer steps on meta parameters with meta gradients: shapes without memory. If that fails (its step
-    reads a value, or writes a real tensor), the result is an estimate: two states as large as each parameter, as in
-    Adam, and temporaries twice as large as the largest parameter. SGD, RMSprop and Adagrad need less. An estimate is
-    logged once.
+    reads a value, makes or writes a real tensor, or cannot be copied), the result is an estimate: two states as large
+    as each parameter, as in Adam, and temporaries twice as large as the largest parameter. SGD, RMSprop and Adagrad
+    need less. An estimate is logged once.
 
     Args:
         optimizer: The optimizer, before its first step.
@@ -89,6 +97,10 @@ def is_trial(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_torchdelta_trial", False)
 
 
+class _RealError(Exception):
+    """A trial step would do something real."""
+
+
 class _Temporaries(TorchDispatchMode):
     """Counts the bytes that ops on meta tensors would allocate and free."""
 
@@ -100,8 +112,9 @@ class _Temporaries(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        _refuse_real(func, args)
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self._refuse_real(func, args, kwargs)
+        out = func(*args, **kwargs)
         for item in out if isinstance(out, tuple | list) else (out,):
             if isinstance(item, torch.Tensor) and storage_address(item) not in self._known:
                 storage = item.untyped_storage()
@@ -111,20 +124,30 @@ class _Temporaries(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return out
 
+    def _refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise where a trial is about to use memory, to draw from a generator of the program, or to write its tensors.
+
+        Numbers, which have little memory, may be made, and those that the trial has made may be written.
+        """
+        arguments = (*args, *kwargs.values())
+        tensors = list(tensors_in(arguments))
+        real = [tensor for tensor in tensors if tensor.device.type != "meta"]
+        facts = facts_of(func)
+        is_written = facts.kind in (Kind.WRITE, Kind.REPLACE)
+        written = [t for t in written_tensors(facts, args, kwargs) if t.device.type != "meta"] if is_written else []
+        if any(storage_address(tensor) not in self._known for tensor in written):
+            raise _RealError(f"{func} would write a tensor of the program")
+        if any(isinstance(argument, torch.Generator) for argument in arguments):
+            raise _RealError(f"{func} would draw from a generator of the program")
+        makes_real = len(real) == len(tensors) and facts.kind is Kind.COMPUTE
+        if any(t.numel() > _MOST_NUMBERS for t in real) or (
+            makes_real and _num_made(func, args, kwargs) > _MOST_NUMBERS
+        ):
+            raise _RealError(f"{func} would make or read a real tensor")
+
     def _died(self, address: int, size_bytes: int) -> None:
         self._known.discard(address)
         self.live_bytes -= size_bytes
-
-
-def _refuse_real(func: Any, args: tuple[Any, ...]) -> None:
-    """Raise where a trial is about to write a tensor of the real optimizer: one that has memory and is no number."""
-    if not schema_of(func).is_mutable:
-        return
-    for argument in args:
-        for tensor in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and tensor.dim():
-                msg = f"{func} would write a real tensor in a trial step"
-                raise RuntimeError(msg)
 
 
 def _steps_by_lists(group: dict[str, Any]) -> bool:
@@ -146,7 +169,7 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
         return torch.zeros(())
 
     needs_closure = _needs_closure(step)
-    with torch.no_grad(), _Temporaries(existing) as temporaries:
+    with torch.no_grad(), _kept_generators(), _Temporaries(existing) as temporaries:
         step_of_class: Any = getattr(step, "__wrapped__", step)
         step_of_class(trial.optimizer, *((closure,) if needs_closure else ()))
     state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
@@ -180,3 +203,33 @@ def _needs_closure(step: Any) -> bool:
 
 def _tensor_bytes(values: Iterable[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+
+
+def _num_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return how many elements an op without meta tensors would make. Runs it on meta tensors."""
+    on_meta = {name: _on_meta(value) for name, value in kwargs.items()}
+    if any(argument.name == "device" for argument in schema_of(func).arguments):
+        on_meta["device"] = "meta"
+    return sum(tensor.numel() for tensor in tensors_in(func(*map(_on_meta, args), **on_meta)))
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return [_on_meta(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@contextlib.contextmanager
+def _kept_generators() -> Generator[None]:
+    """Give the generators of the program back the states that they had."""
+    numpy = sys.modules.get("numpy")
+    state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

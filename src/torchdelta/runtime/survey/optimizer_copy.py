@@ -1,19 +1,54 @@
 """Copies an optimizer onto meta parameters, together with all its attributes that refer to parameters.
 
 A trial step on the copy must not change the real optimizer. Subclasses have further tensors and dicts keyed by
-parameter in addition to `state`, and wrappers contain another optimizer, so everything that a step may write is copied.
+parameter in addition to `state`, wrappers contain another optimizer, and a step may advance an object such as a
+schedule, so everything that a step may write is copied. Where that is impossible, there is no copy.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
-from typing import TYPE_CHECKING, Any
+import enum
+import logging
+import types
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_MOST_OBJECTS: Final = 1000  # of classes of Python: a step that reaches more has hold of a whole program
+# What no step changes, or what changes nothing of the training: the copy shares it.
+_SHARED: Final = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    frozenset,
+    range,
+    slice,
+    type,
+    type(None),
+    type(Ellipsis),
+    enum.Enum,
+    logging.Logger,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,  # a trial does not draw from one
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.ModuleType,
+)
+
+
+class NoCopyError(Exception):
+    """An optimizer refers to something that cannot be copied."""
 
 
 class OptimizerCopy:
@@ -31,12 +66,16 @@ class OptimizerCopy:
             optimizer: The original.
             options_of: Returns the options that replace those of a group.
             is_stepped: Returns whether a parameter will have a gradient. The others are left out.
+
+        Raises:
+            NoCopyError: It refers to an object that cannot be copied.
         """
         self.parameters: list[torch.nn.Parameter] = []
         self._options_of = options_of
         self._is_stepped = is_stepped
         self._copies: dict[int, Any] = {}
         self._originals: list[Any] = []  # kept alive, so that their ids are not reused
+        self._num_objects = 0
         self.optimizer = self._copy(optimizer)
 
     def make_gradients(self) -> None:
@@ -69,7 +108,24 @@ class OptimizerCopy:
             return made
         if value.__class__ is tuple:
             return tuple(self._copy(item) for item in value)
-        return value
+        if isinstance(value, _SHARED):
+            return value
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self._copy(value.__self__))
+        return self._copy_object(value)
+
+    def _copy_object(self, value: Any) -> Any:
+        """Copy an object of a class of Python, with its attributes."""
+        self._num_objects += 1
+        if self._num_objects > _MOST_OBJECTS or not hasattr(value, "__dict__"):
+            raise NoCopyError(type(value).__qualname__)
+        try:
+            made = object.__new__(type(value))
+        except TypeError as error:
+            raise NoCopyError(type(value).__qualname__) from error
+        self._note(value, made)
+        made.__dict__.update({name: self._copy(item) for name, item in vars(value).items()})
+        return made
 
     def _note(self, value: Any, made: Any) -> Any:
         self._copies[id(value)] = made
