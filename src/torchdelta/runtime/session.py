@@ -312,7 +312,7 @@ class Session:
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if current_session() is self and not is_trial(optimizer):
             if self.survey is not None:
-                raise self.survey.error(is_lower_bound=not self.survey.had_backward)
+                raise self.survey.error(is_lower_bound=not self.survey.had_backward, in_optimizer=True)
             is_new = optimizer not in self._foreseen and not optimizer.state and self.room.persistents is None
             self.pause.on_optimizer_start(is_new=is_new)
             self.partial.garbage.before_optimizer()

@@ -204,10 +204,10 @@ class Survey:
         """Return a fake tensor on the device in place of a meta tensor."""
         return fake_view(self.mode, tensor, self._ledger.device)
 
-    def error(self, *, is_lower_bound: bool) -> BudgetError:
-        """End the survey and return its result."""
-        self._run_need.add_backward_leaves(self.leaves)
-        needed = self._run_need.finish(is_lower_bound=is_lower_bound)
+    def error(self, *, is_lower_bound: bool, in_optimizer: bool = False) -> BudgetError:
+        """End the survey and return its result. `in_optimizer`: an optimizer is about to step."""
+        self._run_need.add_backward_leaves([*self.leaves, *(self._running_leaves() if in_optimizer else ())])
+        needed = self._run_need.finish(is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
         groups, largest = self.groups, self.largest
         if needed.optimizer:
             groups, largest = self._at_optimizer(is_lower_bound=is_lower_bound)

@@ -6,7 +6,8 @@ later passes both exist. So the need at each moment of the pass is recorded with
 the run needs the largest of these values plus all gradients plus all states. Gradients exist from the start of a
 forward in the second micro-batch of an accumulation, and after `zero_grad(set_to_none=False)`. If they are set to None
 before each forward, a smaller budget is enough, which is reported as well. The optimizer's step needs parameters,
-gradients, states and its own temporaries.
+gradients, states and its own temporaries. Gradients that the program frees in the backward, as where an optimizer steps
+in a hook of each parameter, do not add up: of these, the needs of the pass contain as many as there were at once.
 """
 
 from __future__ import annotations
@@ -93,8 +94,20 @@ class RunNeed:
     def _gradient_bytes(self) -> int:
         return sum(_gradient_bytes_of(leaf) for leaf in self.leaves.values())
 
-    def finish(self, *, is_lower_bound: bool) -> Needed:
-        """Return what the run needs. `is_lower_bound`: the pass was not surveyed to its end."""
+    def _stays(self, key: int, leaf: torch.Tensor, *, is_lower_bound: bool, in_optimizer: bool) -> bool:
+        """Return whether the gradient of a trained leaf is there until the optimizer's step, as far as is known."""
+        if in_optimizer and graph_task_id() != -1:  # it steps in the backward, as each gradient comes
+            return False
+        # A backward that has reached it has made one. If that is gone, the program has freed it.
+        return leaf.grad is not None or is_lower_bound or key not in self._reached
+
+    def finish(self, *, is_lower_bound: bool, in_optimizer: bool = False) -> Needed:
+        """Return what the run needs.
+
+        Args:
+            is_lower_bound: Whether the pass was not surveyed to its end.
+            in_optimizer: Whether an optimizer is about to step.
+        """
         trained = {key: leaf for key, leaf in self.leaves.items() if key in self._reached or self._was_used(leaf)}
         idle_gradients_bytes = sum(_gradient_bytes_of(leaf) for key, leaf in self.leaves.items() if key not in trained)
         steps = [
@@ -102,7 +115,11 @@ class RunNeed:
             for optimizer in self.optimizers
             if any(id(parameter) in trained for parameter in _parameters_of(optimizer))
         ]
-        all_gradients_bytes = idle_gradients_bytes + sum(leaf.nbytes for leaf in trained.values())
+        all_gradients_bytes = idle_gradients_bytes + sum(
+            _bytes_in_gradient(leaf)
+            for key, leaf in trained.items()
+            if self._stays(key, leaf, is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
+        )
         small_bytes = _SMALL_BYTES + _SMALL_BYTES_PER_LEAF * len(trained)
         small_bytes += int(_MARGIN * self._without_gradients_bytes)
         outputs_bytes = 0 if is_lower_bound or not self._is_first_pass else self._held_outputs_bytes()
@@ -112,7 +129,8 @@ class RunNeed:
         freeing_bytes = max(self._forward_bytes + outputs_bytes, self._backward_bytes) + later_bytes
         if self._forward_bytes < self._backward_bytes:
             outputs_bytes = max(0, self._forward_bytes + outputs_bytes - self._backward_bytes)
-        pass_bytes = self._without_gradients_bytes + all_gradients_bytes + later_bytes + outputs_bytes
+        pass_bytes = self._without_gradients_bytes + all_gradients_bytes
+        pass_bytes = max(pass_bytes, self._forward_bytes, self._backward_bytes) + later_bytes + outputs_bytes
         resident_bytes = self._resident_bytes(is_lower_bound=is_lower_bound)
         temporary_bytes, name = max(((step.temporary_bytes, type(o).__name__) for o, step in steps), default=(0, ""))
         optimizer_bytes = resident_bytes + all_gradients_bytes + later_bytes + temporary_bytes
@@ -194,3 +212,14 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _gradient_bytes_of(leaf: torch.Tensor) -> int:
     """Return the bytes of a leaf's gradient; sparse ones have no storage that counts."""
     return leaf.grad.nbytes if leaf.grad is not None and leaf.grad.layout is torch.strided else 0
+
+
+def _bytes_in_gradient(leaf: torch.Tensor) -> int:
+    """Return the bytes of a leaf's gradient; those of the leaf where there is none yet."""
+    gradient = leaf.grad
+    if gradient is None or gradient.layout is not torch.sparse_coo:
+        return leaf.nbytes
+    try:
+        return gradient._values().nbytes + gradient._indices().nbytes
+    except (RuntimeError, NotImplementedError):  # a fake tensor may not know how many they are
+        return leaf.nbytes
