@@ -17,12 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.torch_contract.names import Names
 from torchdelta._torch.modes import (
     BelowAutograd,
+    Quietly,
     autocast_inside,
     is_autocast_outside,
     is_in_kernel,
     is_packing_by_others,
     mode_stack,
     num_modes,
+    outside_inference_mode,
     pop_mode,
     push_mode,
     remove_mode,
@@ -279,3 +281,30 @@ def test_is_packing_by_others() -> None:
                 x.exp()
     assert found == [False, True, True, True, True]
     assert not is_packing_by_others(ours)
+
+
+def test_outside_inference_mode() -> None:
+    """Tensors that are made there have versions; elsewhere the context does nothing."""
+    with torch.inference_mode():
+        with outside_inference_mode():
+            assert not torch.is_inference_mode_enabled()
+            assert not torch.ones(2).is_inference()
+        assert torch.is_inference_mode_enabled()
+    with torch.no_grad(), outside_inference_mode():
+        assert not torch.is_grad_enabled()
+
+
+def test_quietly_in_a_transform() -> None:
+    """A random op runs there, whatever a transform allows, and the transform goes on afterwards."""
+    state = torch.get_rng_state()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with Quietly():
+            drawn.append(torch.rand(3))
+        return x * 2
+
+    drawn: list[torch.Tensor] = []
+    x = torch.arange(4.0)
+    assert torch.equal(torch.func.vmap(body)(x), x * 2)
+    torch.set_rng_state(state)
+    assert torch.equal(drawn[0], torch.rand(3))

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.overrides
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _python_dispatch
 
 from torchdelta._torch.engine import set_grad_enabled
@@ -33,8 +35,9 @@ AUTOCAST_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastXPU)
 )
 # What acts between autograd and the kernels: autocast, and the gate (native/gate.cpp), which sees the ops of a program.
-_GATE_KEY = torch._C._parse_dispatch_key("Fake")
-_UNSEEN_BY = AUTOCAST_KEYS | torch._C.DispatchKeySet(_GATE_KEY) if _GATE_KEY is not None else AUTOCAST_KEYS
+# In `torch.autograd.grad(is_grads_batched=True)`, another key refuses random ops.
+_OTHER_KEYS = [key for key in map(torch._C._parse_dispatch_key, ("Fake", "VmapMode")) if key is not None]
+_UNSEEN_BY = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _OTHER_KEYS), AUTOCAST_KEYS)
 _AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 
@@ -131,7 +134,8 @@ def top_mode() -> Any:
 class Quietly:
     """Run the library's own tensor work unseen.
 
-    No dispatch mode, no function mode, no autograd, no autocast, no grad mode, no gate.
+    No dispatch mode, no function mode, no autograd, no autocast, no grad mode, no gate. No inference mode, as its
+    tensors have no versions. No transform of `torch.func`, as it may forbid random ops.
 
     `grad` is the grad mode inside, for kernels that read it (an LSTM returns no workspace without it). A fresh object
     is wanted for each use.
@@ -141,7 +145,11 @@ class Quietly:
 
     def __enter__(self) -> None:
         self._was = torch.is_grad_enabled()
-        self._guards = (NoDispatch(), NoFunction(), BelowAutograd(), ExcludeKeys(_UNSEEN_BY))
+        guards = (NoDispatch(), NoFunction(), BelowAutograd(), ExcludeKeys(_UNSEEN_BY))
+        self._guards: tuple[Any, ...] = guards
+        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            # These come first: they set the keys that the others exclude.
+            self._guards = (outside_inference_mode(), temporarily_clear_interpreter_stack(), *guards)
         for guard in self._guards:
             guard.__enter__()
         set_grad_enabled(False)
@@ -150,6 +158,11 @@ class Quietly:
         set_grad_enabled(self._was)
         for guard in reversed(self._guards):
             guard.__exit__(None, None, None)
+
+
+def outside_inference_mode() -> contextlib.AbstractContextManager[Any]:
+    """Return a context outside of inference mode; it does nothing where that is off."""
+    return torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def remove_mode(mode: object) -> None:

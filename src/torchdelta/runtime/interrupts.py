@@ -229,4 +229,4 @@ def _send_again() -> None:
             number, _ = _sections.pending.popitem()  # removed first: otherwise it would count as a second signal
         except KeyError:
             return
-        _thread.interrupt_main(number)  # real-time signals have no name
+        _thread.interrupt_main(number)  # pyright: ignore[reportArgumentType] - real-time signals have no name

@@ -42,7 +42,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
+from torchdelta._torch.modes import insert_mode, outside_inference_mode, position_of_mode, remove_mode
 from torchdelta.errors import NativeError
 from torchdelta.native.saved_hooks import NativeHooks, new_hooks
 from torchdelta.runtime.interrupts import shielded
@@ -310,7 +310,8 @@ class Pause:
         assert self.hooks is not None
         self._steps.is_adopting = True
         try:
-            return self.hooks.adopt()
+            with outside_inference_mode():
+                return self.hooks.adopt()
         finally:
             self._steps.is_adopting = False
 

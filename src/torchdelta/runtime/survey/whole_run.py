@@ -20,7 +20,7 @@ import torch
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import without_mode
-from torchdelta._torch.tensors import is_leaf
+from torchdelta._torch.tensors import is_leaf, sparse_bytes
 from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.instances import instances_of, living_optimizers
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES
@@ -219,7 +219,4 @@ def _bytes_in_gradient(leaf: torch.Tensor) -> int:
     gradient = leaf.grad
     if gradient is None or gradient.layout is not torch.sparse_coo:
         return leaf.nbytes
-    try:
-        return gradient._values().nbytes + gradient._indices().nbytes
-    except (RuntimeError, NotImplementedError):  # a fake tensor may not know how many they are
-        return leaf.nbytes
+    return sparse_bytes(gradient)
