@@ -92,6 +92,27 @@ class _AdvancesAnObject(_Custom):
         self.scale = self.schedule.advance  # type: ignore[method-assign]
 
 
+class _Closing:
+    """Closes what it has when it dies."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def __del__(self) -> None:
+        self.events.append("closed")
+
+
+class _HasAnObjectWithADestructor(_Custom):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.events: list[str] = []
+        self.closing = _Closing(self.events)
+
+    def scale(self) -> float:
+        assert self.events == []
+        return 1.0
+
+
 class _WritesANumber(_Custom):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -111,6 +132,7 @@ class _WritesANumber(_Custom):
         _DrawsLikeTensors,
         _HasItsOwnGenerator,
         _AdvancesAnObject,
+        _HasAnObjectWithADestructor,
         _WritesANumber,
     ],
 )

@@ -115,9 +115,9 @@ class OptimizerCopy:
         return self._copy_object(value)
 
     def _copy_object(self, value: Any) -> Any:
-        """Copy an object of a class of Python, with its attributes."""
+        """Copy an object of a class of Python, with its attributes. One with a destructor would end what they share."""
         self._num_objects += 1
-        if self._num_objects > _MOST_OBJECTS or not hasattr(value, "__dict__"):
+        if self._num_objects > _MOST_OBJECTS or not hasattr(value, "__dict__") or hasattr(value, "__del__"):
             raise NoCopyError(type(value).__qualname__)
         try:
             made = object.__new__(type(value))
