@@ -368,3 +368,51 @@ def test_without_native_parts_every_step_is_recorded(monkeypatch: pytest.MonkeyP
     with MemoryBudget("1TiB", CONFIG):
         train(model, optimizer, [16] * 6)
         assert is_recording()
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_a_gradient_penalty_now_and_then_does_not_pass_the_budget(every: int) -> None:
+    """Its first backward saves more tensors, and starts with no more bytes than that of another step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses: list[str] = []
+
+    def step(index: int) -> None:
+        x = torch.randn(512, 64, requires_grad=True)
+        y = model(x)
+        loss = y.square().mean()
+        if index % every == every - 1:
+            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            loss = loss + (gradient.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()).hex())
+
+    gc.collect()
+    with MemoryBudget("1TiB", CONFIG) as unlimited:
+        for index in range(every):
+            step(index)
+    budget_bytes = int(0.8 * unlimited.summary().peak_bytes)
+    gc.collect()
+    with MemoryBudget(budget_bytes, CONFIG) as budget:
+        for index in range(4 * every):
+            step(index)
+    assert budget.summary().peak_bytes <= budget_bytes
+
+
+def test_a_gradient_penalty_in_every_step_is_not_recorded_either() -> None:
+    """Where recorded steps had one and fitted."""
+    torch.manual_seed(0)
+    model, optimizer = make_model()
+    with MemoryBudget("1TiB", CONFIG) as budget:
+        for _ in range(8):
+            x = torch.randn(16, WIDTH, requires_grad=True)
+            y = model(x)
+            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            (y.square().mean() + gradient.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not is_recording()
+    assert budget.summary().num_unrecorded_steps >= 4

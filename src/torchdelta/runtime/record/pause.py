@@ -14,7 +14,7 @@ next ones are expected to fit as well. The dispatch mode is then taken off the t
   is refused: its forward saved no more tensors than the recorded ones, and none larger in its place, so only a backward
   that does something else can need more.
 * A backward starts unrecorded only if it starts with no more bytes than the recorded ones did, within the same 2 % and
-  4 KiB.
+  4 KiB, and keeps its graph (`create_graph`, as for a gradient penalty) only if recorded ones did.
 * Saved tensors go through native hooks (native/saved_hooks.cpp). When recording resumes, what was saved so far becomes
   known like any other saved tensor, so it can be swapped out. It cannot be recomputed: its ops were not recorded.
 
@@ -104,6 +104,7 @@ class Pause:
         self._peak_bytes = 0
         self._forward_peak_bytes = 0
         self._forward_bytes = 0  # at the start of a backward
+        self._keeps_graphs = False  # whether they have a backward that keeps its graph
         # Of the running step.
         self._step_forward_peak_bytes = 0
         self._step_forward_bytes = 0
@@ -154,6 +155,7 @@ class Pause:
         if not is_alike:
             self._num_alike = self._peak_bytes = self._forward_peak_bytes = self._forward_bytes = 0
         self._num_alike += 1
+        self._keeps_graphs = self._steps.last_kept_graph
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         self._forward_peak_bytes = max(self._forward_peak_bytes, forward_peak_bytes)
         self._forward_bytes = max(self._forward_bytes, forward_bytes)
@@ -226,10 +228,11 @@ class Pause:
             return original(outputs, *args, **kwargs)
         self._end_step_without_optimizer()
         self._usage.ask_counter(fresh=True)
-        if self._must_end or self._usage.total_bytes > _with_slack(self._forward_bytes):
+        keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
+        is_larger = self._usage.total_bytes > _with_slack(self._forward_bytes) or keeps_graph > self._keeps_graphs
+        if self._must_end or is_larger:
             self.end()
             return record(original, outputs, *args, **kwargs)
-        keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
         self._set_limit(_with_slack(self._peak_bytes))
         try:
             return original(outputs, *args, **kwargs)

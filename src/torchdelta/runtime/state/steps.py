@@ -60,6 +60,7 @@ class StepTracker:
         self._last_saved_bytes = 0
         self._had_backward = False
         self._kept_graph = False  # whether a backward of this step kept its graph
+        self.last_kept_graph = False  # whether one of the latest step did
         self._num_backwards = 0  # of this step, that freed their graphs
         self._last_num_backwards = 0
         self._has_saved = False  # whether this step has saved a tensor
@@ -235,6 +236,7 @@ class StepTracker:
         self.has_stepped = had_optimizer
         self.last_peak_bytes = self.ledger.usage.peak_bytes
         self._last_num_backwards = self._num_backwards
+        self.last_kept_graph = self._kept_graph
         self._begin()
         if self.on_step_end is not None:
             self.on_step_end()
