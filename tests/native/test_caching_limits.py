@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -26,6 +27,12 @@ def block(num_mib):
 """
 
 
+no_sanitizer = pytest.mark.skipif(
+    "TSAN_OPTIONS" in os.environ or "ASAN_OPTIONS" in os.environ,
+    reason="the sanitizers end a process without addresses",
+)
+
+
 def run(program: str) -> str:
     """Return what a program prints; it must end by itself."""
     done = subprocess.run(
@@ -42,6 +49,7 @@ def _needs_it() -> None:
         pytest.skip(f"no caching allocator here: {allocator}")
 
 
+@no_sanitizer
 @pytest.mark.parametrize("rest", ["block(128)", "[torch.empty(MIB // 4 * 3, dtype=torch.uint8) for _ in range(100)]"])
 def test_kept_pages_make_way_where_addresses_are_limited(rest: str) -> None:
     """Half of 512 MiB was freed, in pieces: another 75 to 128 MiB fit, also where they come from the heap."""
@@ -55,6 +63,7 @@ print("ok", len(held))
     assert run(program) == "ok 4\n"
 
 
+@no_sanitizer
 def test_what_cannot_fit_is_still_an_error() -> None:
     """With the heap's own words, and nothing is lost."""
     program = """

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.same_bits.judge import bits_of
 from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta.runtime.survey.first_step import foresee_first_step
 
 MIB = 1 << 20
 
@@ -113,6 +114,21 @@ class _HasAnObjectWithADestructor(_Custom):
         return 1.0
 
 
+class _StepsAnotherThroughAClosure(_Custom):
+    """As Accelerate's wrapper does with a GradScaler."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        inner = torch.optim.Adam(params, lr=0.01)
+        self.call = lambda: inner.step()  # noqa: PLW0108 - a closure
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the other."""
+        del closure
+        self.call()
+
+
 class _WritesANumber(_Custom):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -133,6 +149,7 @@ class _WritesANumber(_Custom):
         _HasItsOwnGenerator,
         _AdvancesAnObject,
         _HasAnObjectWithADestructor,
+        _StepsAnotherThroughAClosure,
         _WritesANumber,
     ],
 )
@@ -158,6 +175,26 @@ def test_a_trial_leaves_the_program_as_it_is(kind: type[_Custom]) -> None:
 
     plain = train(contextlib.nullcontext())
     assert train(MemoryBudget("64MiB", Config(tier="memory"))) == plain
+
+
+def test_states_on_the_device_of_their_parameters_are_foreseen() -> None:
+    """A trial makes them on the meta device, and steps no real optimizer."""
+
+    class FourStates(_Custom):
+        def noise(self, parameter: torch.Tensor) -> torch.Tensor:
+            state = self.state[parameter]
+            for name in "abcd":
+                state[name] = torch.zeros(parameter.shape, device=parameter.device)
+            return state["a"]
+
+    parameter = nn.Parameter(torch.ones(64, 64))
+    step = foresee_first_step(FourStates([parameter]))
+    assert (step.state_bytes, step.is_estimate) == (4 * parameter.nbytes, False)
+    inner = torch.optim.Adam([parameter])
+    outer = _Custom([parameter])
+    outer.scale = lambda: inner.step() or 1.0  # type: ignore[method-assign]
+    assert not foresee_first_step(outer).is_estimate
+    assert not inner.state
 
 
 def test_a_trial_takes_no_memory() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchdelta._torch.tensors import (
     grad_fn_of,
@@ -17,7 +16,6 @@ from torchdelta._torch.tensors import (
     is_trained_leaf,
     is_trained_leaf_or_view,
     sizes_of,
-    sparse_bytes,
     storage_of,
     version_of,
 )
@@ -112,15 +110,3 @@ def test_is_dense() -> None:
         assert not is_dense(each)
     assert is_dense(torch.ones(()))
     assert is_dense(torch.ones(3, 1).expand(3, 1))
-
-
-def test_sparse_bytes() -> None:
-    """Those of a gradient that is not coalesced, too. A fake one does not know how many it has."""
-    indices, values = torch.tensor([[1, 1, 3]]), torch.ones(3, 4)
-    x = torch.sparse_coo_tensor(indices, values, (10, 4), check_invariants=True)
-    assert sparse_bytes(x) == 3 * 8 + 12 * 4
-    with FakeTensorMode():
-        table = torch.nn.Embedding(10, 4, sparse=True)
-        table(torch.zeros(6, dtype=torch.long)).sum().backward()
-        assert table.weight.grad is not None
-        assert sparse_bytes(table.weight.grad) == 0

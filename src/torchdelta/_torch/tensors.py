@@ -119,8 +119,3 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= length
     return True
-
-
-def sparse_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the values and indices of a sparse COO tensor, coalesced or not; a fake one has none."""
-    return tensor._values().nbytes + tensor._indices().nbytes

@@ -18,7 +18,7 @@ class Room:
     @property
     def usage(self) -> SimpleNamespace:
         """Both together."""
-        return SimpleNamespace(total_bytes=self.used_bytes + self.garbage_bytes)
+        return SimpleNamespace(total_bytes=self.used_bytes + self.garbage_bytes, clear_limit=lambda: None)
 
     def begin_counting(self) -> int:
         """Return the budget."""
@@ -96,9 +96,16 @@ def test_garbage_is_collected_before_an_optimizer_steps() -> None:
     guard.begin()
     guard.before_optimizer()
     assert room.num_collections == 0
+    guard.begin()
     room.garbage_bytes = 500
     guard.before_optimizer()
     assert (room.num_collections, room.garbage_bytes) == (1, 0)
+    room.garbage_bytes = 500
+    guard.before_optimizer()  # once in a pause
+    guard.begin()
+    guard.end()
+    guard.before_optimizer()
+    assert room.num_collections == 1
 
 
 def test_a_pause_ends_where_nothing_helps() -> None:

@@ -42,8 +42,9 @@ class GarbageGuard:
         return self._limit_bytes
 
     def end(self) -> None:
-        """End the pause: the limit is another one now."""
+        """End the pause: remove its limit."""
         self._limit_bytes = self._first_limit_bytes = 0
+        self._room.usage.clear_limit()
 
     def next_limit_bytes(self) -> int:
         """Collect garbage: the limit was passed. Return the next limit, 0 if the pause has to end."""
@@ -66,8 +67,12 @@ class GarbageGuard:
         return self._limit_bytes
 
     def before_optimizer(self) -> None:
-        """Collect garbage if more than the first limit is taken: a step that is refused half-way cannot be repeated."""
-        if self._first_limit_bytes:
+        """Collect garbage if more than the first limit is taken: a step that is refused half-way cannot be repeated.
+
+        In a pause only, and once in it.
+        """
+        first_limit_bytes, self._first_limit_bytes = self._first_limit_bytes, 0
+        if first_limit_bytes:
             self._room.begin_counting()
-            if self._room.usage.total_bytes > self._first_limit_bytes:
-                self._room.collect_garbage()
+            if self._room.usage.total_bytes > first_limit_bytes and not self._room.collect_garbage():
+                self._num_in_vain += 1

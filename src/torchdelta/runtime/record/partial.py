@@ -144,7 +144,7 @@ class PartialRecording:
         elif graph_task_id() == -1 and (self._must_end or not is_quiet(self._recorder)):  # not inside a backward
             self.end("a step is recorded as a whole")
         elif self._phase is Phase.PAUSED:
-            self._room.usage.clear_limit()
+            self.garbage.end()
             self._record_whole()
 
     def _has_gate(self) -> bool:
@@ -361,7 +361,7 @@ class PartialRecording:
         if self._phase is Phase.OUTLINED:
             self._follower.leave_outlined(why)
         elif self._phase is Phase.PAUSED:
-            self._room.usage.clear_limit()
+            self.garbage.end()
             self._ledger.recheck_unwatched()
             self._ledger.sweep()
         self.num_resumed += 1
@@ -376,7 +376,7 @@ class PartialRecording:
         if self._gate is not None:
             self._gate.close()
         if self._phase is Phase.PAUSED:
-            self._room.usage.clear_limit()
+            self.garbage.end()
         self._stop()
 
     def forget_leaves(self) -> None:

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 _MOST_NUMBERS: Final = 1024  # elements of a real tensor that a trial may make or read
 
 
+_trials: list[object] = []  # the copies that are being stepped
+
+
+class RealError(Exception):
+    """A trial step would do something real."""
+
+
 class FirstStep(NamedTuple):
     """What an optimizer's first step allocates."""
 
@@ -93,12 +100,14 @@ def is_trial(optimizer: torch.optim.Optimizer) -> bool:
 
     The step hooks also run for the copy, if a subclass's `step` calls its base class's. They must ignore it: trying
     that step too would recurse without end.
+
+    Raises:
+        RealError: A trial is about to step a real optimizer.
     """
-    return getattr(optimizer, "_torchdelta_trial", False)
-
-
-class _RealError(Exception):
-    """A trial step would do something real."""
+    is_copy = getattr(optimizer, "_torchdelta_trial", False)
+    if _trials and not is_copy:
+        raise RealError(f"a trial step would step {type(optimizer).__name__} itself")
+    return is_copy
 
 
 class _Temporaries(TorchDispatchMode):
@@ -136,14 +145,16 @@ class _Temporaries(TorchDispatchMode):
         is_written = facts.kind in (Kind.WRITE, Kind.REPLACE)
         written = [t for t in written_tensors(facts, args, kwargs) if t.device.type != "meta"] if is_written else []
         if any(storage_address(tensor) not in self._known for tensor in written):
-            raise _RealError(f"{func} would write a tensor of the program")
+            raise RealError(f"{func} would write a tensor of the program")
         if any(isinstance(argument, torch.Generator) for argument in arguments):
-            raise _RealError(f"{func} would draw from a generator of the program")
-        makes_real = len(real) == len(tensors) and facts.kind is Kind.COMPUTE
+            raise RealError(f"{func} would draw from a generator of the program")
+        device = kwargs.get("device")
+        is_on_meta = device is not None and torch.device(device).type == "meta"
+        makes_real = len(real) == len(tensors) and facts.kind is Kind.COMPUTE and not is_on_meta
         if any(t.numel() > _MOST_NUMBERS for t in real) or (
             makes_real and _num_made(func, args, kwargs) > _MOST_NUMBERS
         ):
-            raise _RealError(f"{func} would make or read a real tensor")
+            raise RealError(f"{func} would make or read a real tensor")
 
     def _died(self, address: int, size_bytes: int) -> None:
         self._known.discard(address)
@@ -169,9 +180,13 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
         return torch.zeros(())
 
     needs_closure = _needs_closure(step)
-    with torch.no_grad(), _kept_generators(), _Temporaries(existing) as temporaries:
-        step_of_class: Any = getattr(step, "__wrapped__", step)
-        step_of_class(trial.optimizer, *((closure,) if needs_closure else ()))
+    _trials.append(trial)
+    try:
+        with torch.no_grad(), _kept_generators(), _Temporaries(existing) as temporaries:
+            step_of_class: Any = getattr(step, "__wrapped__", step)
+            step_of_class(trial.optimizer, *((closure,) if needs_closure else ()))
+    finally:
+        _trials.pop()
     state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
     # State that a subclass keeps outside `state` counts as well. The gradients that a closure made do not.
     new_gradients = [p.grad for p in trial.parameters if p.grad is not None and all(p.grad is not t for t in existing)]

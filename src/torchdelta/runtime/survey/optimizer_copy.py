@@ -8,9 +8,13 @@ schedule, so everything that a step may write is copied. Where that is impossibl
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import enum
+import functools
 import logging
+import pathlib
+import re
 import types
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +23,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MOST_OBJECTS: Final = 1000  # of classes of Python: a step that reaches more has hold of a whole program
+_MOST_OBJECTS: Final = 100_000  # a step that reaches more, items of containers included, has hold of a whole program
 # What no step changes, or what changes nothing of the training: the copy shares it.
 _SHARED: Final = (
     int,
@@ -41,8 +45,9 @@ _SHARED: Final = (
     torch.layout,
     torch.memory_format,
     torch.Generator,  # a trial does not draw from one
+    pathlib.PurePath,
+    re.Pattern,
     types.BuiltinFunctionType,
-    types.FunctionType,
     types.ModuleType,
 )
 
@@ -92,6 +97,9 @@ class OptimizerCopy:
         known = self._copies.get(id(value))
         if known is not None:
             return known
+        self._num_objects += 1
+        if self._num_objects > _MOST_OBJECTS:
+            raise NoCopyError("too much")
         if isinstance(value, torch.optim.Optimizer):
             return self._copy_optimizer(value)
         if isinstance(value, torch.Tensor):
@@ -110,14 +118,30 @@ class OptimizerCopy:
             return tuple(self._copy(item) for item in value)
         if isinstance(value, _SHARED):
             return value
+        if isinstance(value, types.FunctionType):
+            return value if value.__closure__ is None else self._copy_function(value, value.__closure__)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self._copy(value.__self__))
+            return types.MethodType(self._copy(value.__func__), self._copy(value.__self__))
+        if value.__class__ is functools.partial:
+            keywords = {name: self._copy(item) for name, item in value.keywords.items()}
+            return functools.partial(self._copy(value.func), *map(self._copy, value.args), **keywords)
         return self._copy_object(value)
+
+    def _copy_function(self, value: types.FunctionType, closure: tuple[types.CellType, ...]) -> types.FunctionType:
+        """Copy a function with the variables that it has hold of, which may be another optimizer."""
+        cells = tuple(types.CellType() for _ in closure)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        self._note(value, made)
+        for cell, copied in zip(closure, cells, strict=True):
+            with contextlib.suppress(ValueError):  # it is empty
+                copied.cell_contents = self._copy(cell.cell_contents)
+        made.__dict__.update({name: self._copy(item) for name, item in vars(value).items()})
+        return made
 
     def _copy_object(self, value: Any) -> Any:
         """Copy an object of a class of Python, with its attributes. One with a destructor would end what they share."""
-        self._num_objects += 1
-        if self._num_objects > _MOST_OBJECTS or not hasattr(value, "__dict__") or hasattr(value, "__del__"):
+        if not hasattr(value, "__dict__") or hasattr(value, "__del__"):
             raise NoCopyError(type(value).__qualname__)
         try:
             made = object.__new__(type(value))
@@ -137,6 +161,9 @@ class OptimizerCopy:
         copied.__dict__ = dict(vars(optimizer))
         copied.__dict__.pop("step", None)  # set by learning-rate schedulers: it would step the real optimizer
         copied._torchdelta_trial = True
+        for name in vars(copied):
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):  # none runs in a trial
+                copied.__dict__[name] = collections.OrderedDict()
         groups = optimizer.param_groups
         if id(groups) not in self._copies:
             self._note(groups, [self._copy_group(group) for group in groups])

@@ -20,7 +20,7 @@ import torch
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import without_mode
-from torchdelta._torch.tensors import is_leaf, sparse_bytes
+from torchdelta._torch.tensors import is_leaf
 from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.instances import instances_of, living_optimizers
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES
@@ -38,6 +38,8 @@ _SMALL_BYTES_PER_LEAF: Final = 64
 _SMALL_BYTES: Final = 1024
 # Evictions are ranked by measured times, and an op on real tensors may keep slightly more than one on fake tensors.
 _MARGIN: Final = 1 / 128
+# Gradients that are gone after the backward may have been moved, if tensors of so large a share of their bytes live.
+_MOVED_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +96,16 @@ class RunNeed:
     def _gradient_bytes(self) -> int:
         return sum(_gradient_bytes_of(leaf) for leaf in self.leaves.values())
 
-    def _stays(self, key: int, leaf: torch.Tensor, *, is_lower_bound: bool, in_optimizer: bool) -> bool:
-        """Return whether the gradient of a trained leaf is there until the optimizer's step, as far as is known."""
+    def _gone(self, trained: dict[int, torch.Tensor], *, is_lower_bound: bool, in_optimizer: bool) -> set[int]:
+        """Return the leaves whose gradients do not live until the optimizer's step: the program frees them earlier."""
         if in_optimizer and graph_task_id() != -1:  # it steps in the backward, as each gradient comes
-            return False
-        # A backward that has reached it has made one. If that is gone, the program has freed it.
-        return leaf.grad is not None or is_lower_bound or key not in self._reached
+            return set(trained)
+        # A backward that has reached a leaf has made its gradient. If that is gone, it was freed, or moved elsewhere.
+        gone = {key for key, leaf in trained.items() if key in self._reached and leaf.grad is None}
+        if is_lower_bound or not gone:
+            return set()
+        gone_bytes = sum(trained[key].nbytes for key in gone)
+        return gone if _MOVED_SHARE * gone_bytes > self._held_outputs_bytes() else set()
 
     def finish(self, *, is_lower_bound: bool, in_optimizer: bool = False) -> Needed:
         """Return what the run needs.
@@ -115,11 +121,9 @@ class RunNeed:
             for optimizer in self.optimizers
             if any(id(parameter) in trained for parameter in _parameters_of(optimizer))
         ]
-        all_gradients_bytes = idle_gradients_bytes + sum(
-            _bytes_in_gradient(leaf)
-            for key, leaf in trained.items()
-            if self._stays(key, leaf, is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
-        )
+        gone = self._gone(trained, is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
+        all_gradients_bytes = idle_gradients_bytes
+        all_gradients_bytes += sum(leaf.nbytes for key, leaf in trained.items() if key not in gone)
         small_bytes = _SMALL_BYTES + _SMALL_BYTES_PER_LEAF * len(trained)
         small_bytes += int(_MARGIN * self._without_gradients_bytes)
         outputs_bytes = 0 if is_lower_bound or not self._is_first_pass else self._held_outputs_bytes()
@@ -212,11 +216,3 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _gradient_bytes_of(leaf: torch.Tensor) -> int:
     """Return the bytes of a leaf's gradient; sparse ones have no storage that counts."""
     return leaf.grad.nbytes if leaf.grad is not None and leaf.grad.layout is torch.strided else 0
-
-
-def _bytes_in_gradient(leaf: torch.Tensor) -> int:
-    """Return the bytes of a leaf's gradient; those of the leaf where there is none yet."""
-    gradient = leaf.grad
-    if gradient is None or gradient.layout is not torch.sparse_coo:
-        return leaf.nbytes
-    return sparse_bytes(gradient)
