@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 from tests.same_bits.judge import bits_of
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta.runtime.survey.first_step import foresee_first_step
+from torchdelta.runtime.survey.first_step import RealError, foresee_first_step, is_trial
 
 MIB = 1 << 20
 
@@ -103,6 +104,25 @@ class _Closing:
         self.events.append("closed")
 
 
+class _AppendsThroughAMethod(_Custom):
+    """Of a list of C, which has no attributes; and through the default of a function."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: list[int] = []
+        self.append = self.seen.append
+
+        def count(seen: list[int] = self.seen) -> int:
+            seen.append(1)
+            return len(seen)
+
+        self.count = count
+
+    def scale(self) -> float:
+        self.append(1)
+        return 1.0 / self.count()
+
+
 class _HasAnObjectWithADestructor(_Custom):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -148,6 +168,7 @@ class _WritesANumber(_Custom):
         _DrawsLikeTensors,
         _HasItsOwnGenerator,
         _AdvancesAnObject,
+        _AppendsThroughAMethod,
         _HasAnObjectWithADestructor,
         _StepsAnotherThroughAClosure,
         _WritesANumber,
@@ -195,6 +216,25 @@ def test_states_on_the_device_of_their_parameters_are_foreseen() -> None:
     outer.scale = lambda: inner.step() or 1.0  # type: ignore[method-assign]
     assert not foresee_first_step(outer).is_estimate
     assert not inner.state
+
+
+def test_a_trial_on_one_thread_does_not_concern_another() -> None:
+    """There, a real optimizer may step meanwhile."""
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    answers: list[bool] = []
+
+    class Asking(_Custom):
+        def scale(self) -> float:
+            with pytest.raises(RealError):
+                is_trial(other)
+            thread = threading.Thread(target=lambda: answers.append(is_trial(other)))
+            thread.start()
+            thread.join()
+            return 1.0
+
+    assert not foresee_first_step(Asking([nn.Parameter(torch.ones(2))])).is_estimate
+    assert answers == [False]
+    assert not is_trial(other)
 
 
 def test_a_trial_takes_no_memory() -> None:

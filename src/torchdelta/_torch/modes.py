@@ -243,7 +243,10 @@ def remove_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> 
 
 
 def is_packing_by_others(pack: Callable[..., Any] | None) -> bool:
-    """Return whether an op packs a tensor with saved-tensor hooks that a program has put over those with `pack`."""
+    """Return whether an op packs a tensor with saved-tensor hooks that a program has put over those with `pack`.
+
+    Of a hook that is no Python code nothing shows when it runs: True as long as it is on top.
+    """
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if top is None or top[0] == pack:
         return False

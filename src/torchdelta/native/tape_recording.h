@@ -34,9 +34,7 @@ constexpr size_t kTraining = 5;
 // Return the function that frees memory which torch has not allocated: that of `from_numpy`, `frombuffer` and DLPack.
 inline c10::DeleterFnPtr outside_deleter() {
   static char memory = 0;
-  static const c10::DeleterFnPtr found =
-      at::from_blob(&memory, {1}, [](void*) {}, at::kByte).storage().data_ptr().get_deleter();
-  return found;
+  return at::from_blob(&memory, {1}, [](void*) {}, at::kByte).storage().data_ptr().get_deleter();
 }
 
 // What leaves and returns at which saved tensor. All contents are named by the numbers of their first saved tensors.

@@ -52,8 +52,8 @@ class TraceBuilder(PseudoOps):
     """Writes the trace of a step: its storages, saved tensors and ops.
 
     Attributes:
-        is_for_plans: Whether what an op may take beyond its workspace counts as workspace. In a statement of the plain
-            peak it would be said to be in use.
+        is_for_plans: Whether what an op may take beyond its estimated workspace counts as workspace. Not in the first
+            step's trace: the plain peak that is computed from it would be too high.
     """
 
     is_for_plans = False

@@ -30,8 +30,8 @@ def is_between_ops(device: Device, hooks: NativeHooks | None) -> bool:
     """Return whether recording may resume now.
 
     Args:
-        device: Of the session.
-        hooks: Of the session.
+        device: The session's.
+        hooks: The session's native hooks, None if it has none.
     """
     if is_in_section() or is_transforming() or is_in_kernel() or device.is_off():
         return False

@@ -4,9 +4,9 @@
 Tensors that only reference cycles keep alive may be all that is in the way of an allocation. A recorded op collects
 them (`Room.make`). While recording pauses, an allocation beyond the budget is refused inside its kernel, which may hold
 a lock of torch's, so no Python may run there. So garbage is collected earlier: between two ops, each time that half of
-the free bytes were taken, and before the optimizer steps if as much was taken at any time. A collection takes tens of
-milliseconds. Where the bytes are in use, or were for a moment only, it is in vain: then the first limit moves up, and
-after a few times the limit is the budget itself.
+the free bytes were taken, and before the optimizer steps, if more than the first half of them is taken then. A
+collection takes tens of milliseconds. Where the bytes are in use, or were for a moment only, it is in vain: then the
+first limit of the next pause is higher, and after a few times it is the budget itself.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class PartialRecording:
         self._num_alike = 0
 
     def waits_for_native_handles(self, then: Callable[[], object]) -> bool:
-        """Return whether a forward has saved tensors that Python does not count; if so, call it once none is left."""
+        """Return whether a forward has saved tensors that Python does not count; then call `then` once none is left."""
         hooks = self._pause.hooks
         if self._phase is not Phase.OUTLINED or graph_task_id() != -1 or self._ledger.is_closing:
             return False
@@ -396,4 +396,4 @@ class PartialRecording:
         self._recorder.restorer.replayer.on_replay = None
 
     def _set_limit(self, limit_bytes: int) -> None:
-        self._room.usage.set_limit(limit_bytes, self._room.budget_bytes, self.on_limit)  # beyond the budget: refused
+        self._room.usage.set_limit(limit_bytes, self._room.budget_bytes, self.on_limit)

@@ -104,7 +104,7 @@ class Pause:
         self._peak_bytes = 0
         self._forward_peak_bytes = 0
         self._forward_bytes = 0  # at the start of a backward
-        self._keeps_graphs = False  # whether they have a backward that keeps its graph
+        self._keeps_graphs = False  # whether the latest has a backward that keeps its graph
         # Of the running step.
         self._step_forward_peak_bytes = 0
         self._step_forward_bytes = 0
@@ -229,8 +229,8 @@ class Pause:
         self._end_step_without_optimizer()
         self._usage.ask_counter(fresh=True)
         keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
-        is_larger = self._usage.total_bytes > _with_slack(self._forward_bytes) or keeps_graph > self._keeps_graphs
-        if self._must_end or is_larger:
+        is_larger = self._usage.total_bytes > _with_slack(self._forward_bytes)
+        if self._must_end or is_larger or (keeps_graph and not self._keeps_graphs):
             self.end()
             return record(original, outputs, *args, **kwargs)
         self._set_limit(_with_slack(self._peak_bytes))

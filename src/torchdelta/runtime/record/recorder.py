@@ -202,7 +202,7 @@ class Recorder(DispatchMode):
             for tensor, old in overwritten:
                 self._write(tensor, old, None, facts, 0)
         elif writes and not facts.writes_content:
-            ledger.exchanged(out, facts.name)
+            ledger.exchanged(out, facts.name, counts_only=counts_only)
         elif writes:
             need.learn_growth(
                 self._note_written(overwritten, out, func, facts, args, kwargs, entry, counts_only=counts_only)

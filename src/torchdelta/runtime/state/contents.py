@@ -152,8 +152,11 @@ class Contents(Storages):
             self.succeed(old, buffer, tensor)
         return buffer
 
-    def exchanged(self, tensor: torch.Tensor, origin: str) -> None:
-        """Know the storage that an op has given to a tensor. Its content is what it was, as that of the earlier one."""
+    def exchanged(self, tensor: torch.Tensor, origin: str, *, counts_only: bool) -> None:
+        """Know the storage that an op has given to a tensor. No content changes, nor that of the storage it had."""
+        if counts_only:
+            self.know_by_tensor(tensor)
+            return
         self.made(tensor, None, origin, 0)
         record = self.find(tensor)
         if record is not None and record.current is not None and tensor.requires_grad and is_trained_leaf(tensor):

@@ -10,6 +10,7 @@ import inspect
 import logging
 import random
 import sys
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -31,7 +32,13 @@ if TYPE_CHECKING:
 _MOST_NUMBERS: Final = 1024  # elements of a real tensor that a trial may make or read
 
 
-_trials: list[object] = []  # the copies that are being stepped
+class _Trial(threading.local):
+    """Whether a copy of an optimizer is being stepped on this thread."""
+
+    is_running = False
+
+
+_trial = _Trial()
 
 
 class RealError(Exception):
@@ -105,7 +112,7 @@ def is_trial(optimizer: torch.optim.Optimizer) -> bool:
         RealError: A trial is about to step a real optimizer.
     """
     is_copy = getattr(optimizer, "_torchdelta_trial", False)
-    if _trials and not is_copy:
+    if _trial.is_running and not is_copy:
         raise RealError(f"a trial step would step {type(optimizer).__name__} itself")
     return is_copy
 
@@ -180,13 +187,13 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
         return torch.zeros(())
 
     needs_closure = _needs_closure(step)
-    _trials.append(trial)
+    _trial.is_running = True
     try:
         with torch.no_grad(), _kept_generators(), _Temporaries(existing) as temporaries:
             step_of_class: Any = getattr(step, "__wrapped__", step)
             step_of_class(trial.optimizer, *((closure,) if needs_closure else ()))
     finally:
-        _trials.pop()
+        _trial.is_running = False
     state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
     # State that a subclass keeps outside `state` counts as well. The gradients that a closure made do not.
     new_gradients = [p.grad for p in trial.parameters if p.grad is not None and all(p.grad is not t for t in existing)]
@@ -237,14 +244,14 @@ def _on_meta(value: Any) -> Any:
 @contextlib.contextmanager
 def _kept_generators() -> Generator[None]:
     """Give the generators of the program back the states that they had."""
-    numpy = sys.modules.get("numpy")
+    numpy_random = sys.modules.get("numpy.random")
     state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)

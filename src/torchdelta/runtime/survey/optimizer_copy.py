@@ -47,7 +47,6 @@ _SHARED: Final = (
     torch.Generator,  # a trial does not draw from one
     pathlib.PurePath,
     re.Pattern,
-    types.BuiltinFunctionType,
     types.ModuleType,
 )
 
@@ -99,7 +98,7 @@ class OptimizerCopy:
             return known
         self._num_objects += 1
         if self._num_objects > _MOST_OBJECTS:
-            raise NoCopyError("too much")
+            raise NoCopyError(f"it reaches more than {_MOST_OBJECTS} objects")
         if isinstance(value, torch.optim.Optimizer):
             return self._copy_optimizer(value)
         if isinstance(value, torch.Tensor):
@@ -119,7 +118,10 @@ class OptimizerCopy:
         if isinstance(value, _SHARED):
             return value
         if isinstance(value, types.FunctionType):
-            return value if value.__closure__ is None else self._copy_function(value, value.__closure__)
+            return self._copy_function(value)
+        if isinstance(value, types.BuiltinFunctionType):  # `a_list.append` changes the list
+            owner: Any = value.__self__
+            return value if owner is None else getattr(self._copy(owner), value.__name__)
         if isinstance(value, types.MethodType):
             return types.MethodType(self._copy(value.__func__), self._copy(value.__self__))
         if value.__class__ is functools.partial:
@@ -127,12 +129,16 @@ class OptimizerCopy:
             return functools.partial(self._copy(value.func), *map(self._copy, value.args), **keywords)
         return self._copy_object(value)
 
-    def _copy_function(self, value: types.FunctionType, closure: tuple[types.CellType, ...]) -> types.FunctionType:
-        """Copy a function with the variables that it has hold of, which may be another optimizer."""
+    def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
+        """Copy a function with the variables and defaults that it has hold of: one may be another optimizer."""
+        if value.__closure__ is None and not value.__defaults__ and not value.__kwdefaults__:
+            return value
+        closure = value.__closure__ or ()
         cells = tuple(types.CellType() for _ in closure)
-        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-        made.__kwdefaults__ = value.__kwdefaults__
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
         self._note(value, made)
+        made.__defaults__ = self._copy(value.__defaults__)
+        made.__kwdefaults__ = self._copy(value.__kwdefaults__)
         for cell, copied in zip(closure, cells, strict=True):
             with contextlib.suppress(ValueError):  # it is empty
                 copied.cell_contents = self._copy(cell.cell_contents)
