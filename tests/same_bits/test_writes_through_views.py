@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.same_bits.judge import Scope, assert_same_bits, differences, plain_outcome, run
+from tests.same_bits.judge import Scope, Step, assert_same_bits, differences, plain_outcome, run
 from torchdelta import Config, MemoryBudget
 
 if TYPE_CHECKING:
@@ -50,6 +50,18 @@ def _fill_by_storage(alias: torch.Tensor, y: torch.Tensor) -> None:
     y.untyped_storage().fill_(0)
 
 
+def step_of(loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, is_computed: bool) -> Step:
+    """Return a step whose loss is made of a tensor, an input or the result of an op, and of a leaf."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        w, y = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+        with scope():
+            loss_of(y * 2 if is_computed else y, w).backward()
+        return {"grad": w.grad, "y": y}
+
+    return step
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -67,18 +79,13 @@ def test_a_replay_reads_what_was_there_before_a_write_through_an_alias(
 ) -> None:
     """`set_` makes the alias, and writes nothing itself."""
 
-    def step(scope: Scope) -> dict[str, Any]:
-        w, y = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
-        with scope():
-            if is_computed:
-                y = y * 2
-            loss = (y + w).sin().sum()
-            with torch.no_grad():
-                write(torch.empty(0), y)
-            loss.backward()
-        return {"grad": w.grad, "y": y}
+    def loss_of(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        loss = (y + w).sin().sum()
+        with torch.no_grad():
+            write(torch.empty(0), y)
+        return loss
 
-    assert_same_bits(step)
+    assert_same_bits(step_of(loss_of, is_computed=is_computed))
 
 
 @pytest.mark.parametrize("decisions", ["keep", "swap", "recompute", None])
@@ -89,24 +96,34 @@ def test_a_saved_tensor_stays_in_the_storage_that_an_alias_leaves(
 ) -> None:
     """Its gradient was that of the storage which the alias got, without an error and without an eviction."""
 
-    def step(scope: Scope) -> dict[str, Any]:
-        w, y = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
-        with scope():
-            if is_computed:
-                y = y * 2
-            alias = torch.empty(0)
-            with torch.no_grad():
-                alias.set_(y)
-            saved = y * w
-            with torch.no_grad():
-                alias.set_(torch.zeros(shape))
-            del y
-            saved.sum().backward()
-        return {"grad": w.grad}
+    def loss_of(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        alias = torch.empty(0)
+        with torch.no_grad():
+            alias.set_(y)
+        saved = y * w
+        with torch.no_grad():
+            alias.set_(torch.zeros(shape))
+        return saved.sum()
 
+    step = step_of(loss_of, is_computed=is_computed)
     plain = plain_outcome(step)
     config: Any = Config(tier="memory") if decisions is None else Config(decisions=decisions, tier="memory")
     assert differences(plain, run(step, lambda: MemoryBudget("1TiB", config))) == []
+
+
+@pytest.mark.parametrize("write", [_set_and_write, _set_and_write_the_other, _write_by_storage])
+def test_a_storage_is_exchanged_in_the_backward(write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """In a hook, where ops are counted only: what a later node reads keeps its content."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        w, y = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+        with scope():
+            doubled = w * 2
+            doubled.register_hook(lambda _gradient: write(torch.empty(0), y))
+            (y + (doubled.sin() * (w * 3).exp())).sum().backward()
+        return {"grad": w.grad, "y": y}
+
+    assert_same_bits(step)
 
 
 def test_writes_by_storage_in_a_real_budget() -> None:

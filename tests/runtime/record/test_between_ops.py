@@ -94,6 +94,14 @@ class Loop:
         x.grad = None
         return gradient
 
+    def pause_with(self, x: torch.Tensor, indices: torch.Tensor) -> Any:
+        """Train until recording pauses. Return what pauses it."""
+        for _ in range(8):
+            self.step(x, indices)
+        pause: Any = current_session().pause
+        assert pause.is_on
+        return pause
+
 
 def test_no_python_runs_inside_an_allocation_that_is_refused() -> None:
     """Garbage was collected there, and recording resumed in the kernel: the gradient was zero, without an error."""
@@ -106,10 +114,7 @@ def test_no_python_runs_inside_an_allocation_that_is_refused() -> None:
         loop.step(*small)
     budget_bytes = int(unlimited.summary().peak_bytes / 0.88)
     with MemoryBudget(budget_bytes, CONFIG) as budget:
-        for _ in range(8):
-            loop.step(*small)
-        pause: Any = current_session().pause
-        assert pause.is_on
+        pause = loop.pause_with(*small)
         with pytest.raises(torch.OutOfMemoryError, match="within this budget"):
             loop.step(*large, before=lambda: Cycle(lambda: is_on.append(pause.is_on)))
         assert not pause.is_on
@@ -126,10 +131,7 @@ def test_recording_does_not_resume_while_an_op_packs_what_it_saves() -> None:
     loop = Loop()
     seen: list[tuple[bool, bool]] = []
     with MemoryBudget("1TiB", CONFIG):
-        for _ in range(8):
-            loop.step(*small)
-        pause: Any = current_session().pause
-        assert pause.is_on
+        pause = loop.pause_with(*small)
         thresholds = gc.get_threshold()
 
         def note() -> None:
@@ -158,10 +160,7 @@ def test_the_limit_waits_for_the_end_of_a_kernel() -> None:
     small = pooled(1)
     loop = Loop()
     with MemoryBudget("1TiB", CONFIG):
-        for _ in range(8):
-            loop.step(*small)
-        pause: Any = current_session().pause
-        assert pause.is_on
+        pause = loop.pause_with(*small)
         with BelowAutograd():
             pause.on_limit()
         assert pause.is_on
@@ -213,10 +212,7 @@ def test_recording_does_not_resume_in_the_pack_hook_of_the_program() -> None:
     expected = Loop().step(*small)
     loop = Loop()
     with MemoryBudget("1TiB", CONFIG):
-        for _ in range(8):
-            loop.step(*small)
-        pause: Any = current_session().pause
-        assert pause.is_on
+        pause = loop.pause_with(*small)
         were_on: list[bool] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

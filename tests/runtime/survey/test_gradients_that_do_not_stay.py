@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -38,16 +38,11 @@ def _update_by_hand(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _train(budget: int | str, *, steps_by: str) -> MemoryBudget:
+def _train(budget: int | str, hook_of: Callable[[nn.Module], Callable[[torch.Tensor], None]]) -> MemoryBudget:
+    """Train with a hook that takes each gradient as it comes. `hook_of`: returns it, for a model."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
-
-    def step(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
-        parameter.grad = None
-
-    hook: Callable[[torch.Tensor], None] = _update_by_hand if steps_by == "hand" else step
+    hook = hook_of(model)
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()]
     x = torch.randn(16, WIDTH)
     try:
@@ -60,45 +55,51 @@ def _train(budget: int | str, *, steps_by: str) -> MemoryBudget:
     return memory_budget
 
 
-@pytest.mark.parametrize("steps_by", ["hand", "an optimizer"])
-def test_gradients_that_are_freed_in_the_backward_do_not_add_up(steps_by: str) -> None:
+def _by_hand(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    del model
+    return _update_by_hand
+
+
+def _by_optimizers(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    return step
+
+
+def _moving(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    del model
+    main: dict[torch.Tensor, torch.Tensor] = {}
+
+    def move(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        main[parameter] = main[parameter] + parameter.grad if parameter in main else parameter.grad
+        parameter.grad = None
+
+    return move
+
+
+@pytest.mark.parametrize("hook_of", [_by_hand, _by_optimizers])
+def test_gradients_that_are_freed_in_the_backward_do_not_add_up(
+    hook_of: Callable[[nn.Module], Callable[[torch.Tensor], None]],
+) -> None:
     """A bound is one, and what is named as enough is enough."""
-    peak_bytes = _train("1TiB", steps_by=steps_by).summary().peak_bytes
+    peak_bytes = _train("1TiB", hook_of).summary().peak_bytes
     gc.collect()
-    error = _error_of(lambda budget: _train(budget, steps_by=steps_by), int(0.9 * peak_bytes))
-    assert error.is_lower_bound == (steps_by != "hand")
+    error = _error_of(lambda budget: _train(budget, hook_of), int(0.9 * peak_bytes))
+    assert error.is_lower_bound == (hook_of is _by_optimizers)
     assert error.least_budget_bytes <= 1.02 * peak_bytes
     if not error.is_lower_bound:
-        assert _train(error.least_budget_bytes, steps_by=steps_by).summary().peak_bytes <= error.least_budget_bytes
+        assert _train(error.least_budget_bytes, hook_of).summary().peak_bytes <= error.least_budget_bytes
 
 
 def test_gradients_that_are_moved_in_the_backward_add_up() -> None:
     """As to the master gradients of mixed precision: what is named as enough is enough."""
-
-    def train(budget: Any) -> MemoryBudget:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
-        main: dict[torch.Tensor, torch.Tensor] = {}
-
-        def move(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            main[parameter] = main[parameter] + parameter.grad if parameter in main else parameter.grad
-            parameter.grad = None
-
-        handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in model.parameters()]
-        x = torch.randn(16, WIDTH)
-        try:
-            with MemoryBudget(budget, CONFIG) as memory_budget:
-                for _ in range(3):
-                    model(x).sum().backward()
-        finally:
-            for handle in handles:
-                handle.remove()
-            main.clear()
-        return memory_budget
-
-    peak_bytes = train("1TiB").summary().peak_bytes
+    peak_bytes = _train("1TiB", _moving).summary().peak_bytes
     gc.collect()
-    error = _error_of(train, int(0.7 * peak_bytes))
+    error = _error_of(lambda budget: _train(budget, _moving), int(0.7 * peak_bytes))
     assert not error.is_lower_bound
-    assert train(error.least_budget_bytes).summary().peak_bytes <= error.least_budget_bytes
+    assert _train(error.least_budget_bytes, _moving).summary().peak_bytes <= error.least_budget_bytes
