@@ -19,9 +19,12 @@ from torchdelta._torch.modes import NoDispatch
 from torchdelta.errors import SavedTensorError
 from torchdelta.runtime.record.scan import scan_storages
 from torchdelta.runtime.state.ledger import Ledger
+from torchdelta.runtime.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torchdelta.runtime.tiers.base import Transfer
 
 
 class Gathered(nn.Module):
@@ -219,25 +222,29 @@ def test_a_storage_that_cannot_grow_stays_as_it_is() -> None:
     assert torch.equal(x.grad, torch.full((100_000,), 8.0))
 
 
-def test_a_copy_arrives_before_its_source_moves_into_shared_memory() -> None:
+def test_a_copy_arrives_before_its_source_moves_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy reads the old memory, which `share_memory_` frees."""
+    were_shared = []  # whether `y` was in shared memory, at each wait for its copy
 
-    class Watched:
-        """A transfer that notes what has happened when it was waited for."""
+    class Slow:
+        """A transfer that has not ended until it is waited for."""
 
-        def __init__(self, transfer: Any) -> None:
+        def __init__(self, transfer: Transfer) -> None:
             self.transfer = transfer
-            self.were_shared: list[bool] = []
+            self.is_awaited = False
 
         def wait(self) -> float:
             """Wait."""
-            self.were_shared.append(y.is_shared())
+            were_shared.append(y.is_shared())
+            self.is_awaited = True
             return self.transfer.wait()
 
         def is_done(self) -> bool:
-            """Return whether it is done."""
-            return self.transfer.is_done()
+            """Return whether it has been waited for."""
+            return self.is_awaited and self.transfer.is_done()
 
+    write = MemoryTier.write
+    monkeypatch.setattr(MemoryTier, "write", lambda tier, slot, storage: Slow(write(tier, slot, storage)))
     torch.manual_seed(0)
     w = torch.randn(64, 64, requires_grad=True)
     with MemoryBudget("1TiB", Config(decisions="swap", tier="memory")):
@@ -246,12 +253,11 @@ def test_a_copy_arrives_before_its_source_moves_into_shared_memory() -> None:
         record = running_session().ledger.find(y)
         assert record is not None
         assert record.current is not None
-        copy: Any = record.current.copy
-        assert copy is not None
-        watched = copy.transfer = Watched(copy.transfer)
+        assert record.current.copy is not None
+        assert not record.current.copy.is_there()
         with torch.no_grad():
             y.share_memory_()
-        assert watched.were_shared[0] is False
+        assert were_shared == [False]
         assert y.is_shared()
         loss.backward()
     expected = w.detach().exp() * (1 + w.detach())
