@@ -26,7 +26,7 @@ class Subject:
     """A step, how many are run for one measurement, and how many kinds of steps it usually is."""
 
     step: Callable[[], object]
-    num_steps: int = 10
+    num_steps: int = 40
     num_kinds: int = 1
     restart: Callable[[], object] = lambda: None  # begins the order of the steps anew
 
@@ -59,7 +59,7 @@ def gpt2_of_lengths(num_rows: int = 8) -> Subject:
         (tokens,) = rng.choices(batches, weights)
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    training = _training(model, loss, num_steps=40)
+    training = _training(model, loss, num_steps=120)
     return replace(training, num_kinds=_NUM_USUAL_LENGTHS, restart=lambda: rng.seed(0))
 
 
@@ -111,7 +111,7 @@ def mlp_with_adam() -> Subject:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
     x = torch.randn(32, 16)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return _training(model, lambda: model(x).square().mean(), optimizer, num_steps=40)
+    return _training(model, lambda: model(x).square().mean(), optimizer, num_steps=400)
 
 
 def tiny_ops() -> Subject:
@@ -124,14 +124,14 @@ def tiny_ops() -> Subject:
             x = x + 1
         x.sum().backward()
 
-    return Subject(step=step, num_steps=2)
+    return Subject(step=step, num_steps=6)
 
 
 def _training(
     model: nn.Module,
     loss: Callable[[], torch.Tensor],
     optimizer: torch.optim.Optimizer | None = None,
-    num_steps: int = 10,
+    num_steps: int = 40,
 ) -> Subject:
     model.train()
     chosen = torch.optim.SGD(model.parameters(), lr=1e-4) if optimizer is None else optimizer
