@@ -101,6 +101,28 @@ class Branches(nn.Module):
         return self.head(ReadAside.apply(hidden.exp()) * aside)
 
 
+class Refilled(nn.Module):
+    """A buffer for the input, filled again on a stream of its own as soon as forward has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 16)
+        self.buffer = nn.Buffer(torch.zeros(128, 32), persistent=False)
+        self.side: torch.Stream | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Read the last input, and fill the buffer with this one."""
+        home = torch.accelerator.current_stream()
+        if self.side is None:
+            self.side = torch.Stream(device=x.device)
+        home.wait_stream(self.side)
+        result = self.second((self.first(self.buffer * 2 + 1) * self.buffer.exp()).sin())
+        self.side.wait_stream(home)
+        with self.side:
+            self.buffer.copy_(x)
+        return result
+
+
 def perceptron() -> nn.Module:
     """Make linear layers with dropout and a norm."""
     return nn.Sequential(
@@ -114,6 +136,7 @@ MODELS: Final[dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]]]
     "perceptron": (perceptron, (128, 32), 0.8),
     "residual": (lambda: nn.Sequential(Residual(), Residual()), (2, 4, 8, 8), 0.8),
     "branches": (Branches, (128, 32), 0.73),
+    "refilled": (Refilled, (128, 32), 0.8),
 }
 
 

@@ -470,7 +470,7 @@ class NativeTape final : public Tape, private ChainOwner {
         content->end();
       } else {  // replays read it, and it cannot be made again
         ensure(content->size_bytes, false);
-        content->hold(copy_of(content->resident(), content->size_bytes));
+        stream_.run_at_home([&content] { content->hold(copy_of(content->resident(), content->size_bytes)); });
         content->counter.reset();
       }
     } else if (value.isList() && holds_tensor(value)) {

@@ -164,7 +164,7 @@ class Restorer:
                 self.room.make(buffer.size_bytes, "a copy before an in-place op")
                 self.ledger.brought_back(buffer, self.new_storage(buffer.size_bytes), held=True)
             return
-        with Quietly():
+        with self.device.exclusive(), Quietly():  # replays read the clone on the home stream; the write waits for it
             if not self.room.has(buffer.size_bytes):
                 self.transfers.copy_storage(buffer, storage)
                 if self.transfers.finish_copy(buffer):
