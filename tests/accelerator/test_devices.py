@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.same_bits.judge import DECISIONS, DEVICE, Scope, assert_same_bits, state_of
-from torchdelta import Config, MemoryBudget
+from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.aten.facts import facts_of
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.device.memory import session_device
@@ -29,6 +29,12 @@ def live_bytes() -> int:
     return session.ledger.usage.live_bytes
 
 
+def live_bytes_at_start() -> int:
+    """Return what a session counts before anything is made in it."""
+    with MemoryBudget("1GiB"):
+        return live_bytes()
+
+
 def test_the_session_is_for_the_current_device(device: torch.device, second_device: torch.device) -> None:
     """The device that is current at the start is held, by its index, and another that becomes current later is not."""
     assert session_device() == device
@@ -45,6 +51,48 @@ def test_the_session_is_for_the_current_device(device: torch.device, second_devi
     finally:
         torch.accelerator.set_device_index(0)
     del here, elsewhere
+
+
+def test_ops_on_the_host_need_nothing_of_the_budget(device: torch.device) -> None:
+    """A batch that the host puts together may be larger than the budget. Then the same op on the device needs room."""
+    rows = [torch.ones(1 << 20, device="cpu") for _ in range(8)]
+    w = torch.ones(64, 64, requires_grad=True)
+    with MemoryBudget(live_bytes_at_start() + (8 << 20), Config(tier="memory")):
+        batch = torch.stack(rows)
+        (w * 2).sum().backward()
+        session = current_session()
+        assert session is not None
+        assert session.counters.num_evictions == 0
+        needs, stack = session.recorder.needs, torch.ops.aten.stack.default
+        on_device = [torch.ones(1 << 18) for _ in range(4)]
+        assert needs.need(facts_of(stack), stack, (rows,), None).total_bytes == 0
+        assert needs.need(facts_of(stack), stack, (on_device,), None).total_bytes == 4 << 20
+        on_host = [row.cpu() for row in on_device]
+        assert needs.need(facts_of(stack), stack, (on_host,), None).total_bytes == 0
+        assert needs.need(facts_of(stack), stack, (on_device,), None).total_bytes == 4 << 20
+        assert needs.need(facts_of(aten.ones.default), aten.ones.default, ([8],), {"device": device}).total_bytes > 0
+    assert batch.device.type == "cpu"
+
+
+@pytest.mark.usefixtures("device")
+def test_a_least_budget_counts_nothing_of_the_host() -> None:
+    """What the host makes after the op that did not fit is no part of the need."""
+    rows = [torch.ones(1 << 22, device="cpu") for _ in range(8)]
+    w = torch.ones(1 << 18, requires_grad=True)
+
+    def least_bytes(*, uses_host: bool) -> int:
+        def step() -> None:
+            with MemoryBudget("2MiB", Config(tier="memory")):
+                x = w * 2
+                if uses_host:
+                    torch.stack(rows).mul(2).sum()
+                (x * x).sum().backward()
+
+        with pytest.raises(BudgetError) as raised:
+            step()
+        return raised.value.least_budget_bytes
+
+    assert least_bytes(uses_host=True) == least_bytes(uses_host=False)
 
 
 def test_tensors_made_on_the_host_are_replayed_there(device: torch.device) -> None:

@@ -7,7 +7,7 @@ is impossible (a data-dependent output) it is a guess from above. The measured n
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,6 +20,9 @@ from torchdelta.aten.facts import Kind, OpFacts
 from torchdelta.runtime.record.convolution_workspaces import reordered_bytes
 from torchdelta.runtime.record.workspaces import copied_matrix_bytes, estimated_bytes, possible_bytes
 from torchdelta.runtime.state.need import Need
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MAX_KEYS: Final = 4096
 _WRITING: Final = (Kind.WRITE, Kind.REPLACE)
@@ -35,10 +38,10 @@ _VALUES: Final = frozenset(
 class Predictor:
     """Learned needs of ops, by key."""
 
-    def __init__(self, *, sees_other_devices: bool = False) -> None:
+    def __init__(self, accelerator: torch.device | None = None) -> None:
         self.learned: dict[Any, Need] = {}
         self.num_made = 0  # needs so far, one for each new key
-        self.sees_other_devices = sees_other_devices  # a session on an accelerator sees CPU tensors as well
+        self.accelerator = accelerator  # of the session, which sees tensors of other devices as well; None on the CPU
 
     def key(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Return what the output size depends on. Not hashable for nested tensors, which have no shape."""
@@ -47,7 +50,7 @@ class Predictor:
         for a in args:
             if isinstance(a, torch.Tensor):
                 try:
-                    parts.append((a.shape, a.dtype, a.device) if self.sees_other_devices else (a.shape, a.dtype))
+                    parts.append((a.shape, a.dtype, a.device) if self.accelerator is not None else (a.shape, a.dtype))
                 except RuntimeError:
                     return []
                 has_tensor = True
@@ -84,6 +87,8 @@ class Predictor:
         return need
 
     def _new_need(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Need:
+        if self.accelerator is not None and _device_of(args, kwargs) != self.accelerator:
+            return Need(0, 0)
         if facts.written_keywords and not facts.keeps_statistics:
             return self._need_of_growth(facts, func, args, kwargs)
         predicted_bytes = self._predict(facts, func, args, kwargs)
@@ -158,6 +163,31 @@ def omitted_bytes(facts: OpFacts, args: tuple[Any, ...]) -> int:
     return 0
 
 
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.device:
+    """Return the device on which an op makes its outputs: the one asked for, else that of its tensors.
+
+    A tensor without dimensions may be on the CPU, whatever the device of the others.
+    """
+    device = (kwargs or {}).get("device")
+    if device is not None:
+        device = torch.device(device)
+        if device.index is None and device.type != "cpu":
+            return torch.device(device.type, torch.accelerator.current_device_index())
+        return device
+    tensors = [tensor for tensor in _each((*args, *(kwargs or {}).values())) if isinstance(tensor, torch.Tensor)]
+    found = next((tensor for tensor in tensors if tensor.dim()), tensors[0] if tensors else None)
+    return torch.device("cpu") if found is None else found.device
+
+
+def _each(values: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield values, and those inside lists."""
+    for value in values:
+        if value.__class__ is list or value.__class__ is tuple:
+            yield from value
+        else:
+            yield value
+
+
 def _guess(args: tuple[Any, ...]) -> int:
     return sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
 
@@ -182,7 +212,7 @@ def _has_device(func: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
+        return (value.shape, value.dtype, value.device)
     if value.__class__ is list or value.__class__ is tuple:
         return tuple(_plain(item) for item in value)
     if value.__class__ in _EQUAL_TO_INTS:

@@ -74,7 +74,7 @@ class Recorder(DispatchMode):
         self.saved = saved
         self.subclasses = subclasses
         self.other_streams = other_streams
-        self.needs = Predictor(sees_other_devices=self.device.sees_other_devices)
+        self.needs = Predictor(self.device.device if self.device.sees_other_devices else None)
         self._capturer = Capturer(self.ledger, self.device)
         self._late = LateParameters(self.room)
         self.execute = execute  # a survey replaces it

@@ -116,6 +116,8 @@ class Contents(Storages):
         record = self.records.get(address_of(storage))
         if record is None or record.reference is None:
             record = self.know(storage)
+            if record.is_fake and record.size_bytes and tensor.device not in self.counted_devices:
+                self.resize(record, storage, 0)  # a survey's tensor that stands for one on another device
         if record.current is not None:
             return 0
         self._begin_content(record, entry, origin, index)
