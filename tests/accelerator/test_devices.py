@@ -195,6 +195,20 @@ def test_a_model_on_two_devices(device: torch.device, second_device: torch.devic
     assert_same_bits(step)
 
 
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_training_on_another_device_is_told(
+    device: torch.device, second_device: torch.device, caplog: pytest.LogCaptureFixture, *, is_elsewhere: bool
+) -> None:
+    """A budget for one device holds nothing on another one, and the program may have forgotten to make that current."""
+    where = second_device if is_elsewhere else device
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(where)
+    with caplog.at_level("WARNING", "torchdelta"), MemoryBudget("1GiB", Config(tier="memory")):
+        for _ in range(2):
+            model(torch.ones(4, 8, device=where)).sum().backward()
+    told = f"the step ran on another device than {device}" in caplog.text
+    assert told == is_elsewhere
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("decisions", DECISIONS)
 def test_every_decision_is_carried_out_on_the_device(decisions: str) -> None:

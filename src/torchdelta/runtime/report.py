@@ -67,9 +67,23 @@ def log_start(config: Config, budget_bytes: int, device: torch.device) -> None:
     _logger.info("start: budget %s on %s, %s, tier %s", format_bytes(budget_bytes), device, how, config.tier)
 
 
-def log_first_step(room: Room, steps: StepTracker, budget_bytes: int) -> None:
-    """Log what the first step took, and whether any buffer was evicted."""
+def log_first_step(room: Room, steps: StepTracker, budget_bytes: int, num_elsewhere: int) -> None:
+    """Log what the first step took, and whether any buffer was evicted.
+
+    Args:
+        room: Of the session.
+        steps: Of the session.
+        budget_bytes: The budget.
+        num_elsewhere: How many tensors were saved on another device of the same kind.
+    """
     counters = room.counters
+    if num_elsewhere and not counters.num_saved:
+        device = room.ledger.device
+        _logger.warning(
+            "the step ran on another device than %s, whose memory the budget limits: make the device of the training "
+            "current (torch.%s.set_device) before the budget begins",
+            *(device, device.type),
+        )
     peak = format_bytes(steps.peak_bytes)
     if counters.num_evictions == 0 and steps.peak_bytes <= budget_bytes:
         _logger.info("first step: it fits, nothing was evicted, recording is the only cost; peak %s", peak)

@@ -338,7 +338,7 @@ class Session:
     def _on_step_end(self) -> None:
         self.room.digests = False
         if self.steps.num_steps == 1:
-            log_first_step(self.room, self.steps, self.budget_bytes)
+            log_first_step(self.room, self.steps, self.budget_bytes, self.saved.num_elsewhere)
         self.pause.on_step_end()
         if self.pause.is_on:
             self.programs.on_unrecorded_step()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import types
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torchdelta.errors import NativeError, SizeError
 from torchdelta.host import HostMemory
 from torchdelta.native.counting import new_counter
 from torchdelta.runtime.device import memory
-from torchdelta.runtime.device.memory import PeakMeter, device_memory_bytes, free_for_tensors
+from torchdelta.runtime.device.memory import PeakMeter, device_memory_bytes, free_for_tensors, session_device
 from torchdelta.runtime.state.ledger import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_memory_of_this_machine() -> None:
@@ -70,3 +75,32 @@ def test_what_is_free_on_a_gpu_counts_what_its_allocator_holds(monkeypatch: pyte
         "10.00 GiB free on cuda:0, plus 2.00 GiB held by this process's allocator, less 1.60 GiB reserve for context "
         "and fragmentation"
     )
+
+
+@pytest.mark.parametrize("ask", [device_memory_bytes, lambda: free_for_tensors(0)], ids=["80%", "auto"])
+def test_a_question_about_memory_leaves_the_device_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object]
+) -> None:
+    """A budget in percent begins CUDA before the script makes its device current: still it is for that device."""
+    has_begun: list[str] = []
+
+    def begin(what: str, answer: Any) -> Any:
+        has_begun.append(what)
+        return answer
+
+    properties = types.SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(memory, "_has_asked_first", False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(has_begun))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: begin(f"{device}", properties))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: begin(f"{device}", (70 * 2**30, 80 * 2**30)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: begin(f"{device}", 0))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    current = 0
+    ask()
+    assert set(has_begun) == {"cuda:1"}
+    assert session_device() == torch.device("cuda", 1)
+    current = 3  # the script has chosen another one
+    assert session_device() == torch.device("cuda", 3)

@@ -289,3 +289,32 @@ def test_error_of_a_full_tier_names_its_room() -> None:
     """For direct users of the interface."""
     with running(host_budget=100) as (_, session), pytest.raises(TierFullError, match="host_budget"):
         session.room.transfers.tier.reserve(1000)
+
+
+def test_times_are_waited_for_only_where_buffers_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator the host waits there for every op that runs, so a ranking that is used again waits for none."""
+    _, peak_bytes = plain_run("perceptron")
+    make, shape = MODELS["perceptron"]
+    torch.manual_seed(11)
+    model, x = make(), torch.randn(shape)
+    with running(UNLIMITED) as (_, session):
+        base_bytes = session.ledger.usage.live_bytes
+    calls = {"ranked": 0, "waited": 0, "evicted": 0}
+    with running(base_bytes + int(0.7 * peak_bytes)) as (_, session):
+        rank, poll, evict = session.room.policy.rank, session.device.timer.poll, session.room._evict
+
+        def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls[name] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        monkeypatch.setattr(session.room.policy, "rank", counted("ranked", rank), raising=False)
+        monkeypatch.setattr(session.room, "_evict", counted("evicted", evict))
+        monkeypatch.setattr(
+            session.device.timer, "poll", lambda *, wait=False: counted("waited", poll)() if wait else poll()
+        )
+        train(model, x)
+    assert calls["evicted"] > calls["ranked"] > 0
+    assert calls["waited"] == calls["ranked"]

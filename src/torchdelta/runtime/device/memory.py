@@ -39,19 +39,36 @@ def session_device() -> torch.device:
     return torch.device(accelerator.type, _current_index(accelerator.type))
 
 
+# Whether CUDA was first used by a question below, so that the current device is not yet a choice of the program.
+_has_asked_first = False
+
+
 def _current_index(device_type: str) -> int:
     if device_type == "cuda" and not torch.cuda.is_initialized():
         # `torchdelta run` opens the scope before a script under torchrun has made its device current. Querying the
         # current device would create a context on device 0 in every process.
-        rank = os.environ.get("LOCAL_RANK", "")
-        return int(rank) if rank.isdecimal() and int(rank) < torch.cuda.device_count() else 0
-    return torch.accelerator.current_device_index()
+        return _local_rank()
+    index = torch.accelerator.current_device_index()
+    return _local_rank() if _has_asked_first and index == 0 else index
+
+
+def _local_rank() -> int:
+    """Return the device that is meant for this process under torchrun; 0 if there is no such device."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdecimal() and int(rank) < torch.cuda.device_count() else 0
+
+
+def _note_question() -> None:
+    """Note that CUDA is about to be asked about a device, which makes it begin."""
+    global _has_asked_first  # noqa: PLW0603
+    _has_asked_first = _has_asked_first or not torch.cuda.is_initialized()
 
 
 def device_memory_bytes() -> int:
     """Return the bytes of the device: the GPU's memory, or on CPU the lesser of RAM and the limits of the cgroups."""
     device = session_device()
     if device.type == "cuda":
+        _note_question()
         return int(torch.cuda.get_device_properties(device).total_memory)
     return read_host_memory().usable_bytes
 
@@ -73,6 +90,7 @@ def free_for_tensors(tensor_bytes: int, *, swap_bytes: int | None = 0) -> tuple[
     """
     device = session_device()
     if device.type == "cuda":
+        _note_question()
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         own_bytes = int(torch.cuda.memory_reserved(device))
         margin_bytes = reserve_of(total_bytes)

@@ -233,7 +233,6 @@ class Room:
         start_s = time.perf_counter()
         counted_s = counters.lost_s
         with self.device.exclusive():
-            self.device.timer.poll(wait=True)
             self._evict(total_bytes, persistents=persistents)
         # What was counted inside, such as a wait, is not counted twice.
         counters.evict_s += max(0.0, time.perf_counter() - start_s - (counters.lost_s - counted_s))
@@ -255,6 +254,7 @@ class Room:
                 return
         for attempt in range(2):
             if attempt or not self._ranking or self.ledger.clock - self._ranked_at > RANKING_LIFE_OPS:
+                self.device.timer.poll(wait=True)  # on an accelerator the host waits here for the ops that run
                 candidates = self._candidates()
                 self._ranking = self.policy.rank(candidates, self.costs)
                 self._ranking.reverse()  # taken from the end
