@@ -90,7 +90,7 @@ def test_a_question_about_memory_leaves_the_device_of_torchrun(
 
     properties = types.SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(memory, "_has_asked_first", False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_options: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(has_begun))

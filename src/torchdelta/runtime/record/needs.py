@@ -170,10 +170,11 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.de
     """
     device = (kwargs or {}).get("device")
     if device is not None:
-        device = torch.device(device)
-        if device.index is None and device.type != "cpu":
-            return torch.device(device.type, torch.accelerator.current_device_index())
-        return device
+        asked = torch.device(device)
+        index: Any = asked.index  # which may be None, whatever the stubs say
+        if index is None and asked.type != "cpu":
+            return torch.device(asked.type, torch.accelerator.current_device_index())
+        return asked
     tensors = [tensor for tensor in _each((*args, *(kwargs or {}).values())) if isinstance(tensor, torch.Tensor)]
     found = next((tensor for tensor in tensors if tensor.dim()), tensors[0] if tensors else None)
     return torch.device("cpu") if found is None else found.device
