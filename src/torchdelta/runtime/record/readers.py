@@ -46,6 +46,10 @@ __all__ = ["Readers"]
 # What `torch.compile(module)` and `module.compile()` compile: neither reads the states of an optimizer.
 _FORWARDS: Final = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
 
+# Inside `torch.save`: by these torch gets at storage objects and their addresses, without reading them. A program's own
+# code may run there, too (`__getstate__`), and what it reads is brought back as always.
+_COLLECTING: Final = ("__reduce_ex__", "_typed_storage", "storage", "untyped_storage")
+
 _lock = threading.Lock()
 _watching: dict[int, Persistents] = {}  # by thread
 _undo: list[Callable[[], None]] = []
@@ -97,7 +101,7 @@ def _read(original: Callable[..., Any]) -> Callable[..., Any]:
         if persistents is None:
             _check_other_thread(args)
             return original(*args, **kwargs)
-        if persistents.candidates.is_lent:
+        if persistents.candidates.is_lent and original.__name__ in _COLLECTING:
             return original(*args, **kwargs)
         persistents.begin_raw(args)
         try:
@@ -115,7 +119,8 @@ def _export(original: Callable[..., Any]) -> Callable[..., Any]:
         if persistents is None:
             _check_other_thread(args)
             return original(*args, **kwargs)
-        if not persistents.candidates.is_lent and not persistents.num_copying:
+        is_collected = persistents.candidates.is_lent and isinstance(args[0], torch.UntypedStorage)
+        if not is_collected and not persistents.num_copying:
             persistents.export(args)
         return original(*args, **kwargs)
 
