@@ -189,6 +189,26 @@ def insert_mode(mode: object, position: int) -> None:
         push_mode(other)
 
 
+def enter_lowest(mode: TorchDispatchMode) -> None:
+    """Enter a mode below all modes of this thread, except those that torch keeps apart (fake tensors).
+
+    So it sees the ops that the program's modes make, whether they were entered earlier or will be later.
+    """
+    mode.__enter__()
+    num_apart = sum(getattr(other, "_mode_key", None) is not None for other in mode_stack())
+    if position_of_mode(mode) > num_apart:
+        remove_mode(mode)
+        insert_mode(mode, num_apart)
+
+
+def leave_stack(mode: TorchDispatchMode) -> None:
+    """Exit a mode, which need not be the top one, if it is on the stack; the others stay."""
+    if mode in mode_stack():
+        remove_mode(mode)
+        push_mode(mode)
+        mode.__exit__(None, None, None)
+
+
 @contextlib.contextmanager
 def without_mode(mode: object) -> Generator[bool]:
     """Take one dispatch mode off this thread's stack for a while; modes of others above it stay where they are.

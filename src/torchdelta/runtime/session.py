@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import mode_stack, remove_mode, remove_saved_hooks, without_mode
+from torchdelta._torch.modes import enter_lowest, leave_stack, mode_stack, remove_mode, remove_saved_hooks, without_mode
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
@@ -175,7 +175,7 @@ class Session:
         self._hooks.__enter__()
         self.resizes.start()
         self.readers.start()
-        self.recorder.__enter__()
+        enter_lowest(self.recorder)
         self.placing.start()
         log_start(self.config, self.budget_bytes, self.ledger.device)
 
@@ -215,8 +215,7 @@ class Session:
             self.steps.end()  # the last step of a loop without an optimizer
         self.traces.stop()
         set_current_session(None)
-        if self.recorder in mode_stack():
-            self.recorder.__exit__(None, None, None)
+        leave_stack(self.recorder)
         self._remove_hooks()
         self.resizes.stop()
         self.readers.stop()
