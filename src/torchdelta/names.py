@@ -15,12 +15,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str], *, near: str | None = None) -> str:
+def unknown_name(kind: str, name: object, known: Iterable[str], *, near: str | None = None) -> str:
     """Return the message about a name that is not known: the nearest one, and all of them.
 
     Args:
         kind: What it would be the name of, such as "planner".
-        name: The unknown name.
+        name: The unknown name, or what is given in place of one.
         known: All names.
         near: The nearest one, if the caller knows better than the spelling does.
 
@@ -31,8 +31,11 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, near: str | None
         "unknown effort '42': use fast or best"
     """
     words = tuple(known)
-    shown = repr(name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}...")
-    near = near or nearest(name, words)
+    if isinstance(name, str):
+        shown = repr(name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}...")
+        near = near or nearest(name, words)
+    else:
+        shown = repr(name)
     if near is None:
         return f"unknown {kind} {shown}: use {_listed(words, 'or')}"
     return f"unknown {kind} {shown}: did you mean {near}? Known are {_listed(words, 'and')}"

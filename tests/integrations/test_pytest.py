@@ -104,6 +104,14 @@ def test_a_wrong_test_fails_with_one_line(run):
     def test_unknown_optimizer():
         return mlp(4)
 
+    @pytest.mark.fits(machine="t4", optimizer=None)
+    def test_no_optimizer():
+        return mlp(4)
+
+    @pytest.mark.fits(machine="t4", optimizer=["sgd"])
+    def test_list_of_optimizers():
+        return mlp(4)
+
     @pytest.mark.fits(machine="t4")
     def test_nothing():
         pass
@@ -116,13 +124,15 @@ def test_a_wrong_test_fails_with_one_line(run):
     async def test_coroutine():
         return mlp(4)
     """)
-    done.assert_outcomes(failed=7)
+    done.assert_outcomes(failed=9)
     done.stdout.fnmatch_lines(
         [
             "fits needs a machine by its name in the catalog, such as machine=*",
             "*did you mean*rtx4090*",
             "*size_gb*: use fits(size=*",
             "*'adam'*adamw*",
+            "unknown optimizer None: use none, sgd, sgd-momentum or adamw",
+            "unknown optimizer ['sgd']: use none, sgd, sgd-momentum or adamw",
             "*test_nothing returned NoneType: it must return*",
             "*test_error*ZeroDivisionError*",
             "*returned coroutine: it must*",
