@@ -104,6 +104,15 @@ def test_one_cell_alone(shell, run, plain, capsys) -> None:
     assert shell.user_ns["size"] == 5 * 2**30
 
 
+def test_a_new_budget_for_all_cells_may_begin_in_a_cell_with_its_own(shell, run) -> None:
+    """`%memory_budget` inside of `%%memory_budget` replaces both, from there on."""
+    assert run("%memory_budget 5GiB").success
+    assert run("%%memory_budget 4GiB\n%memory_budget 6GiB\nsize = MemoryBudget.current().budget_bytes").success
+    assert shell.user_ns["size"] == 6 * 2**30
+    assert run("size = MemoryBudget.current().budget_bytes").success
+    assert shell.user_ns["size"] == 6 * 2**30
+
+
 def test_a_cell_that_fails_ends_its_budget(run, capsys) -> None:
     """Its error is shown once, and the cell counts as failed."""
     result = run("%%memory_budget 1GiB\n1 / 0")
@@ -122,6 +131,43 @@ def test_an_interrupted_cell_is_run_again(shell, run, plain) -> None:
     assert shell.user_ns["handler"] is not signal.default_int_handler  # one that delays it where that is needed
     for _ in range(3):
         assert isinstance(run(interrupted).error_in_exec, KeyboardInterrupt)
+    assert run(TRAIN).success
+    assert shell.user_ns["losses"] == losses
+
+
+def test_a_step_that_does_not_fit_and_raises_another_error_leaves_nothing(run, plain) -> None:
+    """What such a step held is freed whatever it raises, and whatever that was raised from."""
+    _, budget_bytes = plain
+    assert run("""
+def read():
+    model, _ = make()
+    outputs = [model(torch.randn(9999, 64)) for _ in range(9)]
+    try:
+        outputs[8].detach().numpy()
+    except RuntimeError as error:
+        raise KeyError from error
+""").success
+    before = held_bytes()
+    assert isinstance(run(f"%memory_budget {budget_bytes} config\nread()").error_in_exec, KeyError)
+    assert held_bytes() == before
+
+
+def test_a_cell_that_leaves_after_an_interrupt_is_run_again(shell, run, plain) -> None:
+    """As Lightning does it: SystemExit from KeyboardInterrupt, and both hold tensors."""
+    losses, budget_bytes = plain
+    assert run(f"%memory_budget {budget_bytes} config").success
+    assert run("""
+def leave():
+    model, optimizer = make()
+    try:
+        train(model, optimizer, hook=lambda step: step == 1 and signal.raise_signal(signal.SIGINT))
+    except KeyboardInterrupt:
+        raise SystemExit(1)
+""").success
+    before = held_bytes()
+    with pytest.warns(UserWarning, match="To exit"):
+        assert isinstance(run("leave()").error_in_exec, SystemExit)
+    assert held_bytes() == before
     assert run(TRAIN).success
     assert shell.user_ns["losses"] == losses
 

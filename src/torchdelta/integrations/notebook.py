@@ -21,8 +21,6 @@ from torchdelta.runtime.session import Session
 from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
     from torchdelta.summary import Summary
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryBudgetMagics", "load", "unload"]
 
 _USAGE = "%memory_budget LIMIT [CONFIG], %memory_budget off, %memory_budget, or %%memory_budget LIMIT [CONFIG]"
+_LEAVES_MUCH = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)  # Lightning raises the last one after a Ctrl-C
 _loaded: weakref.WeakKeyDictionary[Any, MemoryBudgetMagics] = weakref.WeakKeyDictionary()
 
 
@@ -98,12 +97,13 @@ class MemoryBudgetMagics(Magics):
     def after_cell(self, result: ExecutionResult) -> None:
         """Raise what a cell has left unsaid, and free what one without memory or an interrupted one has left."""
         error = result.error_in_exec
-        if isinstance(error, torch.OutOfMemoryError | KeyboardInterrupt):
+        session = current_session()
+        is_impossible = isinstance(session, Session) and session.survey is not None
+        if error is not None and (is_impossible or isinstance(error, _LEAVES_MUCH)):
             # The shell keeps the error for %debug, and with it every tensor that the functions held: the cell that is
             # run again would have less room each time.
-            _free_variables(error.__traceback__)
-        session = current_session()
-        if self._is_running and isinstance(session, Session) and session.survey is not None:
+            _free_variables(error)
+        if self._is_running and is_impossible:
             # A forward that does not fit, without its backward: the next cell must not go on with it. An error of the
             # cell's own may come from what such a forward returns.
             self._restart(shows_error=result.success or isinstance(error, Exception))
@@ -174,7 +174,7 @@ class MemoryBudgetMagics(Magics):
                     budget.stop()
             finally:
                 self._note(budget)
-                if goes_on and self._budget is not None:
+                if goes_on and self._budget is not None and MemoryBudget.current() is None:  # the cell may start one
                     self._budget.start()
         if not result.success:  # its traceback is shown already, but "run all" has to end here
             error = result.error_before_exec or result.error_in_exec
@@ -191,13 +191,23 @@ class MemoryBudgetMagics(Magics):
             print(f"no memory budget: {_USAGE}")  # noqa: T201
 
 
-def _free_variables(trace: TracebackType | None) -> None:
-    """Free the local variables of all functions that a traceback holds."""
-    traceback.clear_frames(trace)
-    while trace is not None:
-        # Up to Python 3.12 this is a dict, which the shell's display has filled. Reading it again removes what is gone.
-        _ = trace.tb_frame.f_locals
-        trace = trace.tb_next
+def _free_variables(error: BaseException) -> None:
+    """Free the local variables of all functions in the tracebacks of an error and of those that it was raised from."""
+    waiting = [error]
+    seen: set[int] = set()  # an error may have no hash
+    while waiting:
+        error = waiting.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        waiting += [origin for origin in (error.__cause__, error.__context__) if origin is not None]
+        trace = error.__traceback__
+        traceback.clear_frames(trace)
+        while trace is not None:
+            # Up to Python 3.12 this is a dict, which the shell's display has filled. Reading it again removes what is
+            # gone.
+            _ = trace.tb_frame.f_locals
+            trace = trace.tb_next
 
 
 def _stop_other() -> None:
