@@ -246,6 +246,16 @@ def test_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGINT) is mine
 
 
+def test_handlers_that_come_back_later_are_taken_off_by_the_next_scope() -> None:
+    """A program that saves the handlers inside of a scope and puts them back after it."""
+    with MemoryBudget("1GiB"):
+        saved = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, saved)
+    with MemoryBudget("1GiB"):
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_second_interrupt_gets_through() -> None:
     """Whoever presses Ctrl-C twice while something hangs gets out."""
     from torchdelta.runtime import interrupts

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from torchdelta.integrations.callback import BudgetCallback, naming_impossible_steps
 from torchdelta.integrations.figures import Figures, planned_time_s
+from torchdelta.runtime import interrupts
 from torchdelta.runtime.errors import BudgetError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from lightning.pytorch import LightningModule, Trainer
 
     from torchdelta.config import Config
@@ -122,6 +126,21 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
 
 # Not in `on_exception`: a batch-size finder catches the error before that, and so does what Lightning does at the end.
 _FitLoop.run = naming_impossible_steps()(_FitLoop.run)
+
+
+@contextlib.contextmanager
+def _restoring_handlers() -> Generator[None]:
+    """Take the budget's signal handlers off where Lightning puts back those that it found when the training began.
+
+    After an exception, the budget has ended before that.
+    """
+    try:
+        yield
+    finally:
+        interrupts.restore()
+
+
+_SignalConnector.teardown = _restoring_handlers()(_SignalConnector.teardown)
 
 
 def _for_process(config: Config | None, trainer: Trainer) -> Config | None:

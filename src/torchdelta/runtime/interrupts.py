@@ -44,7 +44,7 @@ _get_ident = threading.get_ident
 class _Sections:
     """The state of the main thread's sections. Mutable; one for the process."""
 
-    __slots__ = ("depth", "destructors", "main_id", "num_scopes", "pending", "wrapped")
+    __slots__ = ("depth", "destructors", "main_id", "num_scopes", "pending")
 
     def __init__(self) -> None:
         self.main_id = threading.main_thread().ident
@@ -52,7 +52,6 @@ class _Sections:
         self.destructors: set[CodeType] = set()
         self.num_scopes = 0
         self.pending: dict[int, _Deferring] = {}
-        self.wrapped: dict[int, _Deferring] = {}
 
 
 class _Deferring:
@@ -165,7 +164,6 @@ def start() -> None:
 def renew() -> None:
     """Wrap the handlers that are installed now, if a scope is active: the kernel of a notebook exchanges them."""
     if _get_ident() == _sections.main_id and _sections.num_scopes:
-        _unwrap()
         _wrap()
 
 
@@ -173,8 +171,7 @@ def _wrap() -> None:
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, _Deferring):
-            wrapper = _sections.wrapped[number] = _Deferring(handler)
-            signal.signal(number, wrapper)
+            signal.signal(number, _Deferring(handler))
 
 
 def stop() -> None:
@@ -184,15 +181,20 @@ def stop() -> None:
     if not _sections.num_scopes:
         return
     _sections.num_scopes -= 1
-    if not _sections.num_scopes:
-        _unwrap()
+    restore()
 
 
-def _unwrap() -> None:
-    for number, wrapper in _sections.wrapped.items():
-        if signal.getsignal(number) is wrapper:
-            signal.signal(number, wrapper.original)
-    _sections.wrapped.clear()
+def restore() -> None:
+    """Restore the original handlers if no scope is active.
+
+    A program that saved the wrappers while one was active may have installed them again after it has ended.
+    """
+    if _get_ident() != _sections.main_id or _sections.num_scopes:
+        return
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if isinstance(handler, _Deferring):
+            signal.signal(number, handler.original)
 
 
 def _in_child() -> None:
@@ -202,7 +204,7 @@ def _in_child() -> None:
         _sections.depth = 0
     _sections.pending.clear()  # they were sent to the parent
     _sections.num_scopes = 0
-    _unwrap()
+    restore()
 
 
 os.register_at_fork(after_in_child=_in_child)
