@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.integrations.holding import held_bytes, share_of_peak
 from tests.sampling import keep
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta.errors import SizeError
+from torchdelta.errors import ConfigError, SizeError
 from torchdelta.integrations.lightning import MemoryBudgetCallback
 
 pytestmark = [
@@ -221,6 +222,38 @@ def test_an_exception_ends_the_budget() -> None:
     assert_pressed(callback)
 
 
+def test_an_exception_leaves_the_signal_handlers_as_they_were() -> None:
+    """Lightning saves those of the budget when `fit` begins, and puts them back after the budget has ended."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyError, match="a bug of the user's"):
+        fit(lambda: Classifier(fails_at=3), MemoryBudgetCallback(ROOMY, CONFIG))  # pyright: ignore[reportArgumentType]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_fit_inside_of_a_fit() -> None:
+    """A training in a validation has its own budget; the outer one goes on with its own from the next batch on."""
+    inner, limits = MemoryBudgetCallback(ROOMY, CONFIG), []
+
+    class FitInside(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+            del pl_module
+            if trainer.current_epoch == 0 and inner.budget is None:
+                random_state = torch.get_rng_state()
+                make_trainer(inner, max_steps=1, limit_val_batches=0).fit(Classifier())
+                torch.set_rng_state(random_state)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            running = MemoryBudget.current()
+            limits.append(None if running is None else running.budget_bytes)
+
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    callback = tight(Classifier, 0.7, **options)
+    assert_equal(fit(Classifier, FitInside(), callback, **options), fit(Classifier, **options))
+    assert inner.budget is not None
+    assert limits == [callback.limit] * 2 * NUM_BATCHES
+    assert_pressed(callback)
+
+
 def test_a_training_that_ended_without_an_event_is_no_obstacle() -> None:
     """A loop that was left without `teardown` leaves a budget behind, which the next training replaces."""
     left, callback = MemoryBudgetCallback(ROOMY, CONFIG), MemoryBudgetCallback(ROOMY, CONFIG)
@@ -271,6 +304,13 @@ def test_a_limit_that_is_no_size_is_refused_at_once() -> None:
         MemoryBudgetCallback("8 potatoes")
     MemoryBudgetCallback("auto")
     MemoryBudgetCallback("80%")
+
+
+@pytest.mark.parametrize("config", [{"tier": "memory"}, "memory"])
+def test_a_config_that_is_none_is_refused_at_once(config: Any) -> None:
+    """Before any training, with what to write instead."""
+    with pytest.raises(ConfigError, match=r"is not a torchdelta\.Config: use Config\(tier='memory'\)"):
+        MemoryBudgetCallback("8GiB", config)
 
 
 def test_figures_are_logged(tmp_path: Path) -> None:

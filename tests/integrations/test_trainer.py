@@ -353,6 +353,18 @@ def test_what_a_step_that_does_not_fit_makes_a_program_raise_is_told_as_its_budg
     assert MemoryBudget.current() is None
 
 
+def test_auto_find_batch_size_with_a_program_that_such_a_step_makes_raise(tmp_path):
+    """The search for a batch size gets the BudgetError, too, and goes on with a smaller batch."""
+    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 16, "max_steps": 1}
+    limit = Training(tmp_path, options).limit(0.15)
+    callback = MemoryBudgetCallback(limit)
+    trainer = Recorder(tiny_llama(), arguments(tmp_path, **options), train_dataset=token_data(), callbacks=[callback])
+    trainer.train()
+    assert trainer.state.train_batch_size < 16
+    assert callback.budget.summary().peak_bytes <= limit
+    assert MemoryBudget.current() is None
+
+
 @pytest.mark.parametrize("limit", [8.0, "8 potatoes", -1, "0%"])
 def test_a_limit_that_cannot_be_parsed(limit):
     """It is refused when the callback is made."""

@@ -9,6 +9,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torchdelta.budget import MemoryBudget
+from torchdelta.config import Config
+from torchdelta.errors import ConfigError
 from torchdelta.integrations.figures import Figures
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.errors import BudgetError
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Generator
 
-    from torchdelta.config import Config
     from torchdelta.plan.model import Plan
     from torchdelta.summary import Totals
 
@@ -43,6 +44,8 @@ class BudgetCallback:
             # The budget is made when the training begins: a percentage initializes CUDA, and only the Trainer chooses
             # the device. What cannot be parsed is refused here.
             parse_size(limit, total_bytes=2**50, name="memory budget")
+        if config is not None and not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"config={config!r} is not a torchdelta.Config: use Config(tier='memory')")
         self.limit = limit
         self.config = config
         self.plan = plan
@@ -93,6 +96,10 @@ class BudgetCallback:
 
     def _begin_step(self) -> None:
         """Begin to measure what the framework calls a step."""
+        if self._is_ours and MemoryBudget.current() is not self.budget:
+            # Another training ran inside of this one, for instance in an evaluation, and its callback stopped ours.
+            stop_orphan()
+            self._start()
         if self.budget is not None:
             self._at_begin = (time.perf_counter(), self.budget.totals())
 

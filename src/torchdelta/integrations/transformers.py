@@ -81,10 +81,6 @@ class MemoryBudgetCallback(BudgetCallback, TrainerCallback):
     ) -> None:
         """Begin to measure an optimizer step."""
         del args, state, control, kwargs
-        if self._is_ours and MemoryBudget.current() is not self.budget:
-            # Another Trainer trained inside of this one, for instance in an evaluation, and its callback stopped ours.
-            stop_orphan()
-            self._start()
         self._begin_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -151,8 +147,7 @@ def _ending_budgets(train: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = MemoryBudget.current()
         try:
-            with naming_impossible_steps():
-                return train(*args, **kwargs)
+            return train(*args, **kwargs)
         except BaseException:
             if MemoryBudget.current() is not before:
                 stop_orphan()
@@ -162,6 +157,9 @@ def _ending_budgets(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Trainer.train = _ending_budgets(Trainer.train)
+# Not around `train`: inside of that, the search for a batch size catches the error.
+_inner_training_loop = Trainer._inner_training_loop  # noqa: SLF001 - `train` runs it once for each size
+Trainer._inner_training_loop = naming_impossible_steps()(_inner_training_loop)  # noqa: SLF001
 
 
 def _advise(args: TrainingArguments, model: Any) -> None:
