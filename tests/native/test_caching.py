@@ -66,6 +66,21 @@ def test_a_freed_block_is_used_again() -> None:
     assert is_full_of(second, 2)
 
 
+def test_the_peak_is_that_of_the_scope(caching: CachingAllocator) -> None:
+    """What outlives a scope and is freed after it is no part of the next one's peak; a scope within one sees it all."""
+    before = caching_figures().live_bytes
+    held = block(16 * LEAST_KIB)
+    caching.stop()
+    del held
+    caching.start()
+    small = block(LEAST_KIB)
+    assert caching_figures().peak_bytes == before + MIB
+    del small
+    caching.start()
+    assert caching_figures().peak_bytes == before + MIB
+    caching.stop()
+
+
 @pytest.mark.usefixtures("caching")
 def test_pages_of_small_blocks_make_a_large_one() -> None:
     """They lie apart, between blocks that live on, and are moved."""

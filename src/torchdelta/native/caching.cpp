@@ -331,7 +331,7 @@ PyObject* install_before(PyObject*, PyObject* capsule) {
 
 PyObject* start(PyObject*, PyObject*) {
   std::lock_guard<std::mutex> guard(lock);
-  ++num_users;
+  if (num_users++ == 0) figures.peak = figures.live + figures.kept;
   is_on = previous != nullptr;
   Py_RETURN_NONE;
 }
