@@ -47,6 +47,16 @@ def test_what_is_served_never_overlaps(lives):
     assert footprint == int((offsets + instance.sizes_bytes).max(initial=0))
 
 
+def test_what_has_no_place_when_time_runs_out_is_put_on_top():
+    """Of 3000 requests some find a place in time; none overlaps another."""
+    lives = [(moment, moment + 2, 1 + moment % 7) for moment in range(3000)]
+    instance = instance_of(lives)
+    footprint, offsets = place_like_cnmem(instance.starts, instance.ends, instance.sizes_bytes, end_s=0.0)
+    assert find_fault(instance, offsets) is None
+    assert footprint == int((offsets + instance.sizes_bytes).max())
+    assert footprint_of(lives)[0] < footprint < sum(size for _, _, size in lives)
+
+
 def test_torch_rounds_and_takes_segments():
     """Small requests share 2 MiB, larger ones 20 MiB, the largest have segments of their own."""
     assert reserved_of([(0, 1, 1)]) == 2 * MIB

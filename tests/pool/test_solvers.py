@@ -1,5 +1,6 @@
 """Every solver: right placements, honest bounds, the same answer again."""
 
+import random
 import time
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from tests.pool.instances import guillotine, instance_of, is_free_of_overlap, random_lives
 from tests.sampling import sample
 from torchdelta.errors import PoolError
+from torchdelta.pool import greedy
 from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.csv_file import capacity_in_name, read_instance
-from torchdelta.pool.solvers import SOLVERS, solve
+from torchdelta.pool.model import make_instance
+from torchdelta.pool.sections import cut
+from torchdelta.pool.solvers import BASELINES, SOLVERS, quick_baselines, solve
 from torchdelta.pool.validate import check, find_fault
 
 CHALLENGING = sorted(Path("../shared/data/minimalloc").glob("?.*.csv"))
@@ -136,6 +140,67 @@ def test_time_runs_out_with_an_answer():
     assert placement.time_s <= time.perf_counter() - start_s
     check(instance, placement.offsets_bytes)
     assert placement.lower_bound_bytes <= placement.footprint_bytes
+
+
+def test_a_placement_ends_with_the_time(monkeypatch):
+    """Static orders are given up on the way, and lists for exact search are not begun; what there is, is right."""
+    instance, _ = guillotine(400, 1)
+    sections = cut(instance.starts, instance.ends, instance.sizes_bytes)
+    monkeypatch.setattr(greedy, "_SLICE", 400)  # the clock is read after every life
+    given_up, _ = greedy.place_in_order(
+        sections, instance.sizes_bytes, np.arange(400), best_fit=True, limit=1 << 40, end_s=0.0
+    )
+    assert given_up == (1 << 40) + 1
+    in_time, offsets = greedy.place_in_order(
+        sections, instance.sizes_bytes, np.arange(400), best_fit=True, limit=1 << 40, end_s=float("inf")
+    )
+    assert in_time == int((offsets + instance.sizes_bytes).max())
+    assert find_fault(instance, offsets) is None
+
+
+@pytest.mark.parametrize("best_fit", [False, True])
+@pytest.mark.parametrize("most_moments", [8, 400])
+def test_a_greedy_placement_is_what_its_rule_says(best_fit, most_moments):
+    """For lives that overlap few others and for ones that overlap many, which are found in different ways."""
+    generator = random.Random(most_moments)
+    starts = [generator.randrange(400) for _ in range(300)]
+    lives = [(start, start + generator.randint(1, most_moments), generator.randint(1, 50)) for start in starts]
+    instance = instance_of(lives)
+    sections = cut(instance.starts, instance.ends, instance.sizes_bytes)
+    assert (greedy.num_steps(sections) < 300 * 300 // 2) == (most_moments == 8)
+    order = np.random.default_rng(0).permutation(300)
+    _, offsets = greedy.place_in_order(sections, instance.sizes_bytes, order, best_fit=best_fit, limit=1 << 40)
+    assert offsets.tolist() == _offsets_by_rule(lives, order.tolist(), best_fit=best_fit)
+
+
+def _offsets_by_rule(lives: list[tuple[int, int, int]], order: list[int], *, best_fit: bool) -> list[int]:
+    offsets = [0] * len(lives)
+    for count, life in enumerate(order):
+        start, end, size = lives[life]
+        near = [other for other in order[:count] if lives[other][0] < end and lives[other][1] > start]
+        holes: list[tuple[int, int]] = []  # size, bottom
+        top = 0
+        for other in sorted(near, key=lambda each: offsets[each]):
+            if offsets[other] - top >= size:
+                holes.append((offsets[other] - top, top))
+            top = max(top, offsets[other] + lives[other][2])
+        if not holes:
+            offsets[life] = top
+        else:
+            offsets[life] = min(holes)[1] if best_fit else holes[0][1]
+    return offsets
+
+
+def test_short_lives_are_no_work_for_a_greedy_placement():
+    """A hundred thousand that overlap a few others each: SmartPool walks past a hundredth of all pairs, not all."""
+    generator = np.random.default_rng(0)
+    starts = generator.integers(0, 1 << 20, 100_000)
+    ends, sizes = starts + generator.integers(1, 64, 100_000), generator.integers(1, 1 << 24, 100_000)
+    instance = make_instance(ids=[str(life) for life in range(100_000)], starts=starts, ends=ends, sizes_bytes=sizes)
+    assert greedy.num_steps(cut(starts, ends, sizes)) < 100_000**2 // 200
+    assert quick_baselines(instance) == BASELINES
+    placement = solve(instance, "smartpool")
+    assert find_fault(instance, placement.offsets_bytes) is None
 
 
 def test_an_unknown_solver_is_told():

@@ -14,8 +14,10 @@ what it reserves.
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numba import njit
@@ -29,6 +31,7 @@ _SMALL_SEGMENT_BYTES: Final = 2 << 20
 _LARGE_SEGMENT_BYTES: Final = 20 << 20
 _OWN_SEGMENT_BYTES: Final = 10 << 20
 _SEGMENT_ROUND_BYTES: Final = 2 << 20
+_SLICE: Final = 1_000  # events between two looks at the clock
 
 
 class _Arena:
@@ -78,23 +81,40 @@ def _events(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.in
 
 
 def place_like_cnmem(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], sizes: NDArray[np.int64]
+    starts: NDArray[np.int64], ends: NDArray[np.int64], sizes: NDArray[np.int64], *, end_s: float = math.inf
 ) -> tuple[int, NDArray[np.int64]]:
     """Return footprint and offsets of the ideal online pool, for lives that end after they start.
 
-    O(n) times the number of free blocks, which is small.
+    O(n) times the number of free blocks, which is small. What has no place at the time `end_s` of `time.perf_counter`
+    is put on top, one above the other.
     """
-    footprint, offsets = _serve(_events(starts, ends), sizes)
-    return int(footprint), offsets
+    num = len(sizes)
+    events = _events(starts, ends)
+    offsets = np.zeros(num, np.int64)
+    free = np.empty((2, num + 1), np.int64)
+    figures = np.zeros(3, np.int64)
+    for begin in range(0, len(events), _SLICE):
+        if begin and time.perf_counter() >= end_s:
+            rest = events[begin:][events[begin:] >= num] - num
+            offsets[rest] = figures[2] + np.cumsum(sizes[rest]) - sizes[rest]
+            figures[2] += sizes[rest].sum()
+            break
+        _serve(events[begin : begin + _SLICE], sizes, offsets, free[0], free[1], figures)
+    return int(figures[2]), offsets
 
 
 @njit(cache=True)
-def _serve(events: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64]]:
+def _serve(
+    events: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    lows: NDArray[np.int64],
+    highs: NDArray[np.int64],
+    figures: NDArray[np.int64],
+) -> None:
+    """Serve events after others: `figures` are the number of free blocks, the top and the footprint."""
     num = sizes.size
-    offsets = np.zeros(num, np.int64)
-    lows, highs = np.empty(num + 1, np.int64), np.empty(num + 1, np.int64)  # free blocks below the top, by address
-    num_free = 0
-    top = footprint = np.int64(0)
+    num_free, top, footprint = figures
     for event in events:
         life = event % num
         size = sizes[life]
@@ -137,7 +157,7 @@ def _serve(events: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[Any, ND
             num_free -= 1
             for position in range(chosen, num_free):
                 lows[position], highs[position] = lows[position + 1], highs[position + 1]
-    return footprint, offsets
+    figures[0], figures[1], figures[2] = num_free, top, footprint
 
 
 def reserve_like_torch(starts: NDArray[np.int64], ends: NDArray[np.int64], sizes_bytes: NDArray[np.int64]) -> int:

@@ -43,8 +43,10 @@ _LEAST_STEPS: Final = 3
 _MOST_STEPS: Final = 64
 _FIRST_CRUMBS: Final = 64
 _MOST_FOR_CORNERS: Final = 20_000_000  # sections that lives cover, one by one
+_COVERED_A_S: Final = 4e6  # with a margin: what listing those takes
 _MOST_AT_A_GLANCE: Final = 15_000
 _NOISE: Final = 0.3
+_FIRST_S: Final = 3.0  # what the first placement may take, whatever the limit: the rest of it is no good
 
 
 @dataclass(kw_only=True)
@@ -100,12 +102,14 @@ def solve(
         return _solve_above(always, sections, sizes, enough=enough, seed=seed, end_s=end_s, max_rounds=max_rounds)
     bound = int(sections.load.max())
     state = _State(sections=sections, sizes=sizes, bound=bound, best=int(sizes.sum()) + 1, offsets=np.zeros_like(sizes))
-    _try_online(state)
+    _try_online(state, end_s)
     if not state.is_done and (max_rounds or len(sizes) <= _MOST_AT_A_GLANCE):
         _try_orders(state, end_s, greedy.ORDERS if max_rounds else greedy.ORDERS[:1])
     generator = np.random.default_rng(seed)
     problem = None
-    if max_rounds and not state.is_done and int((sections.last - sections.first).sum()) <= _MOST_FOR_CORNERS:
+    num_covered = int((sections.last - sections.first).sum())
+    may_list = num_covered <= min(_MOST_FOR_CORNERS, _COVERED_A_S * (end_s - time.perf_counter()))
+    if max_rounds and not state.is_done and may_list:
         problem = corner.make_problem(sections, sizes)
     for number in range(1, max_rounds + 1):
         if state.is_done or state.best <= enough or time.perf_counter() >= end_s:
@@ -153,12 +157,13 @@ def _solve_above(
     return footprint + bottom, offsets, bound + bottom
 
 
-def _try_online(state: _State) -> None:
+def _try_online(state: _State, end_s: float) -> None:
     """Serve the lives as they come, forwards and backwards in time: next to no work, and close on real steps."""
     first, last = state.sections.first, state.sections.last
-    state.take(*place_like_cnmem(first, last, state.sizes))
-    if not state.is_done:
-        state.take(*place_like_cnmem(-last, -first, state.sizes))
+    first_end_s = max(end_s, time.perf_counter() + _FIRST_S)
+    state.take(*place_like_cnmem(first, last, state.sizes, end_s=first_end_s))
+    if not state.is_done and time.perf_counter() < end_s:
+        state.take(*place_like_cnmem(-last, -first, state.sizes, end_s=end_s))
 
 
 def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
@@ -170,7 +175,7 @@ def _try_orders(state: _State, end_s: float, names: tuple[str, ...]) -> None:
             if state.is_done or time.perf_counter() >= end_s:
                 break
             footprint, offsets = greedy.place_in_order(
-                state.sections, state.sizes, order, best_fit=best_fit, limit=state.best
+                state.sections, state.sizes, order, best_fit=best_fit, limit=state.best, end_s=end_s
             )
             state.take(footprint, offsets)
 
@@ -209,7 +214,9 @@ def _try_ejection(state: _State, enough: int, scans: int, seed: int, end_s: floa
     if found:
         order = np.concatenate([large[np.argsort(offsets, kind="stable")], crumbs])
         for best_fit in (False, True):
-            state.take(*greedy.place_in_order(sections, sizes, order, best_fit=best_fit, limit=state.best - 1))
+            state.take(
+                *greedy.place_in_order(sections, sizes, order, best_fit=best_fit, limit=state.best - 1, end_s=end_s)
+            )
     if state.best < before:
         state.effort = min(_MOST_EFFORT, 2.0 * state.effort)
         state.steps = max(_LEAST_STEPS, 2 * state.steps // 3)

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchdelta.errors import PoolError
 from torchdelta.names import unknown_name
-from torchdelta.pool import corner, portfolio
+from torchdelta.pool import corner, greedy, portfolio
 from torchdelta.pool.ejection import place_by_ejection
 from torchdelta.pool.model import Instance, Placement, footprint_bytes
 from torchdelta.pool.online import place_like_cnmem
@@ -27,6 +27,7 @@ DEFAULT: Final = "torchdelta"
 _TIME_LIMIT_S: Final = 4.5
 _LARGE_TIME_LIMIT_S: Final = 14.0
 _LARGE: Final = 20_000  # lives
+_MOST_STEPS: Final = 2_000_000_000  # of a baseline: some seconds
 
 
 class _Solver(Protocol):
@@ -38,7 +39,7 @@ class _Solver(Protocol):
 
 
 def _single(place: Callable[[Sections, NDArray[np.int64]], tuple[int, NDArray[np.int64]]]) -> _Solver:
-    """Return the solver of a rule that has one answer, found at once."""
+    """Return the solver of a rule that has one answer: the time limit does not apply to it."""
 
     def solve(
         sections: Sections, sizes: NDArray[np.int64], *, enough: int, seed: int, end_s: float
@@ -60,6 +61,16 @@ SOLVERS: Final[dict[str, _Solver]] = {
 
 BASELINES: Final = ("smartpool", "cnmem")
 """What stands beside ours in every table, with torch's caching allocator (`online.reserve_like_torch`)."""
+
+
+def quick_baselines(instance: Instance) -> tuple[str, ...]:
+    """Return the baselines that take some seconds at most: SmartPool's time is quadratic where many lives overlap."""
+    is_placed = instance.is_placed
+    if is_placed.sum() ** 2 // 2 > _MOST_STEPS:  # the most that it can be
+        sections = cut(instance.starts[is_placed], instance.ends[is_placed], instance.sizes_bytes[is_placed])
+        if greedy.num_steps(sections) > _MOST_STEPS:
+            return tuple(name for name in BASELINES if name != "smartpool")
+    return BASELINES
 
 
 def compile_solvers() -> None:
@@ -98,6 +109,7 @@ def solve(
         solver: A name from `SOLVERS`.
         seed: The same seed gives the same placement, unless the time runs out.
         time_limit_s: Stop looking for a better one after so many seconds; None: 4.5, and 14 for more than 20,000 lives.
+            The baselines have one answer each, and take as long as that takes.
 
     Raises:
         PoolError: No solver has this name, or the seed or the time limit is negative.
