@@ -1,5 +1,6 @@
 """`torchdelta pool`: what a user sees, and one line for whatever goes wrong."""
 
+import gzip
 import json
 
 import pytest
@@ -10,6 +11,8 @@ from tests.planners.chains import chain
 from torchdelta.trace.file import write_trace
 
 pytest.importorskip("numba")
+
+from torchdelta.pool import solvers
 
 EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
 
@@ -86,6 +89,96 @@ def test_a_capacity_of_thousands_of_digits_is_one_line(tmp_path):
     done = inside("pool", path, "--capacity", "9" * 5000, code=2)
     assert "is not a size" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-o", "lives.csv"), "cannot write 'lives.csv': it is the input, too"),
+        (("--svg", "./lives.csv"), "cannot write 'lives.csv': it is the input, too"),
+        (("-o", "link.csv"), "cannot write 'link.csv': it is the input, too"),
+        (("-o", "both", "--svg", "../x/both"), "cannot write 'both': it is the picture, too"),
+    ],
+)
+def test_no_file_is_written_over_another(tmp_path, monkeypatch, options, words):
+    """Neither over the input, by whatever name, nor the picture over the placement."""
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    path = tmp_path / "x" / "lives.csv"
+    path.write_text(EXAMPLE, encoding="utf-8")
+    (tmp_path / "x" / "link.csv").symlink_to(path)
+    done = inside("pool", "lives.csv", *options, code=2)
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert path.read_text(encoding="utf-8") == EXAMPLE
+    assert not (tmp_path / "x" / "both").exists()
+
+
+def test_a_slow_baseline_is_left_out_with_a_word(example, tmp_path, monkeypatch):
+    """The placement is written before the others are tried."""
+    monkeypatch.setattr(solvers, "_MOST_STEPS", 4)
+    done = inside("pool", example, "--json")
+    assert {row["solver"] for row in json.loads(done.stdout)["pools"]} == {"torchdelta", "cnmem", "torch-caching"}
+    assert "smartpool is left out" in done.stderr
+    assert "smartpool" in inside("pool", example, "--solver", "smartpool").stdout
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    output, picture = tmp_path / "placement.csv", tmp_path / "placement.svg"
+    monkeypatch.setattr(solvers, "quick_baselines", fails)
+    inside("pool", example, "-o", output, "--svg", picture, code=130)
+    assert "valid            yes" in inside("pool", example, "--validate", output).stdout
+    assert picture.exists()
+
+
+def test_a_placement_that_names_a_life_twice_is_refused(example, tmp_path):
+    """Even where the last offset of it were right."""
+    output = tmp_path / "placement.csv"
+    inside("pool", example, "-o", output)
+    output.write_text(output.read_text(encoding="utf-8") + "b1,0,3,4,7\n", encoding="utf-8")
+    done = inside("pool", example, "--validate", output, code=2)
+    assert "more than one offset for 'b1'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ids_of_any_spelling_come_back(tmp_path):
+    """Spaces, commas and quotes in them: what is written is what is read."""
+    path, output = tmp_path / "lives.csv", tmp_path / "placement.csv"
+    ids = ['" a"', "a", '"a "', '"  , ""b"', '""']
+    path.write_text("id,lower,upper,size\n" + "".join(f"{id_},0,9,4\n" for id_ in ids), encoding="utf-8")
+    inside("pool", path, "-o", output)
+    assert "valid            yes" in inside("pool", path, "--validate", output).stdout
+
+
+@pytest.mark.parametrize("head", ["id , lower ,upper, size", "\n \n\nid,lower,upper,size"])
+def test_spaces_and_blank_lines_of_the_head_do_not_matter(tmp_path, head):
+    """As people write tables by hand."""
+    path = tmp_path / "lives.csv"
+    path.write_text(f"{head}\na , 0 , 1 , 5\n", encoding="utf-8")
+    assert json.loads(inside("pool", path, "--json").stdout)["footprint_bytes"] == 5
+
+
+def test_moments_at_the_ends_of_64_bits_are_drawn(tmp_path):
+    """The distance between them is no number of 64 bits; the longest life is drawn over the whole width."""
+    path, picture = tmp_path / "lives.csv", tmp_path / "placement.svg"
+    path.write_text(f"id,lower,upper,size\na,{-(2**63)},{2**63 - 1},5\nb,0,2,7\n", encoding="utf-8")
+    inside("pool", path, "--svg", picture)
+    drawn = picture.read_text(encoding="utf-8")
+    assert '<rect x="64.00"' in drawn
+    assert 'width="1072.00"' in drawn
+
+
+def test_a_compressed_event_log_is_read(tmp_path):
+    """As `torchdelta trace` reads it."""
+    events = [
+        {"op": op, "id": id_, "size_bytes": size, "time_s": 0.0}
+        for _ in range(8)
+        for op, id_, size in (("alloc", 1, 64), ("alloc", 2, 32), ("write", 2, 32), ("free", 2, 32), ("free", 1, 64))
+    ]
+    path = tmp_path / "events.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(f"{json.dumps(event)}\n" for event in events).encode()))
+    assert json.loads(inside("pool", path, "--json").stdout)["footprint_bytes"] == 96
 
 
 def test_a_missing_file_is_one_line(tmp_path):

@@ -43,6 +43,7 @@ def test_alignment_capacity_and_sign_are_checked():
         ({"sizes_bytes": [1 << 70, 1]}, "64 bits"),
         ({"starts": [0]}, "2 ids, 1 starts"),
         ({"alignment_bytes": 10**26}, "alignment of 1e\\+26 bytes is too large"),
+        ({"alignment_bytes": 10**400}, "alignment of 1e\\+400 bytes is too large"),
         ({"ids": ["x" * 5000, "b"], "ends": [-1, 1]}, "^'x{20,40}\\.\\.\\.x{20,40}' ends at -1 before it starts at 0$"),
     ],
 )

@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -177,15 +177,20 @@ def check_input(path: Path | None) -> None:
     _refuse_if(not os.access(path, os.R_OK), path, "read", "no permission to read it")
 
 
-def check_output(path: Path | None, *, may_be_device: bool = False) -> None:
+def check_output(
+    path: Path | None, *, may_be_device: bool = False, others: Mapping[str, Path | None] | None = None
+) -> None:
     """Refuse an output file that cannot be written, before any work is done; None is no file.
 
     Args:
         path: The file, which need not exist.
         may_be_device: Whether the text may go to a device or a pipe, such as /dev/stderr.
+        others: The other files of the command, by what they are, such as "the input": it must be none of them.
     """
     if path is None:
         return
+    for noun, other in (others or {}).items():
+        _refuse_if(other is not None and _is_same(path, other), path, "write", f"it is {noun}, too: use another name")
     exists, parent = _exists(path), path.parent
     _refuse_if(path.is_dir(), path, "write", "it is a directory")
     if exists and not path.is_file():
@@ -194,6 +199,12 @@ def check_output(path: Path | None, *, may_be_device: bool = False) -> None:
     _refuse_if(not parent.is_dir(), path, "write", f"there is no directory {str(parent)!r}")
     _refuse_if(exists and not os.access(path, os.W_OK), path, "write", "no permission to write it")
     _refuse_if(not os.access(parent, os.W_OK), path, "write", f"no permission to write into {str(parent)!r}")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    if _exists(path) and _exists(other):
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
 
 
 def _exists(path: Path) -> bool:

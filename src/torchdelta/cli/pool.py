@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchdelta.cli.errors import EXIT_FAILED, check_input, check_output, fail, print_result
+from torchdelta.cli.errors import EXIT_FAILED, check_input, check_output, fail, note, print_result
 from torchdelta.cli.options import JsonOption, number_or_text, progress
 from torchdelta.units import format_bytes, parse_size
 
@@ -57,14 +57,14 @@ def pool(
     """Assign offsets. Print the footprint, its distance from the lower bound, and what other pools would need."""
     for path in (file, validate):
         check_input(path)
-    for path in (output, picture):
-        check_output(path)
+    check_output(output, others={"the input": file, "the picture": picture})
+    check_output(picture, others={"the input": file})
     capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity), name="capacity")
     with progress() as say:
         from torchdelta.pool.csv_file import read_offsets, write_placement
         from torchdelta.pool.model import footprint_bytes
         from torchdelta.pool.picture import svg
-        from torchdelta.pool.solvers import check_options, compile_solvers, solve
+        from torchdelta.pool.solvers import BASELINES, check_options, compile_solvers, solve
         from torchdelta.pool.validate import check
 
         chosen = "fast" if fast else solver
@@ -83,8 +83,6 @@ def pool(
         say("placing")
         placement = solve(instance, chosen, seed=seed, time_limit_s=time_limit)
         check(dataclasses.replace(instance, capacity_bytes=None), placement.offsets_bytes)
-        say("comparing")
-        rows = _baselines(instance, {placement.solver: placement.footprint_bytes})
         if output is not None:
             write_placement(output, instance, placement.offsets_bytes)
         if picture is not None:
@@ -92,6 +90,8 @@ def pool(
                 instance, placement.offsets_bytes, lower_bound_bytes=placement.lower_bound_bytes, title=file.name
             )
             picture.write_text(drawing, encoding="utf-8")
+        say("comparing")
+        rows = _baselines(instance, {placement.solver: placement.footprint_bytes})
     facts = {
         "footprint_bytes": placement.footprint_bytes,
         "lower_bound_bytes": placement.lower_bound_bytes,
@@ -102,6 +102,13 @@ def pool(
         **_size(instance),
     }
     _show(facts, rows, as_json)
+    shown = {row["solver"] for row in rows}
+    for name in BASELINES:
+        if name not in shown:
+            note(
+                f"{name} is left out: it would take long, so many of the {len(instance)} lives overlap; use --solver "
+                f"{name} to run it"
+            )
     if capacity_bytes is not None and placement.footprint_bytes > capacity_bytes:
         best_bytes = placement.footprint_bytes
         fail(
@@ -117,15 +124,16 @@ def _read(file: Path, *, alignment_bytes: int, capacity_bytes: int | None) -> "I
     from torchdelta.pool.csv_file import read_instance
     from torchdelta.pool.lives import lives_of_trace
 
-    if file.suffix in _EVENT_SUFFIXES:
+    kind = file.name.removesuffix(".gz")
+    if kind.endswith(_EVENT_SUFFIXES):
         from torchdelta.trace.imports.events import read_event_log
 
         trace = read_event_log(file)
-    elif file.suffix in _SNAPSHOT_SUFFIXES:
+    elif kind.endswith(_SNAPSHOT_SUFFIXES):
         from torchdelta.trace.imports.snapshot import read_snapshot
 
         trace = read_snapshot(file)
-    elif file.suffix in _TRACE_SUFFIXES:
+    elif kind.endswith(_TRACE_SUFFIXES):
         from torchdelta.trace.file import read_trace
 
         trace = read_trace(file)
@@ -139,12 +147,12 @@ def _size(instance: "Instance") -> dict[str, Any]:
 
 
 def _baselines(instance: "Instance", footprints: dict[str, int]) -> list[dict[str, Any]]:
-    """Return one row per pool, the smallest footprint first."""
+    """Return one row per pool that places so many lives in some seconds, the smallest footprint first."""
     from torchdelta.pool.online import reserve_like_torch
-    from torchdelta.pool.solvers import BASELINES, solve
+    from torchdelta.pool.solvers import quick_baselines, solve
 
     footprints = dict(footprints)
-    for name in BASELINES:
+    for name in quick_baselines(instance):
         footprints.setdefault(name, solve(instance, name).footprint_bytes)
     footprints["torch-caching"] = reserve_like_torch(instance.starts, instance.ends, instance.sizes_bytes)
     ordered = sorted(footprints.items(), key=lambda item: item[1])

@@ -1,12 +1,13 @@
 """Instances and placements as CSV: `id,lower,upper,size`, the format of google/minimalloc, and `offset` in addition.
 
-Other columns are kept out of the way: they are read over, and not written. A capacity may stand in the file's name, as
-theirs do: `A.1048576.csv`.
+Other columns are kept out of the way: they are read over, and not written. Spaces around a column's name and before a
+value do not count. A capacity may stand in the file's name, as theirs do: `A.1048576.csv`.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,13 @@ def read_offsets(path: Path, instance: Instance) -> NDArray[np.int64]:
     """Read the offsets of an instance's lives from a placement.
 
     Raises:
-        PoolError: As `read_instance`, or a life has no offset there.
+        PoolError: As `read_instance`, or a life has no offset there, or an id has two.
     """
-    by_id = {row["id"]: _number(path, row, "offset") for row in _rows(path, ("id", "offset"))}
+    by_id: dict[str, int] = {}
+    for row in _rows(path, ("id", "offset")):
+        if row["id"] in by_id:
+            raise PoolError(f"{path} has more than one offset for {quoted(row['id'])}: every life needs just one")
+        by_id[row["id"]] = _number(path, row, "offset")
     missing = [each for each in instance.ids if each not in by_id]
     if missing:
         raise PoolError(f"{path} has no offset for {quoted(missing[0])} and {len(missing) - 1} others")
@@ -73,9 +78,12 @@ def write_placement(path: Path, instance: Instance, offsets_bytes: NDArray[np.in
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
+            # Spaces before a value do not count, but within quotes they do.
+            of_spaces = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
             writer.writerow((*_COLUMNS, "offset"))
             columns = (instance.starts, instance.ends, instance.sizes_bytes, offsets_bytes)
-            writer.writerows(zip(instance.ids, *(column.tolist() for column in columns), strict=True))
+            for row in zip(instance.ids, *(column.tolist() for column in columns), strict=True):
+                (of_spaces if row[0].startswith(" ") else writer).writerow(row)
     except OSError as error:
         raise PoolError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -83,8 +91,10 @@ def write_placement(path: Path, instance: Instance, offsets_bytes: NDArray[np.in
 def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            missing = [column for column in columns if column not in (reader.fieldnames or ())]
+            lines = itertools.dropwhile(lambda line: not line.strip(), file)
+            reader = csv.DictReader(lines, skipinitialspace=True)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            missing = [column for column in columns if column not in reader.fieldnames]
             if missing:
                 raise PoolError(f"{path} has no column {missing[0]!r}: its first line must name {', '.join(columns)}")
             rows = list(reader)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,7 +135,8 @@ def make_instance(
         raise PoolError(f"{quoted(ids[position])} has a size of {size[position]} bytes: it must be 0 or more")
     if alignment_bytes * len(ids) >= MAX_BYTES:
         raise PoolError(
-            f"an alignment of {alignment_bytes:.3g} bytes is too large: {len(ids)} lives would pass 2**62 bytes"
+            f"an alignment of {Decimal(alignment_bytes).normalize():.3g} bytes is too large: {len(ids)} lives would "
+            "pass 2**62 bytes"
         )
     if float(size.sum(dtype=np.float64)) + alignment_bytes * len(ids) >= MAX_BYTES:
         raise PoolError(f"the sizes add up to {size.sum(dtype=np.float64):.3g} bytes: at most 2**62 can be placed")

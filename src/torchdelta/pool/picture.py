@@ -32,7 +32,8 @@ def svg(instance: Instance, offsets_bytes: NDArray[np.int64], *, lower_bound_byt
     first, last = int(instance.starts[placed].min()), int(instance.ends[placed].max())
     across, up = (_WIDTH - 2 * _MARGIN) / max(last - first, 1), (_HEIGHT - 2 * _MARGIN) / footprint
     bottom = _HEIGHT - _MARGIN
-    areas = (instance.ends - instance.starts).astype(float) * instance.sizes_bytes
+    # The distance between two moments may not fit into 64 bits.
+    areas = (instance.ends.astype(float) - instance.starts) * instance.sizes_bytes
     drawn = sorted(placed.tolist(), key=lambda life: -areas[life])[:_MOST_DRAWN]
     caption = f"footprint {format_bytes(footprint)}, lower bound {format_bytes(lower_bound_bytes)}, {len(placed)} lives"
     if len(drawn) < len(placed):
@@ -44,12 +45,13 @@ def svg(instance: Instance, offsets_bytes: NDArray[np.int64], *, lower_bound_byt
         f'<text x="{_MARGIN}" y="48" font-size="13" fill="#555">{caption}</text>',
     ]
     for life in drawn:
-        x, width = _MARGIN + (instance.starts[life] - first) * across, (instance.ends[life] - instance.starts[life])
+        start, end = int(instance.starts[life]), int(instance.ends[life])
+        x, width = _MARGIN + (start - first) * across, end - start
         height = instance.sizes_bytes[life] * up
         y = bottom - offsets_bytes[life] * up - height
         label = (
             f"{instance.ids[life]}: {format_bytes(int(instance.sizes_bytes[life]))} at {int(offsets_bytes[life])}, "
-            f"moments {int(instance.starts[life])} to {int(instance.ends[life])}"
+            f"moments {start} to {end}"
         )
         lines.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width * across, 0.1):.2f}" height="{max(height, 0.1):.2f}" '
