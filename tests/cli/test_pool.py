@@ -142,6 +142,15 @@ def test_a_placement_that_names_a_life_twice_is_refused(example, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("offset", [2**63 - 1, -(2**63), 10**30])
+def test_an_offset_beyond_what_can_be_added_up_is_refused(example, tmp_path, offset):
+    """The footprint would be a wrong number."""
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text(f"id,offset\nb1,{offset}\nb2,0\nb3,4\nb4,0\nb5,8\n", encoding="utf-8")
+    done = inside("pool", example, "--validate", wrong, code=2)
+    assert "the offset of 'b1' passes 2**62 bytes" in done.stderr
+
+
 def test_ids_of_any_spelling_come_back(tmp_path):
     """Spaces, commas and quotes in them: what is written is what is read."""
     path, output = tmp_path / "lives.csv", tmp_path / "placement.csv"

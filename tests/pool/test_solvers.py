@@ -3,6 +3,7 @@
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.pool.instances import guillotine, instance_of, is_free_of_overlap, random_lives
 from tests.sampling import sample
 from torchdelta.errors import PoolError
-from torchdelta.pool import greedy
+from torchdelta.pool import corner, greedy, portfolio
 from torchdelta.pool.bounds import max_load_bytes
 from torchdelta.pool.csv_file import capacity_in_name, read_instance
 from torchdelta.pool.model import make_instance
@@ -93,6 +94,21 @@ def test_a_rectangle_that_was_cut_up_is_put_together_again(seed):
     assert max_load_bytes(instance) == height
     assert placement.footprint_bytes == height
     assert placement.proved_optimal
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**64])
+def test_any_seed_will_do(seed):
+    """Also for ejection search, which these lives come to."""
+    generator = np.random.default_rng(0)
+    starts = generator.integers(0, 60, 300)
+    lives = zip(starts, starts + generator.integers(1, 30, 300), generator.integers(1, 10**9, 300), strict=True)
+    instance = instance_of([(int(start), int(end), int(size)) for start, end, size in lives])
+    with mock.patch.object(corner, "search", return_value=(corner.LIMIT, np.zeros(300, np.int64), 1)):
+        sections = cut(instance.starts, instance.ends, instance.sizes_bytes)
+        _, offsets, _ = portfolio.solve(
+            sections, instance.sizes_bytes, enough=0, seed=seed, end_s=float("inf"), max_rounds=3
+        )
+    check(instance, offsets)
 
 
 def test_the_same_seed_gives_the_same_placement():

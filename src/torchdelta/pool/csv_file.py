@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchdelta.errors import PoolError
-from torchdelta.pool.model import Instance, make_instance, quoted
+from torchdelta.pool.model import MAX_BYTES, Instance, make_instance, quoted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,20 +53,19 @@ def read_offsets(path: Path, instance: Instance) -> NDArray[np.int64]:
     """Read the offsets of an instance's lives from a placement.
 
     Raises:
-        PoolError: As `read_instance`, or a life has no offset there, or an id has two.
+        PoolError: As `read_instance`, or a life has no offset there, or an id has two, or an offset passes 2**62 bytes.
     """
     by_id: dict[str, int] = {}
     for row in _rows(path, ("id", "offset")):
         if row["id"] in by_id:
             raise PoolError(f"{path} has more than one offset for {quoted(row['id'])}: every life needs just one")
-        by_id[row["id"]] = _number(path, row, "offset")
+        offset = by_id[row["id"]] = _number(path, row, "offset")
+        if abs(offset) > MAX_BYTES:
+            raise PoolError(f"{path}: the offset of {quoted(row['id'])} passes 2**62 bytes")
     missing = [each for each in instance.ids if each not in by_id]
     if missing:
         raise PoolError(f"{path} has no offset for {quoted(missing[0])} and {len(missing) - 1} others")
-    try:
-        return np.array([by_id[each] for each in instance.ids], np.int64)
-    except OverflowError:
-        raise PoolError(f"{path} has an offset that is larger than 64 bits hold") from None
+    return np.array([by_id[each] for each in instance.ids], np.int64)
 
 
 def write_placement(path: Path, instance: Instance, offsets_bytes: NDArray[np.int64]) -> None:

@@ -46,6 +46,7 @@ _MOST_FOR_CORNERS: Final = 20_000_000  # sections that lives cover, one by one
 _COVERED_A_S: Final = 4e6  # with a margin: what listing those takes
 _MOST_AT_A_GLANCE: Final = 15_000
 _NOISE: Final = 0.3
+_SEEDS: Final = 1 << 32  # that numba's generator knows
 _FIRST_S: Final = 3.0  # what the first placement may take, whatever the limit: the rest of it is no good
 
 
@@ -206,7 +207,7 @@ def _try_ejection(state: _State, enough: int, scans: int, seed: int, end_s: floa
     start = np.argsort(state.offsets[large], kind="stable")
     _, offsets = greedy.place_in_order(of_large, sizes[large], start, best_fit=False, limit=1 << 62)
     found, offsets = place_by_ejection(
-        of_large, sizes[large], offsets, capacity=target, max_pushes=max_pushes, seed=seed
+        of_large, sizes[large], offsets, capacity=target, max_pushes=max_pushes, seed=seed % _SEEDS
     )
     before = state.best
     crumbs = np.flatnonzero(is_crumb)
