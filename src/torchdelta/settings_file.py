@@ -48,7 +48,11 @@ def read_settings_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{path}: there is no table [tool.torchdelta]: add it, or name another file")
     table = without_none(table)
     if isinstance(table.get("swap_dir"), str):
-        table["swap_dir"] = str(path.absolute().parent / Path(table["swap_dir"]).expanduser())
+        try:
+            table["swap_dir"] = str(path.absolute().parent / Path(table["swap_dir"]).expanduser())
+        except RuntimeError:
+            msg = f"{path}: swap_dir = {table['swap_dir']!r}: there is no such home directory: name the whole path"
+            raise ConfigError(msg) from None
     return table
 
 

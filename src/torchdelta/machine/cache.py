@@ -1,6 +1,6 @@
 """The measured machine, kept between runs: one JSON file a device under the user's cache directory.
 
-`$TORCHDELTA_CACHE_DIR`, else `$XDG_CACHE_HOME/torchdelta`, else `~/.cache/torchdelta` (XDG base directories).
+`$TORCHDELTA_CACHE_DIR`, else `torchdelta` in the folder of the user's caches (cache_folder.py).
 """
 
 import datetime as dt
@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from torchdelta.cache_folder import user_cache_folder
 from torchdelta.errors import MachineError
 from torchdelta.machine.model import Machine, validate_machine
 
@@ -67,11 +68,7 @@ def load_per_core() -> float | None:
 def cache_directory() -> Path:
     """Return where files are kept; it need not exist."""
     own = os.environ.get("TORCHDELTA_CACHE_DIR")
-    if own:
-        return Path(own)
-    common = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification: a relative path is invalid and to be ignored.
-    return (Path(common) if Path(common).is_absolute() else Path.home() / ".cache") / "torchdelta"
+    return Path(own) if own else user_cache_folder() / "torchdelta"
 
 
 def read_cached(device: str) -> CachedMachine | None:

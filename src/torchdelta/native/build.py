@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from torchdelta.cache_folder import user_cache_folder
 from torchdelta.errors import NativeError
 
 if TYPE_CHECKING:
@@ -135,8 +136,7 @@ def status_in_use(module: Any, is_in_use: Callable[[Any], bool]) -> NativeStatus
 def cache_directory() -> Path:
     """Return the directory of built modules: TORCH_EXTENSIONS_DIR, else the user's cache."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "torchdelta"
+    return (Path(named) if named else user_cache_folder()) / "torchdelta"
 
 
 def built_path(source: Path) -> Path:
