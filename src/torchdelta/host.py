@@ -9,10 +9,11 @@ Both are read from /proc and /sys on Linux; elsewhere the limit is unknown and t
 """
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HostMemory", "num_processes_here", "read_host_memory", "read_stolen_s", "share_bytes"]
+__all__ = ["HostMemory", "num_processes_here", "processor_name", "read_host_memory", "read_stolen_s", "share_bytes"]
 
 # cgroup v1 writes "no limit" as the largest multiple of a page below 2**63.
 _UNLIMITED_FROM_BYTES = 2**60
@@ -65,6 +66,16 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
         cgroup_limit_bytes=min(limits_bytes, default=None),
         cgroup_left_bytes=min(left_bytes, default=None),
     )
+
+
+def processor_name() -> str:
+    """Return the name of the processor, as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def num_processes_here() -> int:

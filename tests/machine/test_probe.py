@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 from tests.trace.strategies import example
 from torchdelta.cli.app import make_app
 from torchdelta.errors import MachineError
-from torchdelta.machine.cache import CachedMachine, cache_directory, circumstances, read_cached, write_cached
+from torchdelta.machine.cache import (
+    CachedMachine,
+    cache_directory,
+    circumstances,
+    difference,
+    read_cached,
+    write_cached,
+)
 from torchdelta.machine.catalog import find
 from torchdelta.machine.disk import disk_rates
 from torchdelta.machine.model import validate_machine
@@ -71,6 +78,7 @@ def test_the_command_measures_once(tmp_path):
     assert read_cached("cpu") is None
     machine.pop("measured_at")
     assert machine.pop("load") >= 0
+    assert machine.pop("disk_directory") == str(tmp_path)
     kept = CachedMachine(
         torch_version=str(torch.__version__),
         measured_at="2026-01-01T00:00:00+00:00",
@@ -88,6 +96,47 @@ def test_the_command_measures_once(tmp_path):
     failed = runner.invoke(app, ["probe", "--device", "tpu"])
     assert failed.exit_code == 2
     assert failed.stderr == "torchdelta probe: unknown device 'tpu': did you mean cpu? Known are cpu and cuda\n"
+
+
+def test_another_disk_is_measured(tmp_path):
+    """A directory that is named is measured, whatever is stored; without a name, the stored result counts."""
+    directories = [tmp_path / name for name in ("first", "second")]
+    for directory in directories:
+        directory.mkdir()
+    write_cached("cpu", CachedMachine(torch_version=str(torch.__version__), measured_at="", machine=find("cpu")))
+    words = ["probe", "--device", "cpu", "--json"]
+    seen = []
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(_Cpu, "machine", lambda *_: find("cpu"))
+        for directory in (*directories, directories[1], None):
+            asked = [] if directory is None else ["--disk", str(directory)]
+            done = CliRunner().invoke(make_app(), [*words, *asked])
+            assert json.loads(done.stdout)["disk_directory"] == str(directory or directories[1])
+            seen.append(done.stderr)
+    assert "the stored result was measured with the disk of an unknown directory, not " in seen[0]
+    assert f"with the disk of {directories[0]}, not {directories[1]}" in seen[1]
+    assert seen[2:] == ["", ""]
+
+
+def test_what_a_stored_result_was_measured_with():
+    """Other threads, another processor (a home directory that machines share) or another torch: measured again."""
+    here = {"torch_version": "2", "num_threads": 2, "processor": "new", "disk_directory": None}
+    old = CachedMachine(torch_version="2", measured_at="", machine=find("cpu"))  # as earlier versions wrote it
+    assert difference(old, **here) == ""
+    same = msgspec.structs.replace(old, num_threads=2, processor="new", disk_directory="/x")
+    assert difference(same, **here) == ""
+    assert difference(msgspec.structs.replace(same, num_threads=4), **here) == "on 4 threads, not 2"
+    assert difference(msgspec.structs.replace(same, processor="old"), **here) == "on old, not new"
+    assert difference(same, **here | {"torch_version": "3"}) == "with torch 2, not 3"
+    assert difference(same, **here | {"disk_directory": "/y"}) == "with the disk of /x, not /y"
+
+
+def test_a_result_says_how_often_it_was_measured(tmp_path):
+    """The disk has fewer rounds than the rest, and its latency is a median."""
+    sources = probe("cpu", directory=tmp_path, quick=True).sources
+    assert sources["memory_bytes_per_s"] == "measured, best of 5"
+    assert sources["host_in_bytes_per_s"].startswith("measured, best of 3, ")
+    assert sources["link_latency_s"] == "measured, median of 32"
 
 
 def test_what_is_shared(tmp_path):

@@ -14,7 +14,7 @@ import typer
 import torchdelta
 from torchdelta.cli.options import JsonOption
 from torchdelta.errors import ConfigError, TierError
-from torchdelta.host import read_host_memory
+from torchdelta.host import processor_name, read_host_memory
 from torchdelta.settings import resolve_settings, unknown_variables
 from torchdelta.units import format_bytes
 
@@ -58,7 +58,7 @@ def read_env() -> dict[str, Any]:
         "torchdelta": torchdelta.__version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "num_cores": os.cpu_count(),
         "num_usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "ram_bytes": memory.ram_bytes,
@@ -159,15 +159,6 @@ def _settings_facts() -> dict[str, Any]:
     return {
         "settings": {key: {"value": value, "from": settings.origins[key]} for key, value in settings.values.items()}
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,15 @@ import typer
 from torchdelta.cli.errors import EXIT_FAILED, check_output, fail, note, one_of, print_result
 from torchdelta.cli.options import JsonOption
 from torchdelta.errors import MachineError
-from torchdelta.machine.cache import CachedMachine, circumstances, load_per_core, read_cached, write_cached
+from torchdelta.host import processor_name
+from torchdelta.machine.cache import (
+    CachedMachine,
+    circumstances,
+    difference,
+    load_per_core,
+    read_cached,
+    write_cached,
+)
 from torchdelta.machine.model import Machine
 from torchdelta.units import format_bytes
 
@@ -41,7 +49,7 @@ def probe(
 ) -> None:
     """Measure this machine: arithmetic, memory, links to host and disk. Other commands call it 'local'."""
     check_output(share)
-    directory = disk or Path(tempfile.gettempdir())
+    directory = (disk or Path(tempfile.gettempdir())).absolute()
     if device is not None:
         one_of("device", device, DEVICES)
     if not directory.is_dir():
@@ -49,8 +57,22 @@ def probe(
     import torch
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch_version = str(torch.__version__)
+    num_threads = torch.get_num_threads() if chosen == "cpu" else None
+    processor = _processor(chosen)
     cached = None if again or quick else read_cached(chosen)
-    if cached is None or cached.torch_version != torch.__version__:
+    if cached is not None:
+        other = difference(
+            cached,
+            torch_version=torch_version,
+            num_threads=num_threads,
+            processor=processor,
+            disk_directory=None if disk is None else str(directory),
+        )
+        if other:
+            note(f"measuring again: the stored result was measured {other}")
+            cached = None
+    if cached is None:
         if sys.stderr.isatty():
             typer.echo("measuring, a few seconds ...", err=True)
         from torchdelta.machine.probe import probe as measure
@@ -61,7 +83,15 @@ def probe(
         except MachineError as error:  # implausible: the machine is too busy, and nobody asked for the wrong thing
             fail(str(error), EXIT_FAILED)
         now = dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds")
-        cached = CachedMachine(torch_version=str(torch.__version__), measured_at=now, load=load, machine=machine)
+        cached = CachedMachine(
+            torch_version=torch_version,
+            measured_at=now,
+            load=load,
+            disk_directory=str(directory),
+            num_threads=num_threads,
+            processor=processor,
+            machine=machine,
+        )
         path = None if quick else write_cached(chosen, cached)
         if path is not None and sys.stderr.isatty():
             typer.echo(f"stored in {path}", err=True)
@@ -69,7 +99,7 @@ def probe(
         _write_share(share, chosen, cached, quick=quick)
     facts = msgspec.to_builtins(cached)
     print_result(
-        json.dumps(facts["machine"] | {"measured_at": cached.measured_at, "load": cached.load})
+        json.dumps(facts["machine"] | {name: facts[name] for name in ("measured_at", "load", "disk_directory")})
         if as_json
         else _text(cached)
     )
@@ -84,6 +114,15 @@ def _write_share(path: Path, device: str, cached: CachedMachine, *, quick: bool)
     note(f"wrote {path}, {path.stat().st_size} bytes: rates and times, no names of persons or hosts")
 
 
+def _processor(device: str) -> str | None:
+    """Return the name of what is measured, None if there is none."""
+    import torch
+
+    if device == "cpu":
+        return processor_name()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def _text(cached: CachedMachine) -> str:
     machine = cached.machine
     rows: list[tuple[str, str]] = [
@@ -95,6 +134,7 @@ def _text(cached: CachedMachine) -> str:
         ("both at once", f"{machine.both_ways_factor:.0%} of each"),
         ("smallest transfer", f"{machine.link_latency_s * 1e6:.1f} us"),
         *_disk_rows(machine),
+        *([("disk of", cached.disk_directory)] if cached.disk_directory else []),
     ]
     width = max(len(name) for name, _ in rows)
     head = f"{machine.description}, {circumstances(cached)} ({cached.measured_at})"

@@ -16,7 +16,15 @@ from torchdelta.cache_folder import user_cache_folder
 from torchdelta.errors import MachineError
 from torchdelta.machine.model import Machine, validate_machine
 
-__all__ = ["CachedMachine", "cache_directory", "circumstances", "load_per_core", "read_cached", "write_cached"]
+__all__ = [
+    "CachedMachine",
+    "cache_directory",
+    "circumstances",
+    "difference",
+    "load_per_core",
+    "read_cached",
+    "write_cached",
+]
 
 _AGES: Final = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 
@@ -31,6 +39,9 @@ class CachedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         torch_version: Of the torch that measured.
         measured_at: When, in ISO 8601 with its offset.
         load: Processes that ran or wanted to, on average of the minute before, for each core; None: not known.
+        disk_directory: Whose disk was measured; None: not known.
+        num_threads: With which a CPU was measured; None: not known, or on another device.
+        processor: Name of the CPU or GPU; None: not known.
         machine: The result.
     """
 
@@ -38,6 +49,9 @@ class CachedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     torch_version: str
     measured_at: str
     load: float | None = None
+    disk_directory: str | None = None
+    num_threads: int | None = None
+    processor: str | None = None
     machine: Machine
 
 
@@ -54,6 +68,30 @@ def circumstances(cached: CachedMachine, *, now: dt.datetime | None = None) -> s
         )
     return f"measured {age}, at " + (
         "an unknown load" if cached.load is None else f"a load of {cached.load:.2f} a core"
+    )
+
+
+def difference(
+    cached: CachedMachine,
+    *,
+    torch_version: str,
+    num_threads: int | None,
+    processor: str | None,
+    disk_directory: str | None,
+) -> str:
+    """Return what a stored measurement was made with that is not so here, such as "on 2 threads, not 4"; else "".
+
+    None stands for any. If an old file does not say its threads or its processor, these are taken to be the same.
+    """
+    facts = (
+        ("with torch ", "", cached.torch_version, torch_version),
+        ("on ", " threads", cached.num_threads or num_threads, num_threads),
+        ("on ", "", cached.processor or processor, processor),
+        ("with the disk of ", "", cached.disk_directory or "an unknown directory", disk_directory),
+    )
+    return next(
+        (f"{before}{was}{after}, not {now}" for before, after, was, now in facts if now is not None and was != now),
+        "",
     )
 
 

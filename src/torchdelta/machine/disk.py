@@ -14,10 +14,12 @@ import msgspec
 from torchdelta.errors import MachineError
 from torchdelta.units import format_bytes
 
-__all__ = ["DiskRates", "disk_rates"]
+__all__ = ["NUM_DISK_ROUNDS", "NUM_LATENCY_READS", "DiskRates", "disk_rates"]
+
+NUM_DISK_ROUNDS: Final = 3
+NUM_LATENCY_READS: Final = 32
 
 _CHUNK_BYTES: Final = 4 << 20
-_NUM_ROUNDS: Final = 3
 _BLOCK_BYTES: Final = 4096
 
 
@@ -25,9 +27,9 @@ class DiskRates(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured.
 
     Attributes:
-        write_bytes_per_s: Rate of large writes, until the disk has them.
-        read_bytes_per_s: Rate of large reads.
-        latency_s: Time of reading one block of 4 KiB.
+        write_bytes_per_s: Rate of large writes, until the disk has them, the best of NUM_DISK_ROUNDS.
+        read_bytes_per_s: Rate of large reads, the best of as many.
+        latency_s: Time of reading one block of 4 KiB, median of NUM_LATENCY_READS.
         free_bytes: Room in the directory's file system.
         is_direct: Whether the page cache was left out.
     """
@@ -61,12 +63,12 @@ def disk_rates(directory: Path, *, size_bytes: int) -> DiskRates:
             chunk.write(os.urandom(_CHUNK_BYTES))
             is_direct = _set_direct(file.fileno(), chunk)
             with memoryview(chunk) as view:
-                writes_s = [_write(file.fileno(), view, num_chunks) for _ in range(_NUM_ROUNDS)]
+                writes_s = [_write(file.fileno(), view, num_chunks) for _ in range(NUM_DISK_ROUNDS)]
                 if not is_direct:
                     _forget(file.fileno())
-                reads_s = [_read(file.fileno(), view, num_chunks) for _ in range(_NUM_ROUNDS)]
+                reads_s = [_read(file.fileno(), view, num_chunks) for _ in range(NUM_DISK_ROUNDS)]
                 with view[:_BLOCK_BYTES] as block:
-                    latency_s = statistics.median(_read(file.fileno(), block, 1) for _ in range(32))
+                    latency_s = statistics.median(_read(file.fileno(), block, 1) for _ in range(NUM_LATENCY_READS))
     except OSError as error:
         raise MachineError(f"the disk of {str(directory)!r} cannot be measured: {error.strerror or error}") from error
     total_bytes = num_chunks * _CHUNK_BYTES

@@ -7,7 +7,8 @@ run that nobody counts: other work on the machine only ever makes a round slower
 at once on two streams. A CPU's tier is its disk ([Note: where swaps go] in model.py); reads and writes are taken to
 share it evenly.
 Disk: a file without a name in the swap directory, past the page cache where the file system allows it; otherwise its
-rate is that of the cache, and `sources` says so. The op latency is a launch of the smallest op, without a wait.
+rate is that of the cache, and `sources` says so. It has `NUM_DISK_ROUNDS` rounds. The op latency is a launch of the
+smallest op, without a wait.
 
 All of it takes a few seconds. Where all rounds were disturbed the machine looks slower than it is: probe an idle one. A
 result below `LEAST_RATES`, a tenth or less of what any machine reaches that runs torch, is refused, but for a quick
@@ -25,7 +26,7 @@ import torch
 from torchdelta.errors import MachineError
 from torchdelta.host import read_host_memory
 from torchdelta.machine.cache import load_per_core
-from torchdelta.machine.disk import DiskRates, disk_rates
+from torchdelta.machine.disk import NUM_DISK_ROUNDS, NUM_LATENCY_READS, DiskRates, disk_rates
 from torchdelta.machine.model import Machine, validate_machine
 from torchdelta.names import unknown_name
 
@@ -144,7 +145,7 @@ class _Cpu:
             "link_latency_s": disk.latency_s,
             "host_memory_bytes": disk.free_bytes,
         }
-        return fields, dict.fromkeys((*_WAYS, "link_latency_s"), _how(disk))
+        return fields, dict.fromkeys(_WAYS, _how(disk)) | {"link_latency_s": f"measured, median of {NUM_LATENCY_READS}"}
 
     # -- rates
 
@@ -274,7 +275,8 @@ class _Cuda(_Cpu):
 
 
 def _how(disk: DiskRates) -> str:
-    return f"{_MEASURED}, {'direct' if disk.is_direct else 'through the page cache, which flatters'}"
+    way = "direct" if disk.is_direct else "through the page cache, which flatters"
+    return f"measured, best of {NUM_DISK_ROUNDS}, {way}"
 
 
 def _share(alone_s: float, together_s: float) -> float:
