@@ -172,7 +172,7 @@ PyMethodDef tape_methods[] = {
     {"act", tape_act, METH_VARARGS, "Do what is due at a saved tensor that Python packs, or unpacks."},
     {"describe", tape_describe_saves, METH_VARARGS, "Describe what saved tensors need to a builder."},
     {"take_counts", tape_take_counts, METH_NOARGS,
-     "Return (replayed ops, bytes, saved tensors, bytes, dropped, bytes, seconds of replays) since the last call."},
+     "Return (replayed ops, bytes, saved tensors, dropped, bytes, seconds of replays) since the last call."},
     {"capsule", tape_capsule, METH_NOARGS, "Return the tape for the gate and the hooks. It must outlive them."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -36,7 +36,7 @@ for _ in range(2):
     assert tape.describe([], None) == []
     tape.end_forward()
     tape.clear()
-assert tape.take_counts() == (0, 0, 0, 0, 0, 0, 0.0)
+assert tape.take_counts() == (0, 0, 0, 0, 0, 0.0)
 del tape
 """
 
@@ -116,11 +116,11 @@ class Tape(Protocol):
         """Describe to a builder what saved tensors need. Return what it makes of each of them."""
         ...
 
-    def take_counts(self) -> tuple[int, int, int, int, int, int, float]:
+    def take_counts(self) -> tuple[int, int, int, int, int, float]:
         """Return what was done since the last call.
 
-        Replayed ops, bytes that they brought back, saved tensors and their bytes, dropped contents and their bytes,
-        and the seconds of replays.
+        Replayed ops, bytes that they brought back, saved tensors, dropped contents and their bytes, and the
+        seconds of replays.
         """
         ...
 

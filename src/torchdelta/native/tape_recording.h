@@ -92,10 +92,10 @@ class NativeTape final : public Tape, private ChainOwner {
 
   // Return what was done since the last call.
   PyObject* take_counts() {
-    PyObject* counts = Py_BuildValue("LLLLLLd", static_cast<long long>(num_replayed),
-                                     static_cast<long long>(replayed_bytes), num_saved_, saved_bytes_, num_dropped_,
-                                     dropped_bytes_, replay_s_);
-    num_replayed = replayed_bytes = num_saved_ = saved_bytes_ = num_dropped_ = dropped_bytes_ = 0;
+    PyObject* counts = Py_BuildValue("LLLLLd", static_cast<long long>(num_replayed),
+                                     static_cast<long long>(replayed_bytes), num_saved_, num_dropped_, dropped_bytes_,
+                                     replay_s_);
+    num_replayed = replayed_bytes = num_saved_ = num_dropped_ = dropped_bytes_ = 0;
     replay_s_ = 0;
     return counts;
   }
@@ -171,7 +171,6 @@ class NativeTape final : public Tape, private ChainOwner {
     }
     auto save = c10::make_intrusive<NativeSave>(tensor, content, number, epoch_);
     if (content) {
-      if (content->num_saved == 1) saved_bytes_ += content->size_bytes;
       ++num_saved_;
       content->hold(tensor.storage());
       content->counter = tensor.unsafeGetTensorImpl()->version_counter();
@@ -545,7 +544,6 @@ class NativeTape final : public Tape, private ChainOwner {
   std::vector<ContentPtr> pinned_;  // made by ops, while their storages live
   std::unordered_map<int64_t, WeakContent> saved_;
   long long num_saved_ = 0;
-  long long saved_bytes_ = 0;
   long long dropped_bytes_ = 0;
   long long num_dropped_ = 0;
   double replay_s_ = 0;

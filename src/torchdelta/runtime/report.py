@@ -31,12 +31,11 @@ def summarize(
     """Return the summary so far."""
     counters = room.counters
     latest = steps.summaries
-    evicted_bytes = counters.swapped_out_bytes + counters.dropped_bytes
     return Summary(
         budget_bytes=room.budget_bytes,
         # From the end of the scope on there is no budget any more, and what had left comes back.
         peak_bytes=steps.peak_bytes if room.ledger.is_closing else max(steps.peak_bytes, room.usage.peak_bytes),
-        kept_bytes=max(0, counters.saved_bytes - evicted_bytes),
+        kept_bytes=max(0, counters.saved_bytes - counters.left_bytes),
         swapped_out_bytes=counters.swapped_out_bytes,
         swapped_in_bytes=counters.swapped_in_bytes,
         recomputed_bytes=counters.recomputed_bytes,

@@ -53,12 +53,13 @@ def test_what_the_tape_does_is_counted() -> None:
     """Like what Python does: the summary's figures do not depend on who replays."""
     with following(budget_of_usual_steps()):
         loop, counters = Loop(), running_session().counters
-        done: list[tuple[int, int, int, int]] = []
+        done: list[tuple[int, ...]] = []
         while num_native_steps() < 2:
             before = counters.copy()
             usual(loop)
             now = counters.minus(before)
-            done.append((now.num_recomputed_ops, now.recomputed_bytes, now.num_evictions, now.dropped_bytes))
+            recomputed = (now.num_recomputed_ops, now.recomputed_bytes)
+            done.append((*recomputed, now.num_evictions, now.dropped_bytes, now.saved_bytes, now.left_bytes))
             assert len(done) < NUM_STEPS
     assert done[-1] == done[-2] == done[-3]  # the last of these ran in Python
     assert min(done[-1]) > 0

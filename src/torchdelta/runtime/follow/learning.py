@@ -119,8 +119,8 @@ class Learning:
         else:
             self._in_python.update(buffer.id for reference in entry.outputs if (buffer := reference()) is not None)
 
-    def outline(self) -> Outline | None:
-        """Return the outline; None if the saved tensors were not those of the program."""
+    def outline(self, saved_bytes: int) -> Outline | None:
+        """Return the outline of a step that has saved so much; None if it has not saved the tensors of the program."""
         schedule = self.program.schedule
         if list(self._numbers.values()) != list(range(1, schedule.num_saves)):
             return None
@@ -148,6 +148,7 @@ class Learning:
             settings=(self._environment, self._warns_only),
             num_ops=len(positions),
             num_recorded=len(recorded),
+            saved_bytes=saved_bytes,
         )
 
     def _how_recorded(self, position: int, recorded: set[int], lane: Lane | None, in_python: set[int]) -> Recorded:

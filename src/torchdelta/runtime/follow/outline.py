@@ -41,6 +41,7 @@ class Outline:
             may be replayed depends on both.
         num_ops: How many ops there are.
         num_recorded: How many of them are recorded.
+        saved_bytes: Of the saved buffers of the step, those that are not recorded included.
     """
 
     ops: object
@@ -49,3 +50,4 @@ class Outline:
     settings: tuple[tuple[Any, ...] | None, bool]
     num_ops: int
     num_recorded: int
+    saved_bytes: int

@@ -323,6 +323,9 @@ class Room:
                 if (action is Action.SWAP or not can_replay) and not self.transfers.copy_out(buffer) and not can_replay:
                     return
             self.counters.num_evictions += 1
+            if buffer.num_saved and not buffer.has_left and not self.ledger.surveys:
+                buffer.has_left = True
+                self.counters.left_bytes += buffer.size_bytes
             if buffer.copy is not None:
                 self.transfers.evict(buffer, lazily=lazily)
             else:

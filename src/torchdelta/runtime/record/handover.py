@@ -90,7 +90,11 @@ class _Builder:
 
     def save(self, view: View, probe: torch.Tensor, version: int, number: int) -> Handle:
         del number  # the program is left
+        buffer = view.buffer
         handle = Handle.of(self._ledger, view, probe, version)
-        self._ledger.save(view.buffer)
-        self._room.costs.note_dropped(view.buffer)
+        if buffer.num_saved == 0:
+            self._room.counters.saved_bytes += buffer.size_bytes
+            buffer.has_left = True
+        self._ledger.save(buffer)
+        self._room.costs.note_dropped(buffer)
         return handle

@@ -130,14 +130,14 @@ class NativeLane:
         self._program = None
         tape.clear()
         self._gate.use_tape(None, None)
-        num_ops, replayed_bytes, num_saved, saved_bytes, num_dropped, dropped_bytes, time_s = tape.take_counts()
+        num_ops, replayed_bytes, num_saved, num_dropped, dropped_bytes, time_s = tape.take_counts()
         counters = self._room.counters
         counters.num_recomputed_ops += num_ops
         counters.recomputed_bytes += replayed_bytes
         counters.num_saved += num_saved
-        counters.saved_bytes += saved_bytes
         counters.num_evictions += num_dropped
         counters.dropped_bytes += dropped_bytes
+        counters.left_bytes += dropped_bytes
         counters.recompute_s += time_s
 
     # -- what C++ calls

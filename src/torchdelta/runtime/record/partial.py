@@ -111,7 +111,7 @@ class PartialRecording:
         self._stop_learning()
         self._program = None
         if program is not None and learning is not None:
-            program.outline = learning.outline() if is_own else None
+            program.outline = learning.outline(self._steps.last_saved_bytes) if is_own else None
             program.num_others += program.outline is None
             program.forget_times()  # those of steps that were recorded as a whole
         elif program is not None and is_own:
@@ -286,12 +286,13 @@ class PartialRecording:
             self.end("a second backward begins")
             return self._backward.run(original, outputs, *args, **kwargs)
         known: KnownBackward | None = None
-        if self._phase is Phase.OUTLINED and self._program is not None:
+        if self._phase is Phase.OUTLINED and self._program is not None and self._program.outline is not None:
             if not (hooks.end_comparison() and gate.is_complete()):
                 self._leave_outline("its backward began early")
                 return self._backward.run(original, outputs, *args, **kwargs)
             self._room.transfers.reap()
             self._follower.complete_outlined()
+            self._steps.outlined_bytes = self._program.outline.saved_bytes
             known = self._known.find(self._program, outputs)
         elif self._learning is not None:
             self._learning.on_forward_end()

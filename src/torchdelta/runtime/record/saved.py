@@ -173,7 +173,8 @@ class SavedTensors:
 
     def _take(self, buffer: Buffer, tensor: torch.Tensor) -> Handle:
         ledger = self.ledger
-        if buffer.num_saved == 0:
+        if buffer.num_saved == 0 and not ledger.surveys:
+            buffer.has_left = False
             self.counters.saved_bytes += buffer.size_bytes
         self.counters.num_saved += 1
         ledger.save(buffer)

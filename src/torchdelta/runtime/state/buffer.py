@@ -94,6 +94,7 @@ class Buffer:
         "copy",
         "digest",
         "fetching",
+        "has_left",
         "id",
         "last_used",
         "num_locks",
@@ -135,6 +136,7 @@ class Buffer:
         self.witness_version = 0
         self.releaser: Releaser | None = None  # set with `strong`: releases it
         self.num_saved = 0  # handles of saved tensors on it
+        self.has_left = False  # whether it was evicted since it was first saved
         self.num_views = 0  # views of it, on the tape and in handles: how many depend on its content
         self.num_locks = 0  # > 0: a running replay relies on it
         self.copy: TierCopy | None = None  # its copy on a tier

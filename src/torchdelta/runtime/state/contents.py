@@ -171,7 +171,7 @@ class Contents(Storages):
         """
         self._note(old)
         old.successor = buffer
-        buffer.num_saved = old.num_saved
+        buffer.num_saved, buffer.has_left = old.num_saved, old.has_left
         buffer.save_order = old.save_order
         self.hold(buffer, tensor)
 

@@ -12,6 +12,7 @@ class Counters:
     num_ops: int = 0
     num_saved: int = 0
     saved_bytes: int = 0
+    left_bytes: int = 0  # of saved buffers that were evicted, each counted once
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     dropped_bytes: int = 0

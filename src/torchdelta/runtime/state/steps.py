@@ -57,7 +57,8 @@ class StepTracker:
         self.is_adopting = False  # whether what was saved before is packed now: no new step begins
         self.is_unrecorded = False  # recording pauses: see record/pause.py
         self.num_unrecorded = 0
-        self._last_saved_bytes = 0
+        self.last_saved_bytes = 0  # of the latest step
+        self.outlined_bytes: int | None = None  # saved in this step, if it is like an outline: Python sees a part
         self._had_backward = False
         self._kept_graph = False  # whether a backward of this step kept its graph
         self.last_kept_graph = False  # whether one of the latest step did
@@ -209,17 +210,18 @@ class StepTracker:
         if self.is_unrecorded:
             self.num_unrecorded += 1
             self._note_unrecorded(self.last_time_s)
-            self.counters.saved_bytes += self._last_saved_bytes
+            self.counters.saved_bytes += self.last_saved_bytes
+        elif self.outlined_bytes is not None:
+            self.counters.saved_bytes = self._before.saved_bytes + self.outlined_bytes
         done = self.counters.minus(self._before)
-        self._last_saved_bytes = done.saved_bytes
-        evicted_bytes = done.swapped_out_bytes + done.dropped_bytes
+        self.last_saved_bytes = done.saved_bytes
         # All steps are rows of one array: one object per step would make every garbage collection of a long run slower.
         self._rows.extend(
             (
                 self.num_steps,
                 self.last_time_s,
                 self.ledger.usage.peak_bytes,
-                max(0, done.saved_bytes - evicted_bytes),
+                max(0, done.saved_bytes - done.left_bytes),
                 done.swapped_out_bytes,
                 done.recomputed_bytes,
                 done.stall_s,
@@ -261,3 +263,4 @@ class StepTracker:
         self._had_backward = self._kept_graph = self._is_refused = self._has_saved = self._has_ended_early = False
         self._num_backwards = 0
         self._saved_index = 0
+        self.outlined_bytes = None
