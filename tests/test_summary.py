@@ -210,6 +210,18 @@ def test_micro_batches_are_told_from_steps() -> None:
     assert "micro" not in str(dataclasses.replace(summary, num_optimizer_steps=0))
 
 
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_skipped_optimizer_step_is_no_accumulation(skipped: int) -> None:
+    """A GradScaler skips the optimizer on overflow, most often in the first step: its peak has no states then."""
+    steps = tuple(dataclasses.replace(STEP, index=index, had_optimizer=index != skipped) for index in range(6))
+    text = str(dataclasses.replace(SUMMARY, steps=steps, num_steps=6, num_optimizer_steps=5, plain_peak=PEAK))
+    assert "; 6 steps" in text
+    assert "micro" not in text
+    assert "the first step peaks at 2.50 GiB" in text
+    assert ("later steps need more: optimizer states are there too" in text) == (skipped == 0)
+    assert ("with a budget of 2.50 GiB such a step evicts little or nothing" in text) == (skipped != 0)
+
+
 def test_long_runs_count_all_their_steps() -> None:
     """The latest 10,000 have a summary of their own; the first line counts the others, too."""
     assert "; 12345 steps" in str(dataclasses.replace(SUMMARY, num_steps=12345))

@@ -11,6 +11,7 @@ from torchdelta.units import format_bytes
 __all__ = ["FollowSummary", "PlainPeak", "StepSummary", "Summary", "Totals", "least_slowdown", "most_slowdown"]
 
 _SMALL_SHARE: Final = 0.01  # a slowdown by less is said as "under 1 %"
+_LEAST_MICRO_BATCHES: Final = 1.5  # for each optimizer step: with fewer, steps without one are exceptions
 _NOTABLE_SHARE: Final = 0.01  # of a peak: smaller groups are left out of the text
 
 
@@ -291,9 +292,11 @@ class Summary:
                 accumulates = self._accumulates()
                 what = "the first micro-batch" if accumulates else "the first step"
                 facts += [("why", line) for line in self.plain_peak.lines(what)]
-                # The first micro-batch has no gradients of others, and no optimizer states yet: later ones need more.
+                # The first micro-batch has no gradients of others. Without an optimizer's step it has no states yet.
                 if accumulates:
                     facts.append(("why", "later micro-batches need more: gradients and optimizer states are there too"))
+                elif self._begins_without_optimizer():
+                    facts.append(("why", "later steps need more: optimizer states are there too"))
                 elif self.plain_peak.size_bytes > self.budget_bytes:
                     facts += [("would help", line) for line in self._larger_budgets(self.plain_peak.size_bytes)]
         if self.num_unrecorded_steps:
@@ -370,7 +373,12 @@ class Summary:
         return [*lines, f"with a budget of {size} such a step evicts little or nothing"]
 
     def _accumulates(self) -> bool:
-        return 0 < self.num_optimizer_steps < self.num_steps
+        """Return whether most optimizer steps have several micro-batches; a GradScaler skips some steps, too."""
+        return 0 < _LEAST_MICRO_BATCHES * self.num_optimizer_steps <= self.num_steps
+
+    def _begins_without_optimizer(self) -> bool:
+        is_known = bool(self.steps) and self.steps[0].index == 0
+        return is_known and self.num_optimizer_steps > 0 and not self.steps[0].had_optimizer
 
     def _counted(self) -> str:
         num_steps = self.num_steps or len(self.steps)
