@@ -1,6 +1,7 @@
 """`torchdelta env` tells what a bug report needs."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -37,6 +38,28 @@ def test_a_swap_directory_that_cannot_be_used_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHDELTA_SWAP_DIR", str(tmp_path / "missing"))
     facts = json.loads(inside("env", "--json").stdout)
     assert "missing" in facts["swap_dir_error"]
+
+
+def test_the_swap_directory_of_the_settings_file_is_measured(tmp_path, monkeypatch):
+    """It is the one that a run here uses."""
+    (tmp_path / "swap").mkdir()
+    (tmp_path / "torchdelta.toml").write_text('swap_dir = "swap"\n')
+    monkeypatch.chdir(tmp_path)
+    facts = json.loads(inside("env", "--json").stdout)
+    assert facts["swap_dir"] == facts["settings"]["swap_dir"]["value"] == str(tmp_path / "swap")
+    assert facts["swap_dir_write_bytes_per_s"] > 0
+
+
+def test_without_any_directory_for_swaps_the_rest_is_shown(monkeypatch):
+    """No directory of temporary files can be used."""
+
+    def nowhere():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    facts = json.loads(inside("env", "--json").stdout)
+    assert "no directory for the swap file" in facts["swap_dir_error"]
+    assert facts["torch"] == torch.__version__
 
 
 def test_text_has_one_fact_a_line():

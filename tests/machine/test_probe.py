@@ -118,6 +118,16 @@ def test_another_disk_is_measured(tmp_path):
     assert seen[2:] == ["", ""]
 
 
+def test_the_disk_of_the_settings_file_is_measured(tmp_path, monkeypatch):
+    """Swaps of a run here go to its swap_dir."""
+    (tmp_path / "swap").mkdir()
+    (tmp_path / "torchdelta.toml").write_text('swap_dir = "swap"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_Cpu, "machine", lambda *_: find("cpu"))
+    done = CliRunner().invoke(make_app(), ["probe", "--device", "cpu", "--json"])
+    assert json.loads(done.stdout)["disk_directory"] == str(tmp_path / "swap")
+
+
 def test_what_a_stored_result_was_measured_with():
     """Other threads, another processor (a home directory that machines share) or another torch: measured again."""
     here = {"torch_version": "2", "num_threads": 2, "processor": "new", "disk_directory": None}

@@ -15,7 +15,7 @@ import torchdelta
 from torchdelta.cli.options import JsonOption
 from torchdelta.errors import ConfigError, TierError
 from torchdelta.host import processor_name, read_host_memory
-from torchdelta.settings import resolve_settings, unknown_variables
+from torchdelta.settings import Settings, resolve_settings, unknown_variables
 from torchdelta.units import format_bytes
 
 __all__ = ["env", "file_system_type", "read_env"]
@@ -54,6 +54,7 @@ def env(*, as_json: JsonOption = False) -> None:
 def read_env() -> dict[str, Any]:
     """Return the facts by name; sizes are ints of bytes under names that end in `_bytes`."""
     memory = read_host_memory()
+    settings = _read_settings()
     return {
         "torchdelta": torchdelta.__version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -67,10 +68,10 @@ def read_env() -> dict[str, Any]:
         **_torch_facts(),
         **_native_facts(),
         **{name: _version(name) for name in _PACKAGES},
-        **_swap_facts(),
+        **_swap_facts(settings),
         **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
         **unknown_variables(os.environ),
-        **_settings_facts(),
+        **_settings_facts(settings),
     }
 
 
@@ -131,14 +132,22 @@ def _native_facts() -> dict[str, Any]:
     return {name: f"{'on' if status.is_on else 'off'}: {status.reason}" for name, status in statuses.items()}
 
 
-def _swap_facts() -> dict[str, Any]:
+def _read_settings() -> Settings | ConfigError:
+    try:
+        return resolve_settings()
+    except ConfigError as error:
+        return error
+
+
+def _swap_facts(settings: Settings | ConfigError) -> dict[str, Any]:
     try:
         from torchdelta.runtime.tiers.scratch import open_scratch_file, swap_directory
     except ImportError:
         return {}  # torch is missing, which _torch_facts reports
-    directory = swap_directory(None)
-    facts: dict[str, Any] = {"swap_dir": str(directory), "swap_dir_file_system": file_system_type(directory)}
+    facts: dict[str, Any] = {}
     try:
+        directory = swap_directory(settings.config.swap_dir if isinstance(settings, Settings) else None)
+        facts = {"swap_dir": str(directory), "swap_dir_file_system": file_system_type(directory)}
         scratch = open_scratch_file(directory, capacity_bytes=None)
     except TierError as error:
         return facts | {"swap_dir_error": str(error)}
@@ -151,11 +160,9 @@ def _swap_facts() -> dict[str, Any]:
     }
 
 
-def _settings_facts() -> dict[str, Any]:
-    try:
-        settings = resolve_settings()
-    except ConfigError as error:
-        return {"settings_error": str(error), "settings": {}}
+def _settings_facts(settings: Settings | ConfigError) -> dict[str, Any]:
+    if isinstance(settings, ConfigError):
+        return {"settings_error": str(settings), "settings": {}}
     return {
         "settings": {key: {"value": value, "from": settings.origins[key]} for key, value in settings.values.items()}
     }

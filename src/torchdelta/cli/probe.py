@@ -23,6 +23,7 @@ from torchdelta.machine.cache import (
     write_cached,
 )
 from torchdelta.machine.model import Machine
+from torchdelta.settings import resolve_settings
 from torchdelta.units import format_bytes
 
 __all__ = ["probe"]
@@ -37,7 +38,11 @@ def probe(
     ] = None,
     disk: Annotated[
         Path | None,
-        typer.Option(envvar="TORCHDELTA_SWAP_DIR", help="Directory whose disk is measured.", show_default=False),
+        typer.Option(
+            envvar="TORCHDELTA_SWAP_DIR",
+            help="Directory whose disk is measured; by default the swap_dir of a settings file, else /tmp.",
+            show_default=False,
+        ),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again, even if there is a stored result.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, and store nothing.")] = False,
@@ -49,7 +54,8 @@ def probe(
 ) -> None:
     """Measure this machine: arithmetic, memory, links to host and disk. Other commands call it 'local'."""
     check_output(share)
-    directory = (disk or Path(tempfile.gettempdir())).absolute()
+    named = disk or resolve_settings().config.swap_dir
+    directory = Path(named or tempfile.gettempdir()).absolute()
     if device is not None:
         one_of("device", device, DEVICES)
     if not directory.is_dir():
@@ -67,7 +73,7 @@ def probe(
             torch_version=torch_version,
             num_threads=num_threads,
             processor=processor,
-            disk_directory=None if disk is None else str(directory),
+            disk_directory=None if named is None else str(directory),
         )
         if other:
             note(f"measuring again: the stored result was measured {other}")
