@@ -68,6 +68,13 @@ def test_context_manager_and_calls_do_the_same() -> None:
     assert first.summary().num_recomputed_ops == second.summary().num_recomputed_ops > 0
 
 
+@pytest.mark.parametrize("config", [{"tier": "memory"}, "disk", Config])
+def test_a_config_of_another_type_is_refused(config: Any) -> None:
+    """Before anything is read from it."""
+    with pytest.raises(ConfigError, match=r"config=.* is not a torchdelta.Config: use Config\(tier='memory'\)"):
+        MemoryBudget("1GiB", config)
+
+
 def test_budgets_do_not_nest() -> None:
     """Neither another one nor the same."""
     outer = MemoryBudget(UNLIMITED)

@@ -51,6 +51,13 @@ def test_a_wrong_value_is_named_with_the_allowed_ones(options, parts):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("options", [None, "disk", [("tier", "disk")]])
+def test_options_that_are_no_mapping(options):
+    """One line, not what Python says of the value inside."""
+    with pytest.raises(ConfigError, match="is not a mapping: use "):
+        Config.from_dict(options)
+
+
 def test_sizes_are_read():
     """Budgets of host memory and disk come out as bytes, or as no limit."""
     config = Config(host_budget="1GiB", disk_budget=10**9)

@@ -58,7 +58,8 @@ class MemoryBudget:
 
     Raises:
         SizeError: The budget cannot be parsed.
-        ConfigError: `plan` is given beside a planner or forced decisions, or `trace_out` cannot be written.
+        ConfigError: `config` is no Config, `plan` is given beside a planner or forced decisions, or `trace_out` cannot
+            be written.
         PlanError: The plan's file cannot be read.
         BudgetError: (inside the scope) The step does not fit, whatever is evicted; names the least budget that fits.
         ScopeError: It is nested, is stopped while not running, or is used on another thread than the one that started
@@ -82,6 +83,7 @@ class MemoryBudget:
         trace_out: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config: Config = config if config is not None else Config()
+        _check_config(self.config)
         if plan is not None and self.config.planner not in (None, "auto"):
             raise ConfigError("plan and Config(planner=...) exclude each other: leave one of them out")
         if plan is not None and self.config.decisions is not None:
@@ -287,3 +289,8 @@ class MemoryBudget:
             )
             raise ScopeError(msg)
         return trace
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r} is not a torchdelta.Config: use Config(tier='memory')")

@@ -164,7 +164,8 @@ class Config:
             source: Where they come from, such as a file's name: error messages begin with it.
 
         Raises:
-            ConfigError: A key is unknown (the message has the nearest one), or a value is not allowed.
+            ConfigError: The options are no mapping, a key is unknown (the message has the nearest one), or a value is
+                not allowed.
 
         Example:
             >>> Config.from_dict({"tier": "memory", "host_budget": "4GiB"}).host_budget_bytes
@@ -172,6 +173,7 @@ class Config:
         """
         keys = tuple(field.name for field in fields(cls))
         prefix = f"{source}: " if source else ""
+        _check_mapping(prefix, options)
         for key in options:
             if key not in keys and key != MEMORY_BUDGET:
                 raise ConfigError(f"{prefix}{unknown_name('key', str(key), (MEMORY_BUDGET, *keys))}")
@@ -202,6 +204,11 @@ class Config:
     def disk_budget_bytes(self) -> int | None:
         """The disk budget as bytes; None is no limit."""
         return None if self.disk_budget is None else parse_size(self.disk_budget, name="disk_budget")
+
+
+def _check_mapping(prefix: str, options: Any) -> None:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{prefix}options={options!r} is not a mapping: use {{'tier': 'memory'}}")
 
 
 def _check_choice(option: str, value: Any, allowed: tuple[str, ...], *, or_else: str = "") -> None:
