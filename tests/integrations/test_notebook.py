@@ -91,6 +91,19 @@ def test_the_budget_can_be_changed(shell, run) -> None:
     assert shell.user_ns["size"] == 3 * 2**30
 
 
+def test_a_new_budget_does_not_show_the_figures_of_the_one_before(run, capsys) -> None:
+    """Until it has seen a step of its own. After it is turned off, its figures are still shown."""
+    assert run("%memory_budget 1GiB\n" + TRAIN).success
+    assert run("%memory_budget off").success
+    capsys.readouterr()
+    assert run("%memory_budget").success
+    assert "of budget 1.00 GiB; 3 steps" in capsys.readouterr().out
+    assert run("%memory_budget 2GiB").success
+    capsys.readouterr()
+    assert run("%memory_budget").success
+    assert capsys.readouterr().out == "memory budget of 2.00 GiB; no training step was seen\n"
+
+
 def test_one_cell_alone(shell, run, plain, capsys) -> None:
     """`%%memory_budget` ends with its cell, and a budget of all cells goes on after it."""
     losses, budget_bytes = plain

@@ -81,7 +81,7 @@ class MemoryBudgetMagics(Magics):
             self._stop()
             _stop_other()
             budget.start()
-            self._budget = budget
+            self._budget, self._summary = budget, None
             print(f"memory budget of {format_bytes(budget.budget_bytes)} for this and the following cells")  # noqa: T201
 
     def turn_off(self) -> None:
