@@ -70,6 +70,15 @@ def test_text_has_one_fact_a_line():
     assert "GiB (" in by_name["ram_bytes"]
 
 
+def test_an_unknown_variable_is_shown_whatever_its_name_ends_in(monkeypatch):
+    """What is said of it is no size."""
+    for name in ("TORCHDELTA_x_bytes", "TORCHDELTA_x_bytes_per_s"):
+        monkeypatch.setenv(name, "1")
+    lines = inside("env").stdout.splitlines()
+    said = [line.split(maxsplit=1)[1] for line in lines if line.startswith("TORCHDELTA_x_")]
+    assert [text.partition(":")[0] for text in said] == ["not read", "not read"]
+
+
 def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path):
     """Of two mounts at one place the later lies on top; blanks in paths are escaped by the kernel."""
     mountinfo = tmp_path / "mountinfo"

@@ -179,11 +179,13 @@ def _version(package: str) -> str | None:
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "-"
+    if name == "python":
+        return f"{value} ({sys.executable})"
+    if isinstance(value, str):  # also of a variable that is not read, whatever its name ends in
+        return value
     if name.endswith("_bytes"):
         sizes = value if isinstance(value, list) else [value]
         return ", ".join(f"{format_bytes(size_bytes)} ({size_bytes})" for size_bytes in sizes)
     if name.endswith("_bytes_per_s"):
         return f"{format_bytes(value)}/s"
-    if name == "python":
-        return f"{value} ({sys.executable})"
     return str(value)
