@@ -46,9 +46,9 @@ class MemoryBudget:
         budget: "8GiB", "80%" (of the device; on CPU of the lesser of RAM and the cgroup's limit), an int of bytes, or
             "auto": what is free when it starts, less a margin. On a GPU that is what the driver says is free and what
             this process's allocator holds, less 0.6 GiB and a sixteenth of the memory for context and fragmentation. On
-            CPU it is the lesser of the available RAM and of what is left in the cgroup's limit, less a tenth and at
-            least 256 MiB (under torchrun a share of it for each process of this machine), and the tensors that exist
-            already; with `Config(tier="memory")` less `host_budget`, or half of it.
+            CPU it is the lesser of the available RAM and of what is left in the cgroup's limit, minus 10 % (at least
+            256 MiB; under torchrun a share of it for each process of this machine), plus the bytes of tensors that
+            already exist; with `Config(tier="memory")` less `host_budget`, or half of it.
         config: Options; the default is right for most.
         plan: A plan of this step to follow, from `torchdelta plan`: the path of its file, or a `Plan`. It takes the
             place of `Config(planner=...)`. The second step is traced; if the plan is one of that step and holds the

@@ -73,9 +73,8 @@ class Config:
         planner: Follow plans of this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
             lists them), in place of the policy: once buffers have left, steps are traced, a helper process plans them
             while the training goes on, and the following steps carry the plans out, one for each kind of step. Steps
-            without a plan, and what a plan misses, are left to the policy. Of plans of the classes "extended" (as of
-            "dtr" and "delta-2022") and "all" (as of "autoswap-doa") only what saved tensors do between forward and
-            backward is carried out. "auto" follows plans of "torchdelta", but asks for one only once the budget has
+            without a plan, and what a plan misses, are left to the policy. Of any plan, only the decisions about saved
+            tensors are carried out. "auto" follows plans of "torchdelta", but asks for one only once the budget has
             cost as much time as a plan does (10 s), and gives it up if followed steps take longer than reacting did;
             on CPU only, and not where several processes train on one machine. None never plans. A plan needs the extra
             "plan"; without it "auto" is None.
