@@ -112,6 +112,12 @@ def test_plans_of_random_steps(name, trace, percent):
     plan_or_none(name, trace, MACHINE, max(1, peak(trace, with_workspace=True).size_bytes * percent // 100))
 
 
+@pytest.mark.parametrize("name", PLANNERS)
+def test_a_step_far_above_the_budget_is_refused(name):
+    """Also where its excess, added up over the ops, is more than 64 bits hold."""
+    assert plan_or_none(name, chain([(2**55, 2e-3, 1e-4)] * 10), MACHINE, 2**40) is None
+
+
 # The models in turn, so that the sample has them all.
 @pytest.mark.parametrize(("name", "model"), sample(itertools.product(PLANNERS, steps.STEPS), 4))
 def test_plans_of_real_steps(model, name):

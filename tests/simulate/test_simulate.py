@@ -1,10 +1,14 @@
 """What one decision does to a step that can be reckoned by hand."""
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta.errors import PlanError
 from torchdelta.simulate import Decision, Options, simulate
+from torchdelta.simulate.model import Code
+from torchdelta.simulate.problem import PlanningProblem
 
 TRACE = chain([(8 * MIB, 2e-3, 1e-4)] * 4)
 WIDE = TRACE.ops[0].writes[0]  # the first block's wide buffer: born at op 0, read by op 1, then late in backward
@@ -65,6 +69,33 @@ def test_a_step_that_does_not_fit_says_by_how_much():
     found = simulate(TRACE, MACHINE, budget_bytes=10)
     assert not found.score.is_feasible
     assert found.score.excess_bytes == found.plain_peak_bytes - 10
+
+
+def test_an_excess_beyond_64_bits_is_an_excess():
+    """Added up over the ops it ends at 2**62, on the device and on the host: what is far too large never fits."""
+    huge = chain([(2**55, 2e-3, 1e-4)] * 10)
+    score = simulate(huge, MACHINE, budget_bytes=MIB).score
+    assert not score.is_feasible
+    assert score.excess_bytes == PlanningProblem.of(huge, MACHINE).plain_peak_bytes - MIB
+    assert score.excess_sum_bytes == 2**62
+    problem = PlanningProblem.of(huge, replace(MACHINE, host_memory_bytes=MIB))
+    codes = np.full(len(problem.gaps), Code.SWAP, np.int8)
+    score = problem.score(codes, 2**62)
+    assert score.excess_bytes == 0
+    assert score.host_excess_bytes > 0
+    assert score.excess_sum_bytes == pytest.approx(2**62)
+
+
+def test_a_plan_that_passes_the_budget_is_not_scored_as_one_that_holds_it(monkeypatch):
+    """Whatever the evaluation of its decisions has said: what counts is the plan as it is written."""
+    problem = PlanningProblem.of(TRACE, MACHINE)
+    plain = PlanningProblem.score
+    monkeypatch.setattr(
+        PlanningProblem, "score", lambda *arguments: replace(plain(*arguments), excess_bytes=0, excess_sum_bytes=0)
+    )
+    found = problem.simulation(problem.keep_all(), problem.plain_peak_bytes - 1)
+    assert not found.score.is_feasible
+    assert found.score.excess_bytes == 1
 
 
 def test_a_buffer_without_a_gap_cannot_leave():

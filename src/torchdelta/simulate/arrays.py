@@ -1,11 +1,11 @@
 """The arrays that the compiled simulation reads and writes, and the numbers of their places."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Codes", "Floats", "Ints", "Static", "Work", "new_work"]
+__all__ = ["MOST_BYTES", "Codes", "Floats", "Ints", "Static", "Work", "new_work"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -16,6 +16,9 @@ KEEP, SWAP, DISK, RECOMPUTE, AGAIN = 0, 1, 2, 3, 4
 # Places in `Work.ints` and `Work.floats`.
 PEAK, PEAK_OP, EXCESS, EXCESS_SUM, HOST_PEAK, DISK_PEAK, NUM_SWAPS, NUM_REPLAYED, INVALID, CUT, STAMP = range(11)
 TIME, STALL, REPLAY, NO_STALL = range(4)
+
+MOST_BYTES: Any = np.int64(2**62)
+"""Sums of bytes end here: what would be more is as much. See [Note: typed constants] in `kernel.py`."""
 
 
 class Static(NamedTuple):

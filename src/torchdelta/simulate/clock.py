@@ -31,6 +31,7 @@ from torchdelta.simulate.arrays import (
     DISK,
     EXCESS,
     EXCESS_SUM,
+    MOST_BYTES,
     NO_STALL,
     NUM_SWAPS,
     PEAK,
@@ -244,7 +245,7 @@ def clock(
             peak = total
             peak_op = op
         if total > budget:
-            excess += total - budget
+            excess += min(total - budget, MOST_BYTES - excess)
             if excess > most_excess:
                 work.ints[CUT] = 1
                 break

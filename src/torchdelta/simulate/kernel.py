@@ -18,6 +18,7 @@ from torchdelta.simulate.arrays import (
     EXCESS_SUM,
     HOST_PEAK,
     INVALID,
+    MOST_BYTES,
     STAMP,
     TIME,
     Codes,
@@ -31,8 +32,8 @@ from torchdelta.simulate.memory_need import fill_need
 
 __all__ = ["NO_CUT", "evaluate", "locate", "measure"]
 
-NO_CUT: Any = np.int64(2**62)
-"""No sum of bytes is more. See [Note: typed constants]."""
+NO_CUT: Any = MOST_BYTES
+"""No sum of bytes is more, so nothing is cut."""
 
 _PREFETCH: Any = np.bool_(True)
 _SYNCHRONOUS: Any = np.bool_(False)
@@ -85,8 +86,10 @@ def evaluate(
             work.stall_out[:] = 0.0
             work.stall_in[:] = 0.0
     # Too much elsewhere weighs as if it lasted the whole step, so that a search sees it in the same sum.
-    work.ints[EXCESS_SUM] += max(0, work.ints[HOST_PEAK] - limits[1]) * static.time_s.shape[0]
-    work.ints[EXCESS_SUM] += max(0, work.ints[DISK_PEAK] - limits[2]) * static.time_s.shape[0]
+    num_ops = static.time_s.shape[0]
+    for peak, limit in ((HOST_PEAK, limits[1]), (DISK_PEAK, limits[2])):
+        over = min(max(0, work.ints[peak] - limit), MOST_BYTES // num_ops) * num_ops
+        work.ints[EXCESS_SUM] += min(over, MOST_BYTES - work.ints[EXCESS_SUM])
     if work.ints[INVALID]:
         work.floats[TIME] = np.inf
 

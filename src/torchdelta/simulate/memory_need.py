@@ -15,6 +15,7 @@ from torchdelta.simulate.arrays import (
     HOST_PEAK,
     INVALID,
     KEEP,
+    MOST_BYTES,
     NO_STALL,
     NUM_REPLAYED,
     NUM_SWAPS,
@@ -208,7 +209,7 @@ def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess
         need[op] = max(plain[op] - away, replay_peak[op])
         busy_s += time_s[op] + replay_s[op]
         if need[op] > budget:
-            excess += need[op] - budget
+            excess += min(need[op] - budget, MOST_BYTES - excess)
             if excess > most_excess:
                 ints[CUT] = 1
                 ints[EXCESS_SUM] = excess

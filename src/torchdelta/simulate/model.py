@@ -75,7 +75,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         peak_op: First op at which they are reached.
         excess_bytes: How far the peak is above the budget, 0 if it is not: nothing was left to wait for.
         excess_sum_bytes: The same added up over all ops, the host's and the disk's excess included: falls with every
-            step in the right direction.
+            step in the right direction. No more than 4 EiB.
         stall_s: Seconds that compute waited for transfers.
         recompute_s: Seconds of all replays.
         host_excess_bytes: How far the host's budget is passed.

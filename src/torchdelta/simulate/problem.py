@@ -182,12 +182,15 @@ class PlanningProblem:
     ) -> Simulation:
         """Evaluate a decision and return everything that is to be known of it: what its plan costs when executed.
 
-        Where the decision drops what cannot be made again the time is infinite, and the plan is not valid.
+        Where the decision drops what cannot be made again the time is infinite, and the plan is not valid. A plan that
+        passes the budget as it is written is never scored as one that holds it.
         """
         score = self._evaluate(codes, budget_bytes)
         plan = program(self, codes, budget_bytes, planner=planner, effort=effort)
         found = execute(self.trace, self.machine, plan)
         time_s = score.time_s if np.isinf(score.time_s) else found.time_s
+        if score.is_feasible and found.score.excess_bytes:
+            score = found.score
         return replace(found, score=score, time_s=time_s)
 
     def _evaluate(self, codes: NDArray[np.int8], budget_bytes: int) -> Score:
