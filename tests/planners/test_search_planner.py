@@ -78,6 +78,18 @@ def _least_time_s(problem: PlanningProblem, budget_bytes: int) -> float:
     return min(score.time_s for score in scores if score.is_feasible)
 
 
+def test_what_fits_at_last_by_a_swap_is_compared_with_recomputing():
+    """The first code that holds the budget is not the answer: a later one of the same gap may be faster."""
+    slow = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e6, host_in_bytes_per_s=1e6)
+    problem = PlanningProblem.of(STEP, slow)
+    limits, order = problem.limits(problem.plain_peak_bytes - 1), np.arange(len(problem.gaps), dtype=np.int64)
+    codes = problem.keep_all()
+    found = moves.improve(problem.static, problem.work, codes, limits, _allowed(problem), order, 1)
+    assert found[0] == 0
+    assert np.count_nonzero(codes == Code.SWAP) == 0
+    assert found[1] < 1.1 * problem.plain_time_s
+
+
 @pytest.mark.rest
 @settings(max_examples=10, deadline=None)
 @given(blocks(), st.floats(0, 1))

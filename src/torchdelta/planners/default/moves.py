@@ -222,7 +222,7 @@ def improve(
             for code in range(5):
                 if code == old or not allowed[gap, code]:
                     continue
-                if now[0] == 0 and code != 0 and old == 0:
+                if now[0] == 0 and code != 0 and best == 0:
                     continue  # what stays costs nothing by itself
                 codes[gap] = code
                 # More excess is worse at any time; at the budget, more time is.
@@ -234,7 +234,7 @@ def improve(
                     best = code
                     changed = True
             codes[gap] = best
-            if allowed[gap, AGAIN] and (now[0] > 0 or old != 0):
+            if allowed[gap, AGAIN] and (now[0] > 0 or best != 0):
                 found = _alone(static, work, codes, limits, allowed, gap, now, freed)
                 changed = changed or found != now
                 now = found
