@@ -98,6 +98,22 @@ def test_a_replay_finds_what_the_op_after_it_writes_over():
     assert find_fault(trace, found.plan) is None
 
 
+def test_a_replay_of_densely_connected_ops_is_possible():
+    """Each op reads all before it, and all were dropped: what a replay has to look at is far more than it runs."""
+    num = 16
+    made = [(id_, "activation", id_ - 1, 2 * num + 1 - id_) for id_ in range(1, num + 1)]
+    forward = [("forward", tuple(range(id_)), (id_,)) for id_ in range(1, num + 1)]
+    backward = [("backward", (id_,), ()) for id_ in range(num, 0, -1)]
+    trace = step_by_hand([(0, "input", -1, 2 * num), *made], [*forward, *backward], saved=(1, 1))
+    problem = PlanningProblem.of(trace, MACHINE, decision_class="extended")
+    assert len(problem.gaps) == num - 1
+    found = problem.simulation(np.full(num - 1, Code.RECOMPUTE, np.int8), problem.plain_peak_bytes)
+    assert found.score.is_feasible
+    assert find_fault(trace, found.plan) is None
+    (replay,) = found.plan.replays
+    assert replay.ops == tuple(range(num - 1))
+
+
 def test_statistics_that_are_brought_up_to_date_twice_need_not_be_found():
     """A batch norm that a step calls twice: the second call may run again although the first statistics went."""
     trace = step_by_hand(

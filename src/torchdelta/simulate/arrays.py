@@ -85,8 +85,8 @@ class Work(NamedTuple):
     disk_queue: Ints
 
 
-def new_work(num_ops: int, num_buffers: int, num_gaps: int) -> Work:
-    """Return room for evaluations of a problem of this size."""
+def new_work(num_ops: int, num_buffers: int, num_gaps: int, num_reads: int) -> Work:
+    """Return room for evaluations of a problem of this size; `num_reads` are those of all ops."""
 
     def ints(size: int) -> Ints:
         return np.zeros(size, np.int64)
@@ -107,7 +107,7 @@ def new_work(num_ops: int, num_buffers: int, num_gaps: int) -> Work:
         replay_peak=ints(num_ops),
         op_mark=ints(num_ops),
         chain=ints(num_ops),
-        stack=ints(num_ops + num_gaps + 1),
+        stack=ints(num_reads + num_gaps + 1),
         last_use=ints(num_buffers),
         made_mark=ints(num_buffers),
         swap_gap=ints(num_gaps + 1),

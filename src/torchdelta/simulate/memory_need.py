@@ -139,12 +139,8 @@ def fill_need(static: Static, work: Work, codes: Codes, budget: Any, most_excess
                             absent[read] = KEEP
                             continue
                     source = birth[read]
-                    # What is marked already need not be pushed: this keeps the stack within its room.
                     if source < 0 or op_mark[source] != stamp:
-                        if top >= stack.shape[0]:
-                            ints[INVALID] = 1
-                            continue
-                        stack[top] = read
+                        stack[top] = read  # there is room for all reads of all ops
                         top += 1
             # Their old order. Most chains are a few ops, latest first, for which a sort by insertion is the fastest;
             # long ones are sorted with gaps before (Shell's sort: numpy's takes a second to compile).

@@ -67,7 +67,7 @@ class PlanningProblem:
         self.min_size_bytes = min_size_bytes
         self.options = options
         self.static = _arrays(trace, machine, gaps)
-        self.work = arrays.new_work(len(trace.ops), len(trace.buffers), len(gaps))
+        self.work = arrays.new_work(len(trace.ops), len(trace.buffers), len(gaps), len(self.static.read_ids))
         kernel.locate(self.static, self.work, self.keep_all(), np.zeros(3, np.int64))
         self.plain_time_s = float(np.cumsum(self.static.time_s)[-1])  # summed in the order of the clock
         self.plain_peak_bytes = int(self.static.plain.max())
