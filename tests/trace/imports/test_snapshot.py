@@ -54,6 +54,14 @@ HOSTILE = {
 }
 
 
+def shared(depth):
+    """A tuple of twice the same tuple, of twice the same tuple, and so on: small, but not what is inside it."""
+    pair = ()
+    for _ in range(depth):
+        pair = (pair, pair)
+    return pair
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_pickles_are_refused(tmp_path, case):
     """What would import, call or build anything is an error of one line, and nothing has run."""
@@ -63,6 +71,15 @@ def test_hostile_pickles_are_refused(tmp_path, case):
         read_snapshot(path)
     assert "\n" not in str(caught.value)
     assert "refused" in str(caught.value) or case == "a huge memo"
+
+
+def test_tuples_are_no_keys():
+    """To hash a tuple of shared tuples takes forever, and a deeply nested one passes the end of the stack."""
+    listed = pickle.dumps([shared(60), None], 4)
+    as_dict = listed.replace(b"]", b"}", 1).removesuffix(b"e.") + b"u."  # what sets items in place of what appends
+    for data in (as_dict, b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.", b"\x80\x04()Nd."):
+        with pytest.raises(TraceFileError, match="a tuple is the key of a dict at byte"):
+            load_plain(data)
 
 
 @given(st.binary(max_size=200))
@@ -172,6 +189,8 @@ def damaged(**fields: Any) -> dict[str, Any]:
         (damaged(size=math.inf), "a damaged memory snapshot: OverflowError"),
         (damaged(time_us=10**400), "a damaged memory snapshot: OverflowError"),
         (damaged(addr=[1]), "a damaged memory snapshot: TypeError"),
+        (damaged(addr=shared(60)), "a damaged memory snapshot: TypeError: a tuple where a number or a text is wanted"),
+        (damaged(action=shared(60)), "a damaged memory snapshot: TypeError: a tuple where"),
         (damaged(action="free_completed"), "is freed, but it was not allocated"),
         (damaged(action="free_completed", size=0), "is freed, but it was not allocated"),
     ],

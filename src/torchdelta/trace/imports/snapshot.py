@@ -71,7 +71,8 @@ def _events(entries: list[Any], before: set[int | str]) -> Iterator[Event]:
     time_s = 0.0
     for entry in entries:
         time_s = max(time_s, float(entry.get("time_us", 0)) * 1e-6)
-        action, address, size_bytes = entry["action"], entry.get("addr"), int(entry.get("size", 0))
+        address, action = _simple(entry.get("addr")), _simple(entry["action"])
+        size_bytes = int(entry.get("size", 0))
         if action == "alloc":
             if address in alive:  # its release was not recorded
                 yield Event(op="free", id=address, time_s=time_s)
@@ -92,20 +93,27 @@ def _there_before(snapshot: Any, entries: list[Any], device: int) -> Iterator[Ev
     born: set[int] = set()
     before: dict[int, int] = {}
     for entry in entries:
-        address = entry.get("addr")
-        if entry["action"] == "alloc":
+        address, action = _simple(entry.get("addr")), _simple(entry["action"])
+        if action == "alloc":
             born.add(address)
-        elif entry["action"] in _FREED and address not in born and address not in before:
+        elif action in _FREED and address not in born and address not in before:
             before[address] = int(entry.get("size", 0))
     for segment in snapshot.get("segments") or ():
         if segment.get("device", device) != device:
             continue
         address = segment["address"]
         for block in segment["blocks"]:
-            address = block.get("address", address)
-            if block["state"] in _LIVING and address not in born and address not in before:
+            address = _simple(block.get("address", address))
+            if _simple(block["state"]) in _LIVING and address not in born and address not in before:
                 before[address] = int(block["size"])
             address += block["size"]
     for address, size_bytes in before.items():
         if size_bytes:
             yield Event(op="alloc", id=address, size_bytes=size_bytes)
+
+
+def _simple(value: Any) -> Any:
+    """Return a number or a text; to hash a tuple of a hostile file may take forever."""
+    if not isinstance(value, int | float | str | None):
+        raise TypeError(f"a {type(value).__name__} where a number or a text is wanted")
+    return value

@@ -3,13 +3,15 @@
 A pickle is a program: unpickling one from a stranger runs what the stranger likes. Forbidding its imports alone
 (`Unpickler.find_class`) leaves ways to fill the memory (the C unpickler makes an array as long as the largest memo
 number that a file names). So this is an interpreter of its own for the few instructions that dicts, lists, tuples,
-texts and numbers need; any other one is an error that names it. Nothing that it makes is larger than the file.
+texts and numbers need; any other one is an error that names it. Nothing that it makes is larger than the file. Keys
+of dicts are no tuples: to hash one takes as long as all that is inside it, a shared part as often as it occurs there.
 
 Slower than `pickle` (a few microseconds an instruction), which a file of other people is worth.
 """
 
 import io
 import pickletools
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torchdelta.errors import TraceFileError
@@ -23,6 +25,7 @@ _VALUES: Final = frozenset(
     "BININT BININT1 BININT2 LONG1 LONG4 INT LONG BINFLOAT FLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 UNICODE".split()  # noqa: SIM905 - names of instructions
 )
 _TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_KEYS: Final = frozenset({str, int, float, bool, type(None)})
 _IGNORED: Final = frozenset({"PROTO", "FRAME"})
 
 
@@ -66,7 +69,7 @@ def _interpret(data: bytes) -> Any:
             stack.append(_CONSTANTS[name])
         elif name in {"SETITEMS", "SETITEM"}:
             items = _to_mark(stack) if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-            _expect(stack[-1], dict, position).update(zip(items[::2], items[1::2], strict=True))
+            _expect(stack[-1], dict, position).update(_pairs(items, position))
         elif name in {"APPENDS", "APPEND"}:
             items = _to_mark(stack) if name == "APPENDS" else [stack.pop()]
             _expect(stack[-1], list, position).extend(items)
@@ -82,7 +85,7 @@ def _interpret(data: bytes) -> Any:
             stack.append(_to_mark(stack))
         elif name == "DICT":
             items = _to_mark(stack)
-            stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+            stack.append(dict(_pairs(items, position)))
         elif name == "STOP":
             if len(stack) != 1 or stack[0] is _MARK:
                 raise ValueError(f"it leaves {len(stack)} values")
@@ -92,6 +95,14 @@ def _interpret(data: bytes) -> Any:
                 f"the pickle has the instruction {name} at byte {position}, which plain data do not need: refused"
             )
     raise ValueError("it has no end")
+
+
+def _pairs(items: list[Any], position: int) -> Iterator[tuple[Any, Any]]:
+    """Return keys and values, given one after the other."""
+    for key in items[::2]:
+        if type(key) not in _KEYS:
+            raise TypeError(f"a {type(key).__name__} is the key of a dict at byte {position}")
+    return zip(items[::2], items[1::2], strict=True)
 
 
 def _to_mark(stack: list[Any]) -> list[Any]:
