@@ -180,6 +180,14 @@ DAMAGED = {
         changed(11, b"[1,0]", b"[" * 100_000),
         "line 11: Expected `int`, got `array` - at `$.reads[0]`",
     ),
+    "deep nesting in what is skipped": (
+        changed(11, b'{"record"', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"record"'),
+        "line 11: maximum recursion depth exceeded",
+    ),
+    "deep nesting in the header": (
+        changed(1, b'{"record"', b'{"x":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b',"record"'),
+        "line 1: not the header of a trace: maximum recursion depth exceeded",
+    ),
     "no time": (changed(11, b"3e-6", b"null"), "line 11: Expected `float`, got `null` - at `$.time_s`"),
     "no header": (lines_of(*LINES[1:]), "line 1: not the header of a trace: Object missing required field `format`"),
     "foreign header": (
