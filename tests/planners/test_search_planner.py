@@ -228,6 +228,24 @@ def test_the_least_budget_that_the_error_names_works(decision_class, optimizer):
     validate(trace, plan, MACHINE)
 
 
+@pytest.mark.parametrize("decision_class", planners.classes_of("torchdelta"))
+@pytest.mark.parametrize("host_bytes", [0, 16 * MIB])
+def test_without_room_on_the_host_no_budget_is_named_that_needs_it(decision_class, host_bytes):
+    """What swapping everything would take is no answer there: what is named works, or the host is what lacks room."""
+    machine = msgspec.structs.replace(MACHINE, host_memory_bytes=host_bytes)
+    trace = msgspec.structs.replace(STEP, ops=tuple(msgspec.structs.replace(op, recomputable=False) for op in STEP.ops))
+    planner = planners.get("torchdelta", decision_class)
+    for budget_bytes in (1000, PlanningProblem.of(STEP, MACHINE).plain_peak_bytes * 6 // 10):
+        with pytest.raises(InfeasibleError) as caught:
+            planner(trace, machine, budget_bytes)
+        least_bytes = caught.value.least_budget_bytes
+        if least_bytes is None:
+            assert "exceeds the host's budget by" in str(caught.value)
+            assert host_bytes
+        else:
+            validate(trace, planner(trace, machine, least_bytes), machine)
+
+
 def test_states_on_the_host_need_less_and_cost_less():
     """At the least budget of *saved* the class *all* has room to spare: what takes time there is free here."""
     trace = chain([(16 * MIB, 2e-2, 5e-3)] * 4, weight_bytes=8 * MIB, optimizer=True)

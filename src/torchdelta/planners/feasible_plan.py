@@ -24,7 +24,8 @@ def feasible_plan(
 ) -> Plan:
     """Return the plan of these codes if it holds the budget.
 
-    The error names `least_bytes` as the least budget that the planner found; by default the peak of these codes.
+    The error names `least_bytes` as the least budget that the planner found; by default the peak of these codes, if the
+    host and the disk have room for them.
 
     Raises:
         InfeasibleError: They do not hold the budget.
@@ -50,16 +51,16 @@ def accepted(simulation: Simulation, trace: Trace, planner: str, *, least_bytes:
             "planner or a larger memory budget",
             least_budget_bytes=None,
         )
-    if score.excess_bytes == 0:
+    elsewhere_bytes = score.host_excess_bytes or score.disk_excess_bytes
+    if elsewhere_bytes and (score.excess_bytes == 0 or least_bytes is None):
         what = "host" if score.host_excess_bytes else "disk"
-        excess_bytes = score.host_excess_bytes or score.disk_excess_bytes
         raise InfeasibleError(
-            f"planner {planner}: the plan exceeds the {what}'s budget by {format_bytes(excess_bytes)}: allow the "
+            f"planner {planner}: the plan exceeds the {what}'s budget by {format_bytes(elsewhere_bytes)}: allow the "
             f"{what} that much more, or use a larger memory budget",
             least_budget_bytes=None,
         )
-    least_bytes = score.peak_bytes if least_bytes is None else least_bytes
     op, budget_bytes = trace.ops[score.peak_op], simulation.budget_bytes
+    least_bytes = score.peak_bytes if least_bytes is None else least_bytes
     raise InfeasibleError(
         f"planner {planner}: no plan within {format_bytes(budget_bytes)} was found: the least budget found is "
         f"{format_bytes(least_bytes, rounds_up=True)} ({least_bytes} bytes), set by op {op.index} {op.name!r}",

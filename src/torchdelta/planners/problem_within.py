@@ -13,11 +13,11 @@ import numpy as np
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass
-from torchdelta.simulate.model import Code
+from torchdelta.simulate.model import Code, Score
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
 
-__all__ = ["FINEST_BYTES", "least_peak", "problem_within"]
+__all__ = ["FINEST_BYTES", "least_peak", "least_that_fits", "problem_within"]
 
 FINEST_BYTES: Final = 4096
 """The runtime evicts nothing smaller."""
@@ -44,6 +44,17 @@ def problem_within(
 def least_peak(problem: PlanningProblem) -> int:
     """Return the least peak that is surely found: that of swapping everything.
 
-    Within the class *saved* no plan has a lower one: nothing is away for longer, and no replay adds to it.
+    Within the class *saved* no plan has a lower one: nothing is away for longer, and no replay adds to it. Whether the
+    host has room for it, `least_that_fits` tells.
     """
-    return problem.score(np.full(len(problem.gaps), Code.SWAP, np.int8), 0).peak_bytes
+    return _all_swapped(problem).peak_bytes
+
+
+def least_that_fits(problem: PlanningProblem) -> int | None:
+    """Return the least budget that swapping everything surely holds; None where the host has no room for that."""
+    score = _all_swapped(problem)
+    return None if score.host_excess_bytes or score.disk_excess_bytes else score.peak_bytes
+
+
+def _all_swapped(problem: PlanningProblem) -> Score:
+    return problem.score(np.full(len(problem.gaps), Code.SWAP, np.int8), 0)

@@ -28,7 +28,7 @@ from torchdelta.plan.model import DecisionClass, Plan
 from torchdelta.planners.default import moves
 from torchdelta.planners.default.search import Search, Start, allowed_codes
 from torchdelta.planners.feasible_plan import feasible_plan
-from torchdelta.planners.problem_within import least_peak, problem_within
+from torchdelta.planners.problem_within import least_peak, least_that_fits, problem_within
 from torchdelta.planners.registry import Effort, Planner, register
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
@@ -106,7 +106,7 @@ def _planner(decision_class: DecisionClass) -> Planner:
         problem = problem_within(trace, machine, budget_bytes, decision_class=decision_class)
         start = None if decision_class == "saved" else _start_within_saved(problem, budget_bytes, effort)
         codes = choose(problem, budget_bytes, effort, start=start)
-        least_bytes = least_peak(problem)
+        least_bytes = least_that_fits(problem)
         return feasible_plan(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
 
     return plan
