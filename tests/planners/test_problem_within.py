@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta.errors import InfeasibleError
@@ -11,6 +12,7 @@ from torchdelta.planners import get
 from torchdelta.planners.problem_within import FINEST_BYTES, least_peak, problem_within
 from torchdelta.simulate.gaps import MIN_SIZE_BYTES
 from torchdelta.simulate.problem import PlanningProblem
+from torchdelta.trace.model import Buffer
 
 KIB = 1024
 SMALL = chain([(48 * KIB, 2e-3, 1e-4)] * 12, weight_bytes=KIB)
@@ -64,3 +66,18 @@ def test_an_impossible_budget_names_what_small_buffers_make_possible() -> None:
     assert least_bytes is not None
     assert least_bytes < PLAIN_BYTES
     validate(SMALL, get("torchdelta", "saved")(SMALL, MACHINE, least_bytes), MACHINE)
+
+
+@pytest.mark.parametrize("decision_class", ["saved", "extended", "all"])
+def test_the_named_budget_holds_although_it_leaves_small_buffers_no_choice(decision_class: str) -> None:
+    """Beside a large constant the small buffers, which leave within the budget that was refused, stay in the named."""
+    trace = chain([(20 * KIB, 2e-3, 1e-4)] * 20, weight_bytes=KIB)
+    num = len(trace.buffers)
+    large = Buffer(id=num, storage_id=num, size_bytes=100 * MIB, kind="constant", birth_op=-1, death_op=len(trace.ops))
+    trace = replace(trace, buffers=(*trace.buffers, large))
+    with pytest.raises(InfeasibleError) as raised:
+        get("torchdelta", decision_class)(trace, MACHINE, MIB)
+    least_bytes = raised.value.least_budget_bytes
+    assert least_bytes is not None
+    planner = get("torchdelta", decision_class)
+    validate(trace, planner(trace, MACHINE, least_bytes), MACHINE)

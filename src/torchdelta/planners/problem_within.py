@@ -13,6 +13,7 @@ import numpy as np
 
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass
+from torchdelta.simulate.gaps import MIN_SIZE_BYTES
 from torchdelta.simulate.model import Code, Score
 from torchdelta.simulate.problem import PlanningProblem
 from torchdelta.trace.model import Trace
@@ -34,7 +35,7 @@ def problem_within(
     If none can, the one with the most gaps is returned.
     """
     problem = PlanningProblem.of(trace, machine, decision_class=decision_class)
-    finest_bytes = max(FINEST_BYTES, budget_bytes // _FINEST_SHARE)
+    finest_bytes = _finest_bytes(budget_bytes)
     while least_peak(problem) > budget_bytes and problem.min_size_bytes // _FINER >= finest_bytes:
         finer_bytes = problem.min_size_bytes // _FINER
         problem = PlanningProblem.of(trace, machine, decision_class=decision_class, min_size_bytes=finer_bytes)
@@ -51,9 +52,22 @@ def least_peak(problem: PlanningProblem) -> int:
 
 
 def least_that_fits(problem: PlanningProblem) -> int | None:
-    """Return the least budget that swapping everything surely holds; None where the host has no room for that."""
-    score = _all_swapped(problem)
-    return None if score.host_excess_bytes or score.disk_excess_bytes else score.peak_bytes
+    """Return the least budget that swapping everything surely holds; None where the host has no room for that.
+
+    It holds when it is asked for: a larger budget leaves fewer small buffers a choice, and then takes more.
+    """
+    while True:
+        score = _all_swapped(problem)
+        if score.host_excess_bytes or score.disk_excess_bytes:
+            return None
+        if problem.min_size_bytes >= min(_finest_bytes(score.peak_bytes), MIN_SIZE_BYTES):
+            return score.peak_bytes  # the same buffers have a choice there
+        trace, machine, decision_class = problem.trace, problem.machine, problem.decision_class
+        problem = problem_within(trace, machine, score.peak_bytes, decision_class=decision_class)
+
+
+def _finest_bytes(budget_bytes: int) -> int:
+    return max(FINEST_BYTES, budget_bytes // _FINEST_SHARE)
 
 
 def _all_swapped(problem: PlanningProblem) -> Score:

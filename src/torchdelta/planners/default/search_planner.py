@@ -106,7 +106,8 @@ def _planner(decision_class: DecisionClass) -> Planner:
         problem = problem_within(trace, machine, budget_bytes, decision_class=decision_class)
         start = None if decision_class == "saved" else _start_within_saved(problem, budget_bytes, effort)
         codes = choose(problem, budget_bytes, effort, start=start)
-        least_bytes = least_that_fits(problem)
+        fits = problem.score(codes, budget_bytes).is_feasible
+        least_bytes = None if fits else least_that_fits(problem)
         return feasible_plan(problem, codes, budget_bytes, planner="torchdelta", effort=effort, least_bytes=least_bytes)
 
     return plan
