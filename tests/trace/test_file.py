@@ -206,6 +206,31 @@ def test_hundred_thousand_buffers(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "step.trace") == large
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("a" * 300, "File name too long"), ("a\0b", "embedded null byte")], ids=["long", "null"]
+)
+def test_impossible_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    """A name that no file can have is one clear line, to write and to read."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TraceFileError, match=f"cannot write the trace: {message}"):
+        write_trace(example(), name)
+    with pytest.raises(TraceFileError, match=f"cannot read the trace: {message}"):
+        read_trace(name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_that_is_not_unicode(tmp_path: Path) -> None:
+    """A lone surrogate, as a file's name may have it, is one clear line, and no file stays."""
+    odd = "caf\udce9"
+    for trace in (
+        replace(example(), header=replace(example().header, comment=odd)),
+        replace(example(), ops=(replace(example().ops[0], name=odd), *example().ops[1:])),
+    ):
+        with pytest.raises(TraceFileError, match="cannot write the trace: 'utf-8' codec can't encode"):
+            write_trace(trace, tmp_path / "step.trace")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     """A pipe (or "/dev/null") stays what it is; a link is followed, and stays a link."""
     os.mkfifo(tmp_path / "pipe")

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.trace.strategies import example, traces
 from torchdelta.errors import TraceFileError
-from torchdelta.trace.model import FORMAT_VERSION, Buffer, Op, SavedTensor, Trace
+from torchdelta.trace.model import FORMAT_VERSION, Buffer, Op, Product, SavedTensor, Trace
 from torchdelta.trace.validate import find_fault, validate
 
 
@@ -78,6 +78,26 @@ BROKEN = {
     "negative moved bytes": (
         changed("ops", 2, moved_bytes=-1),
         "op 2 'aten.sum.default': negative moved_bytes -1",
+    ),
+    "endless flops": (
+        changed("ops", 2, flops=2**100 + 1),
+        "op 2 'aten.sum.default': flops is above 1267650600228229401496703205376",
+    ),
+    "endless moved bytes": (
+        changed("ops", 2, moved_bytes=10**400),
+        "op 2 'aten.sum.default': moved_bytes is above 1267650600228229401496703205376",
+    ),
+    "endless product": (
+        changed("ops", 0, product=Product(rows=4, columns=3, inner=10**400)),
+        "op 0 'aten.mm.default': product.inner is above 1267650600228229401496703205376",
+    ),
+    "negative product": (
+        changed("ops", 0, product=Product(rows=4, columns=-3, inner=2)),
+        "op 0 'aten.mm.default': negative product.columns -3",
+    ),
+    "endless times": (
+        changed("ops", 2, time_s=1e300),
+        "op 2: with it the ops take more than 1e+30 seconds",
     ),
     "negative workspace": (
         changed("ops", 2, workspace_bytes=-1),

@@ -105,20 +105,22 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], kind: FileKind, header: msgspec.Struct) -> None:
-        first_line = _encode(header)  # before there is a file
         self._num: Counter[type] = Counter()
         self._path, self._kind = Path(path), kind
         self._lines: list[bytes] = []
         self._lines_bytes = 0
         self._is_open = True
-        self._target = Path(os.path.realpath(path))
-        if self._target.exists() and not (self._target.is_file() or self._target.is_dir()):
-            raise kind.error(f"{self._path}: cannot write the {kind.noun}: the path exists and is not a regular file")
         try:
+            first_line = _encode(header)  # before there is a file
+            self._target = Path(os.path.realpath(path))
+            if self._target.exists() and not (self._target.is_file() or self._target.is_dir()):
+                raise kind.error(
+                    f"{self._path}: cannot write the {kind.noun}: the path exists and is not a regular file"
+                )
             # `with_name` refuses a path that has no last part, such as "/".
             self._temporary = self._target.with_name(f".{self._target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
             self._raw = self._temporary.open("xb")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # ValueError: also a text that is not Unicode
             raise self._failed(error) from error
         # No name and no time in the gzip header: the same lines give the same bytes.
         self._gzip = gzip.GzipFile(filename="", mode="wb", compresslevel=_COMPRESSION_LEVEL, fileobj=self._raw, mtime=0)
@@ -130,7 +132,12 @@ class RecordWriter:
         Raises:
             FileKind.error: The file cannot be written. What was written is then gone.
         """
-        self._put(_encode(record))
+        try:
+            line = _encode(record)
+        except UnicodeEncodeError as error:
+            self.abort()
+            raise self._failed(error) from error
+        self._put(line)
         self._num[type(record)] += 1
 
     def _put(self, line: bytes) -> None:
@@ -261,7 +268,7 @@ def _read_lines(path: str | os.PathLike[str], kind: FileKind) -> Iterator[tuple[
         raise _damaged(path, kind, number + 1, "the compressed data end too soon: the file was cut short") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise _damaged(path, kind, number + 1, f"the compressed data are damaged: {one_line(error)}") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name with a byte of 0 in it
         raise kind.error(f"{path}: cannot read the {kind.noun}: {one_line(error)}") from error
     if number == 0:
         raise kind.error(f"{path}: the file is empty")

@@ -19,9 +19,10 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
+from msgspec.structs import asdict
 
 from torchdelta.errors import TraceFileError
-from torchdelta.trace.model import BEFORE_STEP, FORMAT_NAME, FORMAT_VERSION, SavedTensor, Trace, storage_versions
+from torchdelta.trace.model import BEFORE_STEP, FORMAT_NAME, FORMAT_VERSION, Op, SavedTensor, Trace, storage_versions
 
 ITEM_SIZE_BYTES = {
     "bool": 1,
@@ -50,6 +51,13 @@ ITEM_SIZE_BYTES = {
 
 MAX_BYTES = 2**62
 """What all buffers of a trace, or all workspaces, may come to together: its readers add up 64-bit integers."""
+
+
+MAX_COUNT = 2**100
+"""What an op may multiply or move, and what a size of its product may be: the price that is made of them is a float."""
+
+MAX_TIME_S = 1e30
+"""What all ops may take together, so that a plan which runs each of them for each other one has a time."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,12 +155,8 @@ def _op_fault(trace: Trace) -> Fault | None:
             wrong = f"phase {op.phase!r} is not among the header's phases {', '.join(phases)}"
         elif not (math.isfinite(op.time_s) and op.time_s >= 0):
             wrong = f"time_s {op.time_s} is not a finite number of seconds from 0"
-        elif op.workspace_bytes < 0:
-            wrong = f"negative workspace_bytes {op.workspace_bytes}"
-        elif op.flops < 0:
-            wrong = f"negative flops {op.flops}"
-        elif op.moved_bytes < 0:
-            wrong = f"negative moved_bytes {op.moved_bytes}"
+        elif count_fault := _count_fault(op):
+            wrong = count_fault
         elif unknown := [id_ for id_ in (*op.reads, *op.writes) if not 0 <= id_ < num_buffers]:
             wrong = f"unknown buffer {unknown[0]}, the trace has {num_buffers}"
         elif len(set(op.reads)) < len(op.reads) or len(set(op.writes)) < len(op.writes):
@@ -160,7 +164,27 @@ def _op_fault(trace: Trace) -> Fault | None:
         else:
             continue
         return Fault(record="op", index=place, message=f"op {op.index} {op.name!r}: {wrong}")
-    return _sum_fault("op", [op.workspace_bytes for op in trace.ops])
+    return _sum_fault("op", [op.workspace_bytes for op in trace.ops]) or _time_fault(trace)
+
+
+def _count_fault(op: Op) -> str | None:
+    counts = {"workspace_bytes": op.workspace_bytes, "flops": op.flops, "moved_bytes": op.moved_bytes}
+    if op.product is not None:
+        counts |= {f"product.{name}": size for name, size in asdict(op.product).items()}
+    for name, count in counts.items():
+        if count < 0:
+            return f"negative {name} {count}"
+        if count > MAX_COUNT:
+            return f"{name} is above {MAX_COUNT}"
+    return None
+
+
+def _time_fault(trace: Trace) -> Fault | None:
+    for place, total_s in enumerate(accumulate(op.time_s for op in trace.ops)):
+        if total_s > MAX_TIME_S:
+            message = f"op {place}: with it the ops take more than {MAX_TIME_S:g} seconds"
+            return Fault(record="op", index=place, message=message)
+    return None
 
 
 def _birth_fault(trace: Trace) -> Fault | None:

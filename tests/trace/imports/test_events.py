@@ -1,6 +1,8 @@
 """Event logs become traces: the iteration in the middle, with lives, load and times of the step that was logged."""
 
 import gzip
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from tests.trace.imports.logs import played
 from tests.trace.strategies import example, traces
 from torchdelta.errors import TraceFileError
+from torchdelta.trace.file import read_trace, write_trace
 from torchdelta.trace.imports.events import Event, read_event_log, trace_of_events
 from torchdelta.trace.model import BEFORE_STEP, counts, load_curve, peak, storage_versions
 from torchdelta.trace.validate import validate
@@ -84,6 +87,19 @@ def test_blocks_that_cross_the_end_of_a_step():
     trace = trace_of_events(events, source="log")
     assert sorted(load_curve(trace)) == [16, 116]
     assert sum(buffer.birth_op == BEFORE_STEP for buffer in trace.buffers) == 1
+
+
+def test_a_log_whose_name_is_not_utf8(tmp_path):
+    """The trace says where it is from, in characters that its file can hold."""
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    with path.open("w") as log:
+        for step in range(4):
+            log.writelines(
+                json.dumps({"op": op, "id": 1, "size_bytes": 8, "time_s": 3 * step + place}) + "\n"
+                for place, op in enumerate(("alloc", "write", "free"))
+            )
+    write_trace(read_event_log(path), tmp_path / "step.trace")
+    assert "caf\\udce9.jsonl: iteration" in read_trace(tmp_path / "step.trace").header.comment
 
 
 def test_what_is_read_after_the_peak_is_saved():

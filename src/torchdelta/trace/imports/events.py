@@ -33,6 +33,7 @@ from typing import Final, Literal
 import msgspec
 
 from torchdelta.errors import TraceFileError
+from torchdelta.trace.frame import one_line
 from torchdelta.trace.imports.iteration import MIN_REPEATS, Iteration, find_iteration, signatures
 from torchdelta.trace.imports.plain_or_gzip import opened
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Phase, SavedTensor, Trace
@@ -192,7 +193,7 @@ def trace_of_events(
     comment = "whole log"
     if found is not None:
         comment = f"iteration of {end - first} events, found {found.num_events // found.length} times"
-    step = _Builder(events, first, end, end_s).trace(comment=f"{source}: {comment}", device=device)
+    step = _Builder(events, first, end, end_s).trace(comment=f"{one_line(source)}: {comment}", device=device)
     try:
         validate(step)
     except TraceFileError as error:

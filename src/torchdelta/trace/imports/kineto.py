@@ -236,7 +236,7 @@ def _arguments(event: _Event, kind: type[Any]) -> Any:
     """Return the arguments of an event; those of a wrong type count as left out."""
     try:
         return msgspec.json.decode(event.args, type=kind)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return kind()
 
 

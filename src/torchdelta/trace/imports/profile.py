@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from torchdelta.errors import TraceFileError
+from torchdelta.trace.frame import one_line
 from torchdelta.trace.imports.events import whole_buffer
 from torchdelta.trace.imports.kineto import Allocation, Profile, ProfiledOp, read_profile_file
 from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Phase, SavedTensor, Trace
@@ -228,7 +229,7 @@ class _Builder:
             device_name=profile.device_name,
             created_by="torchdelta profile",
             phases=_PHASES,
-            comment=f"{source}: {step}, {profile.time_s * 1e3:.1f} ms with the profiler on",
+            comment=f"{one_line(source)}: {step}, {profile.time_s * 1e3:.1f} ms with the profiler on",
         )
         return Trace(
             header=header,

@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from torchdelta.errors import TraceError
+from torchdelta.trace.frame import one_line
 from torchdelta.trace.imports.kineto import Profile, Shape
 from torchdelta.trace.model import Op, Trace
 
@@ -101,7 +102,7 @@ def with_measured_times(
     header = replace(
         priced.header,
         device_name=profile.device_name,
-        comment=f"{priced.header.comment}, op times of {source}",
+        comment=f"{priced.header.comment}, op times of {one_line(source)}",
     )
     return replace(priced, header=header, ops=ops), match
 
