@@ -196,6 +196,14 @@ def test_an_argument_keeps_its_own_message(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def test_none_is_a_word_in_each_source(folder: Path) -> None:
+    """An argument can be text, too, as of the command line."""
+    expected = Config(planner=None)
+    assert resolve_settings({"planner": "none", "host_budget": "None"}, environ={}, directory=folder).config == expected
+    assert resolve_settings(environ={"TORCHDELTA_PLANNER": "none"}, directory=folder).config == expected
+    assert MemoryBudget.from_settings("1GiB", file={}, planner="none").config == expected
+
+
 def test_a_misspelled_variable_is_found() -> None:
     """What looks like one of ours and is not gets the nearest name; others' variables are left out."""
     found = unknown_variables({"TORCHDELTA_POLCY": "lru", "TORCHDELTA_LOG_LEVEL": "INFO", "HOME": "/"})

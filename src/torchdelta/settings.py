@@ -110,7 +110,7 @@ def resolve_settings(
     elif path is not None:
         sources.append(("config", without_none(path)))
     sources += [(name, {key: value}) for key, name, value in _read_environment(environ)]
-    sources.append(("argument", arguments or {}))
+    sources.append(("argument", without_none(arguments or {})))
 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

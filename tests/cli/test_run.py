@@ -323,6 +323,12 @@ def test_settings_come_from_the_file_that_is_here(script, tmp_path, monkeypatch)
     assert json.loads(done.stdout)["options"] == {"host_budget": "1GiB"}
 
 
+def test_no_planner_and_no_limit_are_the_word_none(script):
+    """As in a settings file: the script and its children get no planner."""
+    done = run_inside(*BUDGET, "--planner", "none", "--host-budget", "none", "--json", script(SHOW_RUN))
+    assert json.loads(done.stdout)["options"] == {"planner": None}
+
+
 def test_settings_come_from_a_file_and_the_environment(script, tmp_path):
     """An option wins over the environment, and that over the file of --config, which is read and not the one here."""
     (tmp_path / "torchdelta.toml").write_text('memory_budget = "3GiB"\nhost_budget = "1GiB"\n')
