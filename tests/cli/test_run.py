@@ -90,6 +90,17 @@ def test_a_directory_with_a_main_runs(tmp_path):
     assert run_inside(*BUDGET, tmp_path / "job", "-x").stdout == "__main__ 8 ['-x']\n"
 
 
+def test_a_script_on_a_pipe_runs():
+    """As of `run <(command)` or /dev/stdin: a pipe can be read only once."""
+    reader, writer = os.pipe()
+    os.write(writer, b"import sys\nprint('ran', sys.argv[1:])\nsys.exit(3)\n")
+    os.close(writer)
+    try:
+        assert run_inside(*BUDGET, f"/dev/fd/{reader}", "-x", code=3).stdout == "ran ['-x']\n"
+    finally:
+        os.close(reader)
+
+
 MAIN = """\
 import atexit, pickle, sys
 import torch

@@ -52,10 +52,10 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> Outcome
     try:
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
-        elif _is_plain_file(target):
-            _run_file(target)
-        else:  # a directory or zip file: runpy finds its __main__.py and puts it into sys.path
+        elif _has_main(target):  # runpy finds its __main__.py and puts it into sys.path
             runpy.run_path(target, run_name="__main__")
+        else:
+            _run_file(target)
     except SystemExit as error:
         return Outcome(exit_code=_exit_code(error))
     except BaseException as error:  # noqa: BLE001 - everything the script can raise is reported, Ctrl-C included
@@ -69,15 +69,20 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> Outcome
     return Outcome(exit_code=0)
 
 
-def _is_plain_file(target: str) -> bool:
-    return Path(target).is_file() and not zipfile.is_zipfile(target)
+def _has_main(target: str) -> bool:
+    """Return whether it is a directory or a zip file.
+
+    A pipe, such as /dev/stdin, is not looked into: what is read of it would be lost.
+    """
+    path = Path(target)
+    return path.is_dir() or (path.is_file() and zipfile.is_zipfile(path))
 
 
 def _import_directory(target: str, *, is_module: bool) -> str:
     """Return what Python puts first into sys.path; for a script its directory, with links resolved."""
     if is_module:
         return str(Path.cwd())
-    return str(Path(target).resolve().parent) if _is_plain_file(target) else target
+    return target if _has_main(target) else str(Path(target).resolve().parent)
 
 
 def _run_file(path: str) -> None:
