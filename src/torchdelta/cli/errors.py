@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from torchdelta.cli.stderr import print_on_stderr
 from torchdelta.errors import (
     ConfigError,
     InfeasibleError,
@@ -112,7 +113,7 @@ class OneLineGroup(TyperGroup):
             said = _NEAREST.sub(r": did you mean \1?", f"{text[:1].lower()}{text[1:].rstrip('.')}")
             message = f"{said} (see `{help_of} --help`)" if text else ""
         if message:
-            typer.echo(f"{prefix(self._command)}: {' '.join(message.split()).removesuffix('.')}", err=True)
+            print_on_stderr(f"{prefix(self._command)}: {' '.join(message.split()).removesuffix('.')}")
         return code
 
 
@@ -147,7 +148,7 @@ def fail(message: str, code: int = EXIT_USAGE) -> NoReturn:
 
 def note(message: str) -> None:
     """Print on stderr what is no error, and no result either."""
-    typer.echo(f"{prefix()}: {message}", err=True)
+    print_on_stderr(f"{prefix()}: {message}")
 
 
 def print_result(text: str) -> None:

@@ -10,6 +10,7 @@ import typer
 from tqdm import tqdm
 
 from torchdelta.cli.errors import fail, note, one_of, print_result
+from torchdelta.cli.stderr import is_terminal
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass
 
@@ -91,7 +92,9 @@ def own_stdout() -> Generator[None]:
 @contextmanager
 def progress() -> Generator[Callable[[str], None]]:
     """Yield a function that shows the current activity on a terminal, after the first second."""
-    with tqdm(file=sys.stderr, disable=None, delay=1.0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
+    with tqdm(
+        file=sys.stderr, disable=not is_terminal(sys.stderr), delay=1.0, leave=False, bar_format="{desc} [{elapsed}]"
+    ) as bar:
 
         def say(what: str) -> None:
             bar.set_description_str(what, refresh=False)

@@ -12,6 +12,7 @@ import typer
 
 from torchdelta.cli.errors import EXIT_FAILED, check_output, fail, note, one_of, print_result
 from torchdelta.cli.options import JsonOption
+from torchdelta.cli.stderr import is_terminal, print_on_stderr
 from torchdelta.errors import MachineError
 from torchdelta.host import processor_name
 from torchdelta.machine.cache import (
@@ -79,8 +80,8 @@ def probe(
             note(f"measuring again: the stored result was measured {other}")
             cached = None
     if cached is None:
-        if sys.stderr.isatty():
-            typer.echo("measuring, a few seconds ...", err=True)
+        if is_terminal(sys.stderr):
+            print_on_stderr("measuring, a few seconds ...")
         from torchdelta.machine.probe import probe as measure
 
         load = load_per_core()  # before: what is measured makes a load of its own
@@ -99,8 +100,8 @@ def probe(
             machine=machine,
         )
         path = None if quick else write_cached(chosen, cached)
-        if path is not None and sys.stderr.isatty():
-            typer.echo(f"stored in {path}", err=True)
+        if path is not None and is_terminal(sys.stderr):
+            print_on_stderr(f"stored in {path}")
     if share is not None:
         _write_share(share, chosen, cached, quick=quick)
     facts = msgspec.to_builtins(cached)

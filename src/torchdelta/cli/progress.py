@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torchdelta.cli.errors import prefix
+from torchdelta.cli.stderr import is_terminal
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Progress:
     def __init__(self, budget: MemoryBudget, stream: TextIO | None = None) -> None:
         self._budget = budget
         self._stream = sys.stderr if stream is None else stream
-        self._is_terminal = self._stream.isatty()
+        self._is_terminal = is_terminal(self._stream)
         self._samples: deque[_Sample] = deque(maxlen=_NUM_SAMPLES)
         self._peak_bytes = 0
         self._next_step = 0  # index of the first step whose peak was not read yet
@@ -59,7 +60,8 @@ class Progress:
 
     def _write(self, *, is_last: bool = False) -> None:
         text = self._text()
-        with contextlib.suppress(OSError, ValueError):  # the script closed stderr, or its reader is gone
+        # stderr is closed, its reader is gone, or it is an object of the script's own, which can do less than a file.
+        with contextlib.suppress(Exception):
             if self._is_terminal:
                 if text:
                     self._stream.write(f"\r{text:<{self._width}}")

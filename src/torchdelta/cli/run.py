@@ -1,5 +1,6 @@
 """`torchdelta run`: an unchanged training script inside a byte budget."""
 
+import contextlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from torchdelta.cli.errors import EXIT_INFEASIBLE, EXIT_USAGE, check_input, chec
 from torchdelta.cli.options import number_or_text
 from torchdelta.cli.progress import Progress
 from torchdelta.cli.script import Outcome, run_script, show_error
+from torchdelta.cli.stderr import print_on_stderr
 from torchdelta.cli.summary_table import show_summary
 from torchdelta.config import POLICIES
 from torchdelta.errors import TorchdeltaError
@@ -144,18 +146,30 @@ def run(
 
     hand_on(wanted, settings.options, plan=plan, as_json=as_json, shows_progress=shows_progress)
     progress = Progress(budget) if shows_progress and os.environ.get("RANK", "0") == "0" else None
+    own_process = os.getpid()
     try:
         outcome = run_script(target, arguments or [], is_module=is_module)
     finally:
-        if progress is not None:
-            progress.stop()
-        try:
-            budget.stop()
-        except BudgetError as error:  # the script caught the error of an impossible step, or ended before it
-            outcome = Outcome(exit_code=1, error=error)
+        if os.getpid() == own_process:
+            if progress is not None:
+                progress.stop()
+            try:
+                budget.stop()
+            except BudgetError as error:  # the script caught the error of an impossible step, or ended before it
+                outcome = Outcome(exit_code=1, error=error)
     exit_code = _report(outcome, BudgetError)
-    _flush_stdout()
-    _write_summary(budget.summary(), as_json=as_json, path=summary_json)
+    if os.getpid() != own_process:  # a child that the script forked: the budget and its summary are the parent's
+        raise typer.Exit(exit_code)
+    summary = budget.summary()
+    as_text = json.dumps(summary.as_dict())
+    if summary_json is not None:
+        _write_summary(summary_json, as_text)
+    with contextlib.suppress(Exception):  # the script closed it or put another object there, or its reader is gone
+        sys.stdout.flush()  # so that the script's output comes before the summary on a terminal
+    if as_json:
+        print_on_stderr(as_text)
+    else:
+        show_summary(summary)
     raise typer.Exit(exit_code)
 
 
@@ -168,33 +182,19 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
         error = error.__cause__  # torch's `Module.to` wraps what moving a parameter raises
     if error is not None:
         # Without the traceback: it would show the last op, not the cause.
-        typer.echo(f"{prefix('run')}: {error}", err=True)
+        print_on_stderr(f"{prefix('run')}: {error}")
         return EXIT_INFEASIBLE
     show_error(outcome.error)
     return outcome.exit_code
 
 
-def _write_summary(summary: Any, *, as_json: bool, path: Path | None) -> None:
-    text = json.dumps(summary.as_dict())
-    if as_json:
-        typer.echo(text, err=True)
-    else:
-        show_summary(summary)
-    if path is not None:
-        try:
-            _of_rank(path).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:  # the script's own exit code is kept
-            typer.echo(f"{prefix('run')}: cannot write {str(path)!r}: {error.strerror or error}", err=True)
+def _write_summary(path: Path, text: str) -> None:
+    try:
+        _of_rank(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:  # the script's own exit code is kept
+        print_on_stderr(f"{prefix('run')}: cannot write {str(path)!r}: {error.strerror or error}")
 
 
 def _of_rank(path: Path) -> Path:
     """Return the path with the rank of this process in place of '{rank}'."""
     return Path(str(path).replace("{rank}", os.environ.get("RANK", "0")))
-
-
-def _flush_stdout() -> None:
-    """Flush the script's output, so that it comes before the summary on a terminal."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        return  # the script closed it, or the reader closed the pipe: not an error of this command

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Final
 
+from torchdelta.cli.stderr import print_on_stderr
+
 __all__ = ["Outcome", "run_script", "show_error"]
 
 # The exit code that a shell reports for a process ended by Ctrl-C.
@@ -62,7 +64,7 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> Outcome
         own = _script_frames(error.__traceback__)
         if own is None and isinstance(error, ImportError):
             # Raised by runpy itself: there is no such module, it cannot be run, or a directory has no __main__.py.
-            _print_error(f"{sys.executable}: {error}")
+            print_on_stderr(f"{sys.executable}: {error}")
             return Outcome(exit_code=1)
         exit_code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         return Outcome(exit_code=exit_code, error=error.with_traceback(own))
@@ -105,9 +107,9 @@ def show_error(error: BaseException) -> None:
     """Show an uncaught exception as Python would, by the script's own sys.excepthook if it set one."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception:  # noqa: BLE001 - as Python does: a broken hook must not hide the error
-        traceback.print_exc()
-        traceback.print_exception(error)
+    except Exception as of_hook:  # noqa: BLE001 - as Python does: a broken hook must not hide the error
+        for shown in (of_hook, error):
+            print_on_stderr("".join(traceback.format_exception(shown)).removesuffix("\n"))
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:
@@ -122,9 +124,5 @@ def _exit_code(error: SystemExit) -> int:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF  # the operating system keeps the low byte
-    _print_error(str(error.code))
+    print_on_stderr(str(error.code))
     return 1
-
-
-def _print_error(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

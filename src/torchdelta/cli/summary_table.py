@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-
 from torchdelta.cli.errors import prefix
+from torchdelta.cli.stderr import is_terminal, print_on_stderr
 
 if TYPE_CHECKING:
     from torchdelta.summary import Summary
@@ -17,14 +16,16 @@ __all__ = ["show_summary"]
 
 def show_summary(summary: Summary) -> None:
     """Print a summary on stderr."""
-    if not sys.stderr.isatty():
-        typer.echo(f"{prefix()}:\n{summary}", err=True)
-        return
+    print_on_stderr(_table(summary) if is_terminal(sys.stderr) else f"{prefix()}:\n{summary}")
+
+
+def _table(summary: Summary) -> str:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
+    console.begin_capture()
     console.print(Text.assemble((prefix(), "bold"), ": ", (summary.headline(), "red" if summary.over_bytes else "")))
     facts = Table.grid(padding=(0, 2))
     before = ""
@@ -40,3 +41,4 @@ def show_summary(summary: Summary) -> None:
         for cells in rows:
             table.add_row(*map(Text, cells))
         console.print(table)
+    return console.end_capture().removesuffix("\n")

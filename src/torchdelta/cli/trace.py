@@ -25,6 +25,7 @@ from torchdelta.cli.prediction import (
     launches_note,
     time_text,
 )
+from torchdelta.cli.stderr import is_terminal, print_on_stderr
 from torchdelta.machine.interval import interval_of
 from torchdelta.machine.model import Machine
 from torchdelta.machine.roofline import price
@@ -87,8 +88,8 @@ def trace(
     output = _default_output(function) if output is None else output
     check_output(output)
     priced_on = machine_named(machine) if machine is not None else None
-    if sys.stderr.isatty():
-        typer.echo(f"tracing {function} ...", err=True)
+    if is_terminal(sys.stderr):
+        print_on_stderr(f"tracing {function} ...")
     if profile is not None:
         _check_profile(function, profile, priced_on)
     measured = None if profile is None else read_profile_file(profile, whole=whole)

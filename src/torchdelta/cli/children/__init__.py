@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Final
+
+from torchdelta.cli.stderr import print_on_stderr
 
 __all__ = ["VARIABLE", "hand_on", "open_scope"]
 
@@ -47,7 +48,7 @@ def open_scope() -> None:
         budget = MemoryBudget(given["memory_budget"], Config(**given["options"]), plan=given["plan"])
         budget.start()
     except (TorchdeltaError, ValueError) as error:
-        print(f"{_prefix()}: this process trains without a budget: {error}", file=sys.stderr, flush=True)
+        print_on_stderr(f"{_prefix()}: this process trains without a budget: {error}")
         return
     progress = None
     if given["progress"] and os.environ.get("RANK") == "0":
@@ -67,10 +68,10 @@ def _close(budget: Any, progress: Any, *, as_json: bool) -> None:
         if type(budget).current() is budget:
             budget.stop()
     except TorchdeltaError as error:  # an impossible step whose error was not raised yet
-        print(f"{_prefix()}: {error}", file=sys.stderr, flush=True)
+        print_on_stderr(f"{_prefix()}: {error}")
     summary = budget.summary()
-    text = json.dumps({"pid": os.getpid(), **summary.as_dict()}) if as_json else f"{_prefix()}:\n{summary}"
-    print(text, file=sys.stderr, flush=True)
+    as_dict = {"pid": os.getpid(), **summary.as_dict()}
+    print_on_stderr(json.dumps(as_dict) if as_json else f"{_prefix()}:\n{summary}")
 
 
 def _prefix() -> str:
