@@ -144,6 +144,9 @@ def test_a_swap_directory_of_a_file_is_beside_the_file(folder: Path) -> None:
         ("memory_budget = 0.5", "memory_budget 0.5 is ambiguous: write '50%'"),
         ("memory_budget = true", "memory_budget must be an int of bytes or text such as '8GiB' or '80%', not bool"),
         ("memory_budget = 8GiB", "not TOML: "),
+        ("host_budget = " + "9" * 5000, "cannot be read: Exceeds the limit (4300 digits)"),
+        ("policy = " + "[" * 5000, "cannot be read: its values are nested too deeply"),
+        ('swap_dir = "~nobody-of-this-name/swap"', "swap_dir='~nobody-of-this-name/swap' names no home directory"),
         ("[tier]\nname = 1", "tier={'name': 1} is not allowed: use 'disk', 'memory'"),
     ],
 )

@@ -49,10 +49,12 @@ def read_settings_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     table = without_none(table)
     if isinstance(table.get("swap_dir"), str):
         try:
-            table["swap_dir"] = str(path.absolute().parent / Path(table["swap_dir"]).expanduser())
+            directory = Path(table["swap_dir"]).expanduser()
         except RuntimeError:
-            msg = f"{path}: swap_dir = {table['swap_dir']!r}: there is no such home directory: name the whole path"
-            raise ConfigError(msg) from None
+            raise ConfigError(
+                f"{path}: swap_dir={table['swap_dir']!r} names no home directory that is known: write the whole path"
+            ) from None
+        table["swap_dir"] = str(path.absolute().parent / directory)
     return table
 
 
@@ -74,6 +76,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
+    except ValueError as error:  # a number of thousands of digits, or a name that no file can have
+        raise ConfigError(f"{path}: cannot be read: {str(error).partition(';')[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: cannot be read: its values are nested too deeply") from None
 
 
 def _own_table(path: Path, content: dict[str, Any]) -> dict[str, Any] | None:
