@@ -1,9 +1,12 @@
 """`torchdelta env` tells what a bug report needs."""
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.cli.command import torchdelta
@@ -92,6 +95,17 @@ def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path):
 def test_the_version_is_shown():
     """`--version` answers without torch."""
     assert torchdelta("--version").stdout.startswith("torchdelta 0.")
+
+
+@pytest.mark.parametrize("words", ["--version", pytest.param("env", marks=pytest.mark.rest)])
+def test_a_full_disk_is_one_line(words):
+    """Where stdout cannot be written."""
+    command = [sys.executable, "-m", "torchdelta", words]
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith(": cannot write to stdout: No space left on device\n")
+    assert done.stderr.count("\n") == 1
 
 
 def test_settings_stand_beside_where_they_are_from(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import typer
 import torchdelta
 from torchdelta.cli.demo import demo
 from torchdelta.cli.env import env
-from torchdelta.cli.errors import OneLineGroup, one_of
+from torchdelta.cli.errors import OneLineGroup, one_of, print_result
 from torchdelta.cli.fit import fit
 from torchdelta.cli.plan import plan
 from torchdelta.cli.pool import pool
@@ -53,7 +53,7 @@ _HELP: Final = "Train any PyTorch model inside a byte budget, with bit-equal res
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"torchdelta {torchdelta.__version__}")
+        print_result(f"torchdelta {torchdelta.__version__}")
         raise typer.Exit
 
 

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import torchdelta
+from torchdelta.cli.errors import print_result
 from torchdelta.cli.options import JsonOption
 from torchdelta.errors import ConfigError, TierError
 from torchdelta.host import processor_name, read_host_memory
@@ -41,14 +40,13 @@ def env(*, as_json: JsonOption = False) -> None:
     """
     facts = read_env()
     if as_json:
-        typer.echo(json.dumps(facts))
+        print_result(json.dumps(facts))
         return
     settings = facts.pop("settings")
     lines = {name: _text(name, value) for name, value in facts.items()}
     lines |= {f"setting {key}": f"{_text(key, one['value'])} ({one['from']})" for key, one in settings.items()}
     width = max(len(name) for name in lines)
-    for name, text in lines.items():
-        typer.echo(f"{name:<{width}}  {text}")
+    print_result("\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
 
 
 def read_env() -> dict[str, Any]:
