@@ -132,6 +132,13 @@ def test_sizes_that_are_rounded_up_are_enough(size_bytes):
     assert 0 <= again_bytes - size_bytes <= max(1, size_bytes * 0.0101)
 
 
+@given(st.integers(1, 2**50))
+def test_sizes_that_are_rounded_down_are_there(size_bytes):
+    """What is written with `rounds_down` is read as no more, and as hardly less."""
+    again_bytes = parse_size(format_bytes(size_bytes, rounds_down=True))
+    assert 0 <= size_bytes - again_bytes <= max(1, size_bytes * 0.0101)
+
+
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [

@@ -71,13 +71,14 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
     return _checked(int(number * _UNIT_BYTES[unit]), size, name)
 
 
-def format_bytes(size_bytes: float, *, rounds_up: bool = False) -> str:
+def format_bytes(size_bytes: float, *, rounds_up: bool = False, rounds_down: bool = False) -> str:
     """Format bytes with a unit (a power of 1024) and two decimals.
 
     Args:
         size_bytes: The bytes.
         rounds_up: Whether the text stands for at least so many bytes, and not for the nearest two decimals. A budget
             that a person is told to set has to be enough when they type it as it is shown.
+        rounds_down: Whether it stands for at most so many bytes: what there is has to be there as it is shown.
 
     Example:
         >>> format_bytes(4_617_089_843)
@@ -86,19 +87,23 @@ def format_bytes(size_bytes: float, *, rounds_up: bool = False) -> str:
         '-2.00 KiB'
         >>> format_bytes(4_620_000_000), format_bytes(4_620_000_000, rounds_up=True)
         ('4.30 GiB', '4.31 GiB')
+        >>> format_bytes(4_617_089_843, rounds_down=True)
+        '4.29 GiB'
     """
     if size_bytes < 0:
         return "-" + format_bytes(-size_bytes)
     if size_bytes < 1024:
         return f"{size_bytes:.0f} B"
     # From there on, two decimals would round up to 1024.00 of this unit.
-    most = 1023.99 if rounds_up else 1023.995
+    most = 1024 if rounds_down else 1023.99 if rounds_up else 1023.995
     power = 1
     while size_bytes / 1024**power >= most and power < len(_BINARY_UNITS):
         power += 1
     number = size_bytes / 1024**power
     if rounds_up:
         number = math.ceil(100 * number) / 100
+    elif rounds_down:
+        number = math.floor(100 * number) / 100
     return f"{number:.2f} {_BINARY_UNITS[power - 1]}"
 
 

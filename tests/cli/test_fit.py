@@ -7,6 +7,7 @@ import pytest
 from tests.cli.inside import inside
 from torchdelta.machine.catalog import find
 from torchdelta.machine.model import reserve_bytes
+from torchdelta.units import parse_size
 
 MODEL = """
 import torch
@@ -51,6 +52,20 @@ def test_every_question_is_answered():
     assert facts["largest_plain_batch"] <= batches[0]
     assert batches[-1] >= 3000 * 0.99
     assert "MemoryBudget" in facts["recommendation"]
+
+
+@pytest.mark.usefixtures("_place")
+def test_sizes_that_are_shown_can_be_set():
+    """The least budget is no less than it is, the recommended one no more than there is, and both are enough."""
+    step = ("fit", "small_for_fit:model", *OPTIONS, "--batch-size", "3000", "--memory-budget")
+    available_bytes = 67_000_001  # 63.896 MiB, which is nearer to 63.90 than to 63.89
+    facts = json.loads(inside(*step, available_bytes, "--json").stdout)
+    least_bytes = facts["least_budget_bytes"]
+    shown = inside(*step, available_bytes).stdout
+    assert "with MemoryBudget('63.89 MiB')" in shown
+    assert parse_size(" ".join(shown.partition("least budget")[2].split()[:2])) >= least_bytes
+    # Nothing is left to round away.
+    assert f"with MemoryBudget({least_bytes})" in inside(*step, least_bytes).stdout
 
 
 @pytest.mark.usefixtures("_place")

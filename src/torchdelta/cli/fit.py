@@ -248,12 +248,18 @@ def _recommendation(facts: dict[str, Any]) -> str:
         )
     if facts["fits"]:
         cost = "" if facts["overhead"] is None else f", for {100 * facts['overhead']:.1f} % more time a step"
-        return f"train batch {batch_size} with MemoryBudget({budget!r}){cost}"
+        return f"train batch {batch_size} with MemoryBudget({_budget_to_set(facts)}){cost}"
     most = facts["largest_batch"].get("any")
     if most:
         return f"batch {batch_size} does not fit: use at most {most}, and accumulate gradients for the rest"
-    least = format_bytes(facts["least_budget_bytes"])
+    least = format_bytes(facts["least_budget_bytes"], rounds_up=True)
     return f"no batch fits {budget}: the least budget found is {least} for batch {batch_size}"
+
+
+def _budget_to_set(facts: dict[str, Any]) -> str:
+    """Return the argument for a budget that is neither more than there is nor less than the least one."""
+    text = format_bytes(facts["budget_bytes"], rounds_down=True)
+    return repr(text) if parse_size(text) >= facts["least_budget_bytes"] else str(facts["budget_bytes"])
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
@@ -266,8 +272,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         f"{facts['machine']}, {format_bytes(facts['budget_bytes'])}{kept}: batch {facts['batch_size']} {verdict}",
         f"plain peak     {format_bytes(facts['plain_peak_bytes'])}, a step takes {time_text(facts, 'plain_time')}",
         (
-            f"least budget   {format_bytes(facts['least_budget_bytes'])} (no plan of class 'saved' is below "
-            f"{format_bytes(facts['lower_bound_bytes'])}), set by op {facts['least_budget_op']} "
+            f"least budget   {format_bytes(facts['least_budget_bytes'], rounds_up=True)} (no plan of class 'saved' is "
+            f"below {format_bytes(facts['lower_bound_bytes'])}), set by op {facts['least_budget_op']} "
             f"{facts['least_budget_op_name']} with:"
         ),
     ]
