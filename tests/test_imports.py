@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 ROOT = Path(torchdelta.__file__).parent
 
 # For each room (a module or a package right under torchdelta): the rooms it may import, beside itself.
-BASE = {"units", "errors", "names", "config"}
+BASE = {"units", "errors", "names", "config", "whole_file"}
 MAY_IMPORT = {
     "errors": set(),
     "units": {"errors"},
     "names": set(),
+    "whole_file": set(),
     "settings_file": {"errors"},
     "config": {"errors", "names", "settings_file", "units"},
     "settings": {*BASE, "settings_file"},
@@ -89,6 +90,7 @@ TORCH_FREE = {
     "units",
     "errors",
     "names",
+    "whole_file",
     "config",
     "settings_file",
     "settings",

@@ -1,5 +1,6 @@
 """`torchdelta pool`: what a user sees, and one line for whatever goes wrong."""
 
+import errno
 import gzip
 import json
 
@@ -9,6 +10,7 @@ from tests.cli.command import torchdelta
 from tests.cli.inside import inside
 from tests.planners.chains import chain
 from torchdelta.trace.file import write_trace
+from torchdelta.whole_file import WholeFile
 
 pytest.importorskip("numba")
 
@@ -42,6 +44,23 @@ def test_a_placement_is_told_written_drawn_and_checked(example, tmp_path):
     table = inside("pool", example).stdout
     assert "proved optimal   yes" in table
     assert "torch-caching" in table
+
+
+@pytest.mark.parametrize(("option", "code"), [("-o", 2), ("--svg", 1)])
+def test_a_full_disk_leaves_the_old_file(example, tmp_path, monkeypatch, option, code):
+    """One line says why there is no new one."""
+    old = tmp_path / "old"
+    old.write_text("old", encoding="utf-8")
+
+    def full(_file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(WholeFile, "close", full)
+    done = inside("pool", example, "--fast", option, old, code=code)
+    assert "old" in done.stderr
+    assert done.stderr.endswith("No space left on device\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert old.read_text(encoding="utf-8") == "old"
 
 
 def test_a_wrong_placement_is_refused(example, tmp_path):

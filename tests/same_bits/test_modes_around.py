@@ -1,4 +1,4 @@
-"""Dispatch modes of the program that are entered before the scope: what they make of an op's result is what comes back."""
+"""Dispatch modes of the program that are entered before the scope: what they make of a result is what comes back."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import typer
 from torchdelta.cli.errors import EXIT_FAILED, check_input, check_output, fail, note, print_result
 from torchdelta.cli.options import JsonOption, number_or_text, progress
 from torchdelta.units import format_bytes, parse_size
+from torchdelta.whole_file import write_whole
 
 if TYPE_CHECKING:
     from torchdelta.pool.model import Instance
@@ -89,7 +90,7 @@ def pool(
             drawing = svg(
                 instance, placement.offsets_bytes, lower_bound_bytes=placement.lower_bound_bytes, title=file.name
             )
-            picture.write_text(drawing, encoding="utf-8")
+            write_whole(picture, drawing.encode())
         say("comparing")
         rows = _baselines(instance, {placement.solver: placement.footprint_bytes})
     facts = {

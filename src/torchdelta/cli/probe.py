@@ -26,6 +26,7 @@ from torchdelta.machine.cache import (
 from torchdelta.machine.model import Machine
 from torchdelta.settings import resolve_settings
 from torchdelta.units import format_bytes
+from torchdelta.whole_file import write_whole
 
 __all__ = ["probe"]
 
@@ -117,7 +118,7 @@ def _write_share(path: Path, device: str, cached: CachedMachine, *, quick: bool)
     from torchdelta.machine.share import measure_share
 
     shared = measure_share(device, cached.machine, measured_at=cached.measured_at, quick=quick)
-    path.write_bytes(msgspec.json.encode(shared) + b"\n")
+    write_whole(path, msgspec.json.encode(shared) + b"\n")
     note(f"wrote {path}, {path.stat().st_size} bytes: rates and times, no names of persons or hosts")
 
 

@@ -19,6 +19,7 @@ from torchdelta.cli.summary_table import show_summary
 from torchdelta.config import POLICIES
 from torchdelta.errors import TorchdeltaError
 from torchdelta.settings import resolve_settings
+from torchdelta.whole_file import write_whole
 
 __all__ = ["run"]
 
@@ -190,7 +191,7 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
 
 def _write_summary(path: Path, text: str) -> None:
     try:
-        _of_rank(path).write_text(text + "\n", encoding="utf-8")
+        write_whole(path, f"{text}\n".encode())
     except OSError as error:  # the script's own exit code is kept
         print_on_stderr(f"{prefix('run')}: cannot write {str(path)!r}: {error.strerror or error}")
 

@@ -5,8 +5,6 @@
 
 import datetime as dt
 import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +13,7 @@ import msgspec
 from torchdelta.cache_folder import user_cache_folder
 from torchdelta.errors import MachineError
 from torchdelta.machine.model import Machine, validate_machine
+from torchdelta.whole_file import write_whole
 
 __all__ = [
     "CachedMachine",
@@ -129,15 +128,7 @@ def write_cached(device: str, cached: CachedMachine) -> Path:
     path = _path(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(cached), indent=2) + b"\n")
-            Path(temporary).replace(path)
-        except BaseException:
-            with suppress(OSError):
-                Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, msgspec.json.format(msgspec.json.encode(cached), indent=2) + b"\n")
     except OSError as error:
         raise MachineError(f"{path}: cannot keep the measured machine: {error.strerror or error}") from error
     return path

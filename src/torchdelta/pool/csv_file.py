@@ -7,6 +7,7 @@ value do not count. A capacity may stand in the file's name, as theirs do: `A.10
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import re
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import numpy as np
 
 from torchdelta.errors import PoolError
 from torchdelta.pool.model import MAX_BYTES, Instance, make_instance, quoted
+from torchdelta.whole_file import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,15 +76,16 @@ def write_placement(path: Path, instance: Instance, offsets_bytes: NDArray[np.in
     Raises:
         PoolError: The file cannot be written.
     """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    # Spaces before a value do not count, but within quotes they do.
+    of_spaces = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+    writer.writerow((*_COLUMNS, "offset"))
+    columns = (instance.starts, instance.ends, instance.sizes_bytes, offsets_bytes)
+    for row in zip(instance.ids, *(column.tolist() for column in columns), strict=True):
+        (of_spaces if row[0].startswith(" ") else writer).writerow(row)
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            # Spaces before a value do not count, but within quotes they do.
-            of_spaces = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-            writer.writerow((*_COLUMNS, "offset"))
-            columns = (instance.starts, instance.ends, instance.sizes_bytes, offsets_bytes)
-            for row in zip(instance.ids, *(column.tolist() for column in columns), strict=True):
-                (of_spaces if row[0].startswith(" ") else writer).writerow(row)
+        write_whole(path, text.getvalue().encode())
     except OSError as error:
         raise PoolError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -29,7 +29,7 @@ class TraceWriter(frame.RecordWriter):
 
     Records go out in the order in which they are added. Ops must be added in the order of their index; buffers at any
     time, usually at their death, when all of their fields are known; saved tensors at any time, in the order in which
-    autograd saved them. See [Note: whole or not at all] in frame.py. Nothing is validated here: a reader does that.
+    autograd saved them. See [Note: whole or not at all] in whole_file.py. Nothing is validated: a reader does that.
 
     Example:
         >>> with TraceWriter("step.trace", header) as writer:

@@ -3,10 +3,8 @@
 Text, so that `zcat step.trace | head` shows what is in it and any language reads it; lines, so that the recorder can
 write while the step runs and nobody needs two copies in memory; gzip, because its checksum notices a flipped bit.
 
-[Note: whole or not at all]
-A file is written under a temporary name beside its place and renamed when its last line is out: under its own name it
-is complete or does not exist. The last line repeats how many records there are, so that a file that others cut short is
-noticed even where the cut falls between two gzip members. A link is followed, as `open` would, and what is no file (a
+A file is written whole or not at all: see the note in whole_file.py. Its last line repeats how many records there are,
+so that a file that others cut short is noticed even where the cut falls between two gzip members. What is no file (a
 pipe, "/dev/null") is refused: renaming would put a file in its place.
 
 Every failure, of the disk or of the content, is one error of one line that names the file, and the line in it where
@@ -15,7 +13,6 @@ there is one.
 
 import gzip
 import os
-import secrets
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +24,7 @@ from typing import Any, Self, Union
 import msgspec
 
 from torchdelta.errors import TorchdeltaError
+from torchdelta.whole_file import WholeFile
 
 __all__ = ["FileKind", "RecordWriter", "one_line", "read_records"]
 
@@ -93,7 +91,7 @@ _decode_version = msgspec.json.Decoder(_Version).decode
 
 
 class RecordWriter:
-    """Writes the records of a file. See [Note: whole or not at all]. One thread at a time.
+    """Writes the records of a file, whole or not at all. One thread at a time.
 
     Args:
         path: Where the file is to appear.
@@ -112,18 +110,17 @@ class RecordWriter:
         self._is_open = True
         try:
             first_line = _encode(header)  # before there is a file
-            self._target = Path(os.path.realpath(path))
-            if self._target.exists() and not (self._target.is_file() or self._target.is_dir()):
+            if self._path.exists() and not (self._path.is_file() or self._path.is_dir()):
                 raise kind.error(
                     f"{self._path}: cannot write the {kind.noun}: the path exists and is not a regular file"
                 )
-            # `with_name` refuses a path that has no last part, such as "/".
-            self._temporary = self._target.with_name(f".{self._target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-            self._raw = self._temporary.open("xb")
-        except (OSError, ValueError) as error:  # ValueError: also a text that is not Unicode
+            self._file = WholeFile(path)
+        except (OSError, ValueError) as error:  # ValueError: also a text that is not Unicode, and a path without a name
             raise self._failed(error) from error
         # No name and no time in the gzip header: the same lines give the same bytes.
-        self._gzip = gzip.GzipFile(filename="", mode="wb", compresslevel=_COMPRESSION_LEVEL, fileobj=self._raw, mtime=0)
+        self._gzip = gzip.GzipFile(
+            filename="", mode="wb", compresslevel=_COMPRESSION_LEVEL, fileobj=self._file.raw, mtime=0
+        )
         self._put(first_line)
 
     def add(self, record: msgspec.Struct) -> None:
@@ -164,8 +161,7 @@ class RecordWriter:
         try:
             self._flush()
             self._gzip.close()
-            self._raw.close()
-            self._temporary.replace(self._target)
+            self._file.close()
         except OSError as error:
             self.abort()
             raise self._failed(error) from error
@@ -177,13 +173,9 @@ class RecordWriter:
             return
         self._is_open = False
         self._lines.clear()
-        # Closing flushes, which on a full disk fails again: the first failure is the one to tell.
-        with suppress(OSError):
+        with suppress(OSError):  # as in `WholeFile.abort`
             self._gzip.close()
-        with suppress(OSError):
-            self._raw.close()
-        with suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+        self._file.abort()
 
     def __enter__(self) -> Self:
         return self
