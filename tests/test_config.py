@@ -71,3 +71,12 @@ def test_data_are_frozen_keyword_only_and_slotted(cls):
     assert cls.__dataclass_params__.frozen
     assert all(field.kw_only for field in dataclasses.fields(cls))
     assert hasattr(cls, "__slots__")
+
+
+def test_a_relative_directory_is_that_of_now(tmp_path, monkeypatch):
+    """A program may change its working directory later."""
+    (tmp_path / "swap").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = Config(swap_dir="swap")
+    assert config == Config(swap_dir=str(tmp_path / "swap"))
+    assert Config(swap_dir=tmp_path).swap_dir is tmp_path

@@ -88,7 +88,8 @@ class Config:
         tier: Where swapped bytes go: "disk" (an unlinked file) or "memory" (a copy in host memory). On CUDA "memory" is
             pinned memory, and "disk" is pinned memory up to `host_budget`, then a file.
         swap_dir: Directory of the swap file. None means TORCHDELTA_SWAP_DIR, else the system's directory for
-            temporary files. It should be on a real disk: a tmpfs is memory.
+            temporary files. It should be on a real disk: a tmpfs is memory. A relative one begins at the working
+            directory of now, and stays there: the attribute is absolute.
         host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit on CPU,
             and half of the free memory on CUDA, where it is pinned. Under torchrun (where LOCAL_WORLD_SIZE is set) it
             is for all training processes of a machine together: each gets an equal share.
@@ -144,6 +145,8 @@ class Config:
         if self.verify is not None:
             _check_choice("verify", self.verify, VERIFY, or_else="None")
         _check_directory(self.swap_dir)
+        if self.swap_dir is not None and not os.path.isabs(self.swap_dir):  # noqa: PTH117 - os.PathLike of any kind
+            object.__setattr__(self, "swap_dir", os.path.abspath(self.swap_dir))  # noqa: PTH100 - likewise
         _check_size("host_budget", self.host_budget)
         _check_size("disk_budget", self.disk_budget)
         _check_flag("checksum", self.checksum)

@@ -122,9 +122,11 @@ def resolve_settings(
                 _check_budget(table.get(MEMORY_BUDGET), origin)
         values |= table
         origins |= dict.fromkeys(table, origin)
+    config = _combined(values, origins)
+    values["swap_dir"] = config.swap_dir  # absolute: a child process may start in another directory
     return Settings(
         memory_budget=values[MEMORY_BUDGET],
-        config=_combined(values, origins),
+        config=config,
         origins=origins,
         values=values,
     )

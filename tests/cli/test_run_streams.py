@@ -1,4 +1,7 @@
-"""`torchdelta run` keeps a script's exit code and its summary, whatever becomes of stdout, stderr and the process."""
+"""`torchdelta run` keeps a script's exit code and its outputs, whatever the script makes of the process.
+
+It may close or replace stdout and stderr, fork, and change the working directory.
+"""
 
 import json
 import os
@@ -96,3 +99,20 @@ def test_the_file_of_the_summary_may_be_a_pipe(script):
     os.close(writer)
     with os.fdopen(reader) as pipe:
         assert json.loads(pipe.read())["budget_bytes"] == 2**30
+
+
+def test_relative_paths_begin_where_the_command_was_started(script, tmp_path, monkeypatch):
+    """Whatever directory the script, or a process that it starts, trains in."""
+    path = script(
+        f"import json, os\nos.chdir('elsewhere')\nprint(json.loads(os.environ['TORCHDELTA_RUN'])['options'])\n"
+        f"{TRAIN}train()\ntrain()\ntrain()\n"
+    )
+    for name in ("elsewhere", "swap"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHDELTA_SWAP_DIR", "swap")
+    done = run_inside(*BUDGET, "--summary-json", "summary.json", "--trace-out", "step.trace", path)
+    assert done.stdout == f"{{'swap_dir': {str(tmp_path / 'swap')!r}}}\n"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "step.trace").exists()
+    assert len(json.loads((tmp_path / "summary.json").read_text())["steps"]) == 3

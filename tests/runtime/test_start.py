@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tests.runtime.programs import UNLIMITED
-from torchdelta import MemoryBudget
+from torchdelta import Config, MemoryBudget
 from torchdelta.native.counting import counting_status
 from torchdelta.runtime import session as session_module
 from torchdelta.runtime.device import device as device_module
@@ -18,6 +18,9 @@ from torchdelta.runtime.observe import step_traces
 from torchdelta.runtime.record import recorder as recorder_module
 from torchdelta.runtime.record import scan
 from torchdelta.runtime.record.resized import Resizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def gradient() -> torch.Tensor:
@@ -174,3 +177,18 @@ def test_a_scope_that_fails_to_open_leaves_nothing_behind(place: str, monkeypatc
     with MemoryBudget(UNLIMITED) as budget:
         gradient()
     assert budget.summary().steps
+
+
+def test_a_relative_swap_directory_begins_where_the_budget_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the program is elsewhere when something is first swapped."""
+    (tmp_path / "swap").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHDELTA_SWAP_DIR", "swap")
+    with MemoryBudget(UNLIMITED, Config(decisions="swap")) as budget:
+        monkeypatch.chdir("elsewhere")
+        x = torch.ones(256, 256, requires_grad=True)
+        (x * 2).exp().sum().backward()
+    assert budget.summary().swapped_out_bytes > 0

@@ -126,7 +126,9 @@ def run(
     check_input(plan)
     check_output(trace_out)
     if summary_json is not None:
-        check_output(_of_rank(summary_json), may_be_device=True)
+        summary_json = _of_rank(summary_json)
+        check_output(summary_json, may_be_device=True)
+        summary_json = summary_json.absolute()  # the script may change the directory
     # Imported late, so that --help and wrong usage do not wait for torch.
     from torchdelta import BudgetError, MemoryBudget
 

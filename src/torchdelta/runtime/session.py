@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +50,7 @@ from torchdelta.runtime.record.saved import SavedTensors
 from torchdelta.runtime.record.subclasses import Subclasses
 from torchdelta.runtime.record.transforms import Transforms
 from torchdelta.runtime.report import log_first_step, log_result, log_start, summarize
-from torchdelta.runtime.shared_tier import open_shared_tier
+from torchdelta.runtime.shared_tier import shared_tier_opener
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.steps import StepTracker
@@ -82,7 +81,7 @@ class Session:
         self.ledger.on_last_handle = self._on_last_handle
         self.steps = StepTracker(self.ledger, self.counters)
         self.steps.on_step_end = self._on_step_end
-        transfers = Transfers(self.ledger, self.counters, partial(open_shared_tier, config, torch_device))
+        transfers = Transfers(self.ledger, self.counters, shared_tier_opener(config, torch_device))
         is_all = config.decision_class == "all"
         self.room = Room(
             ledger=self.ledger,

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchdelta.host import num_processes_here, share_bytes
 from torchdelta.runtime.tiers import open_tier
+from torchdelta.runtime.tiers.scratch import named_directory
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     import torch
 
     from torchdelta.config import Config
     from torchdelta.runtime.tiers import Tier
 
-__all__ = ["open_shared_tier"]
+__all__ = ["shared_tier_opener"]
 
 _logger = logging.getLogger("torchdelta")
 
 
-def open_shared_tier(config: Config, device: torch.device) -> Tier:
-    """Open the tier that a configuration names. The caller closes it."""
+def shared_tier_opener(config: Config, device: torch.device) -> Callable[[], Tier]:
+    """Return what opens the tier that a configuration names. The caller closes it.
+
+    A relative TORCHDELTA_SWAP_DIR begins where the program is now: it may be elsewhere when something is first swapped.
+    """
+    return partial(_open, config, device, named_directory(config.swap_dir))
+
+
+def _open(config: Config, device: torch.device, swap_dir: Path | None) -> Tier:
     _log_shares(config)
     return open_tier(
         config.tier,
         device=device,
-        swap_dir=config.swap_dir,
+        swap_dir=swap_dir,
         host_budget_bytes=share_bytes(config.host_budget_bytes),
         disk_budget_bytes=share_bytes(config.disk_budget_bytes),
         checksum=config.checksum,

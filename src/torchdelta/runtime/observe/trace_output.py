@@ -65,7 +65,7 @@ class TraceOutput:
 
 
 def check_trace_path(path: object) -> str:
-    """Return the path as text.
+    """Return the path as text, absolute: the program may change its working directory.
 
     Raises:
         ConfigError: A file cannot be written there.
@@ -76,4 +76,4 @@ def check_trace_path(path: object) -> str:
     directory = os.path.dirname(text) or "."  # noqa: PTH120 - os.PathLike of any kind
     if os.path.isdir(text) or not os.path.isdir(directory):  # noqa: PTH112
         raise ConfigError(f"trace_out={text!r} is not the path of a file in a directory that exists: name another one")
-    return text
+    return os.path.abspath(text)  # noqa: PTH100 - likewise

@@ -18,7 +18,16 @@ from typing import Final, NamedTuple
 
 from torchdelta.errors import TierError
 
-__all__ = ["BLOCK_BYTES", "ScratchFile", "open_nameless", "open_scratch_file", "probe", "set_direct", "swap_directory"]
+__all__ = [
+    "BLOCK_BYTES",
+    "ScratchFile",
+    "named_directory",
+    "open_nameless",
+    "open_scratch_file",
+    "probe",
+    "set_direct",
+    "swap_directory",
+]
 
 # The alignment of direct I/O in offset, length and memory address: no current disk has larger logical blocks.
 BLOCK_BYTES: Final = 4096
@@ -44,13 +53,17 @@ class ScratchFile(NamedTuple):
     read_bytes_per_s: float
 
 
+def named_directory(swap_dir: str | os.PathLike[str] | None) -> Path | None:
+    """Return the directory that is named, as an absolute path: the option, else TORCHDELTA_SWAP_DIR; None: neither."""
+    named = os.environ.get(_ENVIRONMENT_NAME) if swap_dir is None else swap_dir
+    return Path(named).absolute() if named else None
+
+
 def swap_directory(swap_dir: str | os.PathLike[str] | None) -> Path:
     """Return the directory: the option, else TORCHDELTA_SWAP_DIR, else the system's temporary directory."""
-    if swap_dir is not None:
-        return Path(swap_dir)
-    named = os.environ.get(_ENVIRONMENT_NAME)
-    if named:
-        return Path(named)
+    named = named_directory(swap_dir)
+    if named is not None:
+        return named
     try:
         return Path(tempfile.gettempdir())
     except OSError as error:
