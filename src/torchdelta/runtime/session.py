@@ -164,7 +164,7 @@ class Session:
     def _install(self) -> None:
         self._count()
         self.traces.begin()
-        self.ledger.usage.restart_peak()
+        self.room.begin()
         set_current_session(self)
         self._optimizer_hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),

@@ -102,12 +102,18 @@ class Room:
         self.reserved_bytes = 0  # for an autograd node whose ops are not recorded, while it unpacks its saved tensors
         self.collected_bytes = 0  # freed by garbage collections so far
         self._on_shortage = on_shortage
-        self._first_over_bytes: int | None = None  # see `_may_wait`
+        self._start_bytes = 0  # what was there when the scope began
+        self._first_over_bytes: int | None = None  # what was there when the budget was too small for the first time
         self._ranking: list[tuple[Buffer, Action]] = []
         self._ranked_at = -1
         self._replays = ReplayPeaks()
         self._gradients = ExpectedGradients(ledger)
         self._free_bytes = _NO_LIMIT  # for replays, when the ranking was made
+
+    def begin(self) -> None:
+        """Note what is there: the scope begins."""
+        self.usage.restart_peak()
+        self._start_bytes = self.usage.total_bytes
 
     def make(self, size_bytes: int, why: str) -> None:
         """Make sure that `size_bytes` more fit under the budget.
@@ -153,7 +159,7 @@ class Room:
             self._on_shortage(size_bytes + usage.uncertain_bytes, why)
 
     def _may_wait(self, size_bytes: int, budget_bytes: int) -> bool:
-        """Return whether an op may pass the budget for now, because what was there at the start passes it already.
+        """Return whether an op may pass the budget for now, because what was there at the start leaves it no room.
 
         Before the first op that reads a parameter it is not known what may leave, so a few small ops are let through.
         """
@@ -162,8 +168,9 @@ class Room:
             return False
         if self._first_over_bytes is None:
             self._first_over_bytes = self.usage.total_bytes
-        grown_bytes = self.usage.total_bytes + size_bytes - self._first_over_bytes
-        return self._first_over_bytes > budget_bytes and grown_bytes <= budget_bytes // _SMALL_PART
+        # What was loaded since the start may pass the budget already, too.
+        before_bytes = self._first_over_bytes if self._first_over_bytes > budget_bytes else self._start_bytes
+        return self.usage.total_bytes + size_bytes - before_bytes <= budget_bytes // _SMALL_PART
 
     def begin_counting(self) -> int:
         """Read the counter. Return the count at which it has to be read again before more is allocated."""

@@ -1,0 +1,75 @@
+"""Whose tensors leave in the decision class "all", and when: frozen models, states made in backward, first ops."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.same_bits.judge import bits_of
+from torchdelta import BudgetError, Config, MemoryBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Train = Callable[[contextlib.AbstractContextManager[Any]], tuple[torch.nn.Module, Any]]
+
+WIDTH = 128
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return AdamW, one parameter at a time."""
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
+
+
+def layers(count: int = 12) -> torch.nn.Sequential:
+    """Return linear layers. Each takes 65 KiB."""
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all parameters."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def trains_alike(train: Train, budget_bytes: int) -> None:
+    """Check that a training in a budget gives the bits that it gives without one, and keeps to the budget."""
+
+    def run(scope: contextlib.AbstractContextManager[Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model, more = train(scope)
+        return [bits_of(model.state_dict()), bits_of(more)]
+
+    scope = MemoryBudget(budget_bytes, Config(decision_class="all", tier="memory"))
+    assert run(scope) == run(contextlib.nullcontext())
+    steps = scope.summary().steps
+    assert len(steps) > 1
+    assert all(step.peak_bytes <= budget_bytes for step in steps[1:])
+
+
+@pytest.mark.parametrize("extra_kib", [-16, 0, 8])
+def test_a_budget_near_what_is_there_at_the_start(extra_kib: int) -> None:
+    """The first op, which reads no parameter, may pass a budget that holds the parameters, as one that does not."""
+
+    def train(scope: contextlib.AbstractContextManager[Any]) -> tuple[torch.nn.Module, Any]:
+        model = layers()
+        optimizer = adamw(model.parameters())
+        with scope:
+            for _ in range(3):
+                model(torch.randn(32, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, None
+
+    trains_alike(train, parameter_bytes(layers()) + (extra_kib << 10))
+
+
+def test_what_nobody_owns_does_not_pass_the_budget() -> None:
+    """The negative control: small tensors that are made in the scope, before any parameter is known, have no excuse."""
+    kept: list[torch.Tensor] = []
+    budget = MemoryBudget("16MiB", Config(decision_class="all"))
+    with pytest.raises(BudgetError), budget:
+        kept.extend(torch.ones(2**16) for _ in range(80))
+    assert budget.summary().peak_bytes <= budget.budget_bytes
