@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.runtime.parts import is_emptied
 from tests.same_bits.judge import bits_of
 from torchdelta import BudgetError, Config, MemoryBudget
 
@@ -73,3 +74,45 @@ def test_what_nobody_owns_does_not_pass_the_budget() -> None:
     with pytest.raises(BudgetError), budget:
         kept.extend(torch.ones(2**16) for _ in range(80))
     assert budget.summary().peak_bytes <= budget.budget_bytes
+
+
+class Adapted(torch.nn.Module):
+    """A frozen linear layer with a small adapter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = torch.nn.Linear(WIDTH, 4, bias=False)
+        self.up = torch.nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input plus what the layer and its adapter make of it."""
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def test_a_frozen_model_below_its_parameters() -> None:
+    """The frozen parameters, which no optimizer has, leave before the first op has read them."""
+
+    def train(scope: contextlib.AbstractContextManager[Any]) -> tuple[torch.nn.Module, Any]:
+        model = torch.nn.Sequential(*[Adapted() for _ in range(12)])
+        optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
+        with scope:
+            for _ in range(3):
+                model(torch.randn(4, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, optimizer.state_dict()["state"]
+
+    trains_alike(train, int(0.6 * parameter_bytes(torch.nn.Sequential(*[Adapted() for _ in range(12)]))))
+
+
+def test_an_evaluation_below_the_parameters() -> None:
+    """A model that no optimizer trains leaves as well, and one that the scope does not use stays."""
+    model, other = layers(), layers()
+    x = torch.randn(4, WIDTH)
+    expected = model(x)
+    with torch.no_grad(), MemoryBudget(int(1.6 * parameter_bytes(model)), Config(decision_class="all", tier="memory")):
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        assert any(is_emptied(parameter) for parameter in model.parameters())
+        assert not any(is_emptied(parameter) for parameter in other.parameters())

@@ -1,7 +1,7 @@
 """Finds the persistent tensors of a session: parameters, their gradients, and the states of their optimizers.
 
-A process may train other models on other threads, whose tensors must stay. So a parameter belongs to the session once
-an op of its thread reads it, and an optimizer once one of its parameters does.
+A process may train other models on other threads, whose tensors must stay. So a model, which is a module in no other
+one, belongs to the session once an op of its thread reads one of its parameters, and so does an optimizer.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.modules import own_parameters_of
+from torchdelta._torch.modules import children_of, is_built, own_parameters_of
 from torchdelta._torch.storages import storage_address, storage_behind
 from torchdelta.runtime.state.instances import instances_of, living_optimizers
 from torchdelta.runtime.state.kinds import tensors_in
 from torchdelta.runtime.state.persistent import Persistent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torchdelta.runtime.state.ledger import Ledger
 
@@ -34,7 +34,7 @@ class Owners:
         self._ledger = ledger
         self._was_searched = False
         # Not of parameters: `torch.utils.swap_tensors` refuses tensors with weak references.
-        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._models: list[list[weakref.ref[torch.nn.Module]]] = []  # the modules of each
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def find(self, is_thorough: bool, in_use: set[int]) -> list[Persistent]:
@@ -51,13 +51,14 @@ class Owners:
         optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         used = [each for each in optimizers if any(self._is_used(p, in_use) for p in _parameters_of(each))]
         parameters: dict[int, torch.Tensor] = {}
-        for reference in self._modules:
-            module = reference()
-            for parameter in own_parameters_of(module) if module is not None else ():
-                if self._is_used(parameter, in_use):
-                    parameters[id(parameter)] = parameter
-        for optimizer in used:
-            parameters.update((id(parameter), parameter) for parameter in _parameters_of(optimizer))
+        owned: list[Sequence[torch.Tensor]] = [_parameters_of(optimizer) for optimizer in used]
+        for model in self._models:
+            modules = [module for reference in model if (module := reference()) is not None]
+            own = [parameter for module in modules for parameter in own_parameters_of(module)]
+            if any(self._is_used(parameter, in_use) for parameter in own):
+                owned.append(own)
+        for each in owned:
+            parameters.update((id(parameter), parameter) for parameter in each)
         for parameter in parameters.values():
             self._add(found, seen, parameter)
         for parameter in parameters.values():
@@ -71,7 +72,9 @@ class Owners:
 
     def _search(self) -> None:
         self._was_searched = True
-        self._modules = [weakref.ref(module) for module in instances_of(torch.nn.Module)]
+        self._models = [
+            [weakref.ref(module) for module in model] for model in _models_of(instances_of(torch.nn.Module))
+        ]
         self._optimizers = [weakref.ref(optimizer) for optimizer in living_optimizers()]
 
     def _is_used(self, parameter: torch.Tensor, in_use: set[int]) -> bool:
@@ -103,11 +106,29 @@ class Owners:
             found.append(Persistent(record, key or record.id, is_gradient, is_state))
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, torch.Tensor):
-                yield parameter
+def _models_of(modules: Iterable[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
+    """Yield the modules of each model. One that is in several models is yielded with each of them."""
+    built = {id(module): module for module in modules if is_built(module)}
+    inner = {id(child) for module in built.values() for child in children_of(module)}
+    reached: set[int] = set()
+    # Modules that contain each other are in no outermost one: they come last.
+    for outermost in sorted(built.values(), key=lambda module: id(module) in inner):
+        if id(outermost) in reached:
+            continue
+        found: dict[int, torch.nn.Module] = {}
+        waiting = [outermost]
+        while waiting:
+            module = waiting.pop()
+            if id(module) not in found and is_built(module):
+                found[id(module)] = module
+                waiting += [child for child in children_of(module) if child is not None]
+        reached.update(found)
+        yield list(found.values())
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in parameters if isinstance(parameter, torch.Tensor)]
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
