@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import autocast_inside, is_autocast_outside, resolving_views
+from torchdelta._torch.modes import autocast_inside, is_autocast_outside, pop_mode, push_mode, resolving_views, top_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,3 +57,18 @@ def execute(func: Any, facts: Guarded, args: tuple[Any, ...], kwargs: dict[str, 
         with resolving_views():
             return func._op(*args, **(kwargs or {}))
     return func._op(*args, **kwargs) if kwargs else func._op(*args)
+
+
+def is_composite(func: Any) -> bool:
+    """Return whether an overload has a kernel that only calls other ops, which autograd differentiates in its place."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def decompose(func: Any, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run a composite op from inside a dispatch mode as the ops that it calls, with that mode on for these."""
+    push_mode(mode)
+    try:
+        return func.decompose(*args, **(kwargs or {}))
+    finally:
+        if top_mode() is mode:
+            pop_mode()

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from torchdelta._torch.ops import schema_of
+from torchdelta._torch.ops import is_composite, schema_of
 from torchdelta.aten.batch_norm import BATCH_NORMS
 from torchdelta.aten.collectives import is_collective, is_written, passes_on
 from torchdelta.aten.order import order_varies
@@ -117,6 +117,7 @@ class OpFacts:
         "conjugates_inside",
         "copies_strided",
         "is_collective",
+        "is_composite",
         "is_constant",
         "is_random",
         "is_recomputable",
@@ -175,6 +176,8 @@ class OpFacts:
             self.kind = Kind.VIEW
         else:
             self.kind = Kind.COMPUTE
+        # One that may return a copy, or whose parts tell more than its schema. See record/composites.py.
+        self.is_composite = self.kind is Kind.VIEW and is_composite(func)
         # `set_` gives a tensor another storage, and writes into neither.
         self.writes_content = self.kind in (Kind.WRITE, Kind.REPLACE) and base != "set_"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchdelta._torch.device import warns_only
@@ -38,6 +39,7 @@ class Learning:
         self._gate = gate
         self._hooks = hooks
         self._needs: dict[int, int] = {}  # in bytes, by op
+        self._composites: set[int] = set()  # ops that were recorded in parts: the tape cannot replay the whole
         self._replayed: set[int] = set()
         self._threads: set[int] = set()  # that replayed them: an accelerator's backward has its own thread
         self._ops: dict[int, LearnedOp] = {}  # by op, if it was recorded
@@ -53,20 +55,26 @@ class Learning:
         self._sizes_bytes: list[int] = []
         self._first = hooks.num_sizes()  # the position, among all saved tensors of the step, of the first one here
 
+    def on_composite(self) -> None:
+        """Note that the running op is recorded as the ops that it consists of, which the gate does not see."""
+        self._composites.add(self._gate.position - 1)
+
     def on_op(self, entry: OpEntry | None, need_bytes: int, overwritten: list[Buffer]) -> None:
         """Note what the running op needs, what it reads, and whose content it has ended."""
         position = self._gate.position - 1
         if entry is not None:
             entry.position = position
-            self._ops[position] = LearnedOp(
-                reads=tuple(source.id for source in sources(entry)),
-                makes=tuple(buffer.id for reference in entry.outputs if (buffer := reference()) is not None),
-                on_tape=self._on_tape(entry),
-            )
+            reads = tuple(source.id for source in sources(entry))
+            makes = tuple(buffer.id for reference in entry.outputs if (buffer := reference()) is not None)
+            if position in self._composites:
+                part = self._ops.get(position, LearnedOp(reads=(), makes=(), on_tape=Recorded(0)))
+                self._ops[position] = replace(part, reads=part.reads + reads, makes=part.makes + makes)
+            else:
+                self._ops[position] = LearnedOp(reads=reads, makes=makes, on_tape=self._on_tape(entry))
             need_bytes += RANDOM_STATE_BYTES if entry.random_state is not None else 0
         is_on_tape = position in self._ops and bool(self._ops[position].on_tape)
         if need_bytes:
-            self._needs[position] = need_bytes
+            self._needs[position] = need_bytes + (self._needs.get(position, 0) if position in self._composites else 0)
         for buffer in overwritten:
             if buffer.num_saved or not is_on_tape:
                 self._in_python.add(buffer.id)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.state.ledger import Ledger
 
-__all__ = ["Capturer", "statistics_of"]
+__all__ = ["Capturer", "is_differentiated", "statistics_of"]
 
 
 def statistics_of(facts: OpFacts, args: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -125,4 +125,13 @@ def _reads_resizable(ledger: Ledger, arguments: tuple[Any, ...]) -> bool:
             continue
         if record is not None and record.is_resizable:
             return True
+    return False
+
+
+def is_differentiated(args: tuple[Any, ...]) -> bool:
+    """Return whether autograd differentiates an op with these arguments."""
+    for argument in args:
+        for item in argument if argument.__class__ is list or argument.__class__ is tuple else (argument,):
+            if isinstance(item, torch.Tensor) and item.requires_grad:
+                return True
     return False

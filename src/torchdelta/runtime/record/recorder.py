@@ -21,7 +21,8 @@ from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.interrupts import enter, leave
 from torchdelta.runtime.memory.retry import may_retry, prepare_retry, run_again
-from torchdelta.runtime.record.capture import Capturer, statistics_of
+from torchdelta.runtime.record.capture import Capturer, is_differentiated, statistics_of
+from torchdelta.runtime.record.composites import run_parts, runs_as_parts
 from torchdelta.runtime.record.late import LateParameters
 from torchdelta.runtime.record.needs import Predictor
 from torchdelta.runtime.record.subclasses import Way
@@ -123,6 +124,8 @@ class Recorder(DispatchMode):
                 return self._run_subclass(func, facts, args, kwargs)
         kind = facts.kind
         if kind is VIEW:
+            if facts.is_composite and runs_as_parts(args[0]):
+                return run_parts(self, self.learning, func, args, kwargs)
             out = self.execute(func, facts, args, kwargs)
             if self.only_counts or (graph_task_id() != -1 and not _records_gradients()):
                 self._know(out)
@@ -221,7 +224,7 @@ class Recorder(DispatchMode):
             entry.output_bytes = 0 if writes else size_bytes
             # Its replay sets the random state back, and holds the state of that moment meanwhile.
             entry.workspace_bytes = workspace_bytes + (RANDOM_STATE_BYTES if entry.random_state is not None else 0)
-        if grad_enabled and not counts_only and self.saved.follower.is_on and _is_differentiated(args):
+        if grad_enabled and not counts_only and self.saved.follower.is_on and is_differentiated(args):
             self.forward_hash = hash((self.forward_hash, need.output_bytes))
         if self.learning is not None:
             self.learning.on_op(entry, need.total_bytes, [old for _, old in overwritten if old is not None])
@@ -370,14 +373,6 @@ class Recorder(DispatchMode):
                 self.ledger.stay_resizable(buffer.record)
         elif may_be_under_way(func, args, kwargs):
             self.ledger.stay(buffer, Stays.IN_FLIGHT)
-
-
-def _is_differentiated(args: tuple[Any, ...]) -> bool:
-    for argument in args:
-        for item in argument if argument.__class__ is list or argument.__class__ is tuple else (argument,):
-            if isinstance(item, torch.Tensor) and item.requires_grad:
-                return True
-    return False
 
 
 def _records_gradients() -> bool:
