@@ -181,3 +181,57 @@ def test_said_once(pair: Pair) -> None:
     for lines in pair.run(told):
         assert sum("tensor subclass DTensor" in line for line in lines) == 1
         assert sum("freed and filled again" in line for line in lines) == 1
+
+
+def foreseen(rank: int, how: str) -> tuple[int, int]:
+    """Return the bytes of states that were foreseen for the first step of an optimizer, and those it has then."""
+    from torchdelta.runtime.survey.first_step import foresee_first_step
+
+    del rank
+
+    class Reading(torch.optim.AdamW):
+        """Reads a value, so that its step cannot be tried."""
+
+        def step(self, closure: Any = None) -> Any:
+            """Read, and step."""
+            float(self.param_groups[0]["params"][0].sum())
+            return super().step(closure)
+
+    model = sharded(reshard=True)
+    optimizer = (Reading if how == "estimate" else torch.optim.AdamW)(model.parameters(), foreach=how == "foreach")
+    model(torch.randn(8, WIDTH)).sum().backward()
+    step = foresee_first_step(optimizer)
+    assert step.is_estimate == (how == "estimate")
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return step.state_bytes, sum(getattr(value, "_local_tensor", value).nbytes for value in states)
+
+
+@pytest.mark.parametrize("how", ["foreach", "one by one", "estimate"])
+def test_the_first_step_is_foreseen_at_the_sizes_of_the_shards(pair: Pair, how: str) -> None:
+    """Each process has a part of each parameter, and so of the optimizer's states."""
+    for foreseen_bytes, real_bytes in pair.run(foreseen, how):
+        assert foreseen_bytes == pytest.approx(real_bytes, abs=256)
+
+
+def gradients_needed(rank: int) -> tuple[int, int]:
+    """Return the bytes of gradients that a run is said to need, and those of the shards of the parameters."""
+    from torchdelta.runtime.survey.whole_run import RunNeed
+
+    del rank
+    model = sharded(reshard=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with MemoryBudget(UNLIMITED, Config(tier="memory")):
+        session = running_session()
+        model(torch.randn(8, WIDTH)).sum().backward()
+        need = RunNeed(session.ledger, session.recorder, is_first_pass=True)
+        need.add_backward_leaves(model.parameters())
+        needed = need.finish(is_lower_bound=False)
+    del optimizer
+    return needed.gradient_bytes, sum(parameter.to_local().nbytes for parameter in model.parameters())
+
+
+def test_gradients_count_at_the_sizes_of_the_shards(pair: Pair) -> None:
+    """What a run needs is said of this process, not of all of them together."""
+    for needed_bytes, shard_bytes in pair.run(gradients_needed):
+        assert needed_bytes == shard_bytes

@@ -14,7 +14,7 @@ from torchdelta._torch.storages import tensor_address
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["byte_alias", "detached", "inner_tensors", "runs_own_ops", "tensors_in"]
+__all__ = ["byte_alias", "detached", "inner_tensors", "local_part", "runs_own_ops", "tensors_in"]
 
 _runs_own_ops: dict[type, bool] = {torch.Tensor: False, torch.nn.Parameter: False}
 
@@ -29,8 +29,8 @@ def runs_own_ops(kind: type[torch.Tensor]) -> bool:
     return answer
 
 
-def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors with real storages behind any tensor.
+def inner_tensors(tensor: torch.Tensor, *, with_fake: bool = False) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors with real storages behind any tensor, and fake ones `with_fake`.
 
     A plain tensor yields itself. A wrapper yields what `__tensor_flatten__` names, or else its tensor attributes.
     """
@@ -38,6 +38,8 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     if tensor.__class__ is FakeTensor:
+        if with_fake:
+            yield tensor
         return
     try:
         with NoDispatch(), NoFunction():
@@ -49,7 +51,15 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         inner = list(getattr(tensor, "__dict__", {}).values())
     for item in inner:
         if issubclass(type(item), torch.Tensor) and item is not tensor:
-            yield from inner_tensors(item)
+            yield from inner_tensors(item, with_fake=with_fake)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process has of a tensor: of a DTensor its shard, of any other one the tensor itself."""
+    if not runs_own_ops(tensor.__class__):
+        return tensor
+    inner = list(inner_tensors(tensor, with_fake=True))
+    return inner[0] if len(inner) == 1 and inner[0].dtype == tensor.dtype else tensor
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

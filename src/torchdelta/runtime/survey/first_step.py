@@ -22,7 +22,7 @@ from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta.aten.facts import Kind, facts_of, written_tensors
 from torchdelta.notices import warn_once
-from torchdelta.runtime.state.kinds import tensors_in
+from torchdelta.runtime.state.kinds import local_part, tensors_in
 from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ def foresee_first_step(
         logging.getLogger("torchdelta").debug(
             "the first step of %s could not be tried on meta tensors", type(optimizer).__name__, exc_info=True
         )
-    sizes_bytes = [
-        p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"] if is_stepped(p)
-    ]
+    sizes_bytes = [local_part(p).nbytes for group in optimizer.param_groups for p in group["params"] if is_stepped(p)]
     warn_once(
         f"the memory for the first step of {type(optimizer).__name__} is an estimate, because the step does not run on "
         "meta tensors: two states as large as each parameter, as in Adam"

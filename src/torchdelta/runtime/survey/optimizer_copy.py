@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from torchdelta.runtime.state.kinds import local_part
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -183,7 +185,8 @@ class OptimizerCopy:
             return self._copies[id(group)]
         fakes: list[torch.nn.Parameter] = []
         for parameter in filter(self._is_stepped, group["params"]):
-            fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+            shape = local_part(parameter).shape
+            fake = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
             self.parameters.append(self._note(parameter, fake))
             fakes.append(fake)
         return self._note(group, {**group, "params": fakes} | self._options_of(group))
@@ -194,4 +197,4 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if tensor.dim() == 0 and tensor.device.type == "cpu":
             return tensor.detach().clone()
-        return torch.empty_like(tensor, device="meta")
+        return torch.empty_like(local_part(tensor), device="meta")

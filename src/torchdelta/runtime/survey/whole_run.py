@@ -23,6 +23,7 @@ from torchdelta._torch.modes import without_mode
 from torchdelta._torch.tensors import is_leaf
 from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.instances import instances_of, living_optimizers
+from torchdelta.runtime.state.kinds import local_part
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES
 from torchdelta.runtime.survey.first_step import FirstStep, foresee_first_step
 from torchdelta.runtime.survey.inventory import HELD, SMALL, STATES, TEMPORARIES
@@ -104,7 +105,7 @@ class RunNeed:
         gone = {key for key, leaf in trained.items() if key in self._reached and leaf.grad is None}
         if is_lower_bound or not gone:
             return set()
-        gone_bytes = sum(trained[key].nbytes for key in gone)
+        gone_bytes = sum(local_part(trained[key]).nbytes for key in gone)
         return gone if _MOVED_SHARE * gone_bytes > self._held_outputs_bytes() else set()
 
     def finish(self, *, is_lower_bound: bool, in_optimizer: bool = False) -> Needed:
@@ -123,7 +124,7 @@ class RunNeed:
         ]
         gone = self._gone(trained, is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
         all_gradients_bytes = idle_gradients_bytes
-        all_gradients_bytes += sum(leaf.nbytes for key, leaf in trained.items() if key not in gone)
+        all_gradients_bytes += sum(local_part(leaf).nbytes for key, leaf in trained.items() if key not in gone)
         small_bytes = _SMALL_BYTES + _SMALL_BYTES_PER_LEAF * len(trained)
         small_bytes += int(_MARGIN * self._without_gradients_bytes)
         outputs_bytes = 0 if is_lower_bound or not self._is_first_pass else self._held_outputs_bytes()
@@ -169,7 +170,7 @@ class RunNeed:
 
     def parameter_bytes(self) -> int:
         """Return the bytes of the parameters that ops have read."""
-        return sum(leaf.nbytes for leaf in self.leaves.values() if self._was_used(leaf))
+        return sum(local_part(leaf).nbytes for leaf in self.leaves.values() if self._was_used(leaf))
 
     def _was_used(self, leaf: torch.Tensor) -> bool:
         """Return whether an op has read a leaf since the scope opened."""
@@ -215,4 +216,4 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _gradient_bytes_of(leaf: torch.Tensor) -> int:
     """Return the bytes of a leaf's gradient; sparse ones have no storage that counts."""
-    return leaf.grad.nbytes if leaf.grad is not None and leaf.grad.layout is torch.strided else 0
+    return local_part(leaf.grad).nbytes if leaf.grad is not None and leaf.grad.layout is torch.strided else 0
