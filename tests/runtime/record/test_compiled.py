@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from tests.runtime.programs import UNLIMITED, running
+from torchdelta.notices import warn_once
 
 if TYPE_CHECKING:
-    import pytest
-
     from torchdelta.runtime.session import Session
 
 
@@ -84,3 +84,24 @@ def test_a_replay_does_not_need_what_a_compiled_region_overwrote() -> None:
         return weight.grad
 
     assert torch.equal(step(is_inside=False), step(is_inside=True))
+
+
+@pytest.mark.parametrize("how", ["the step", "a function that steps"])
+def test_a_compiled_optimizer_step_is_warned_of(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Hooks of the library break its graph, so it runs eagerly: once that is said, and never of another step."""
+    warn_once.cache_clear()
+    parameter = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def step() -> None:
+        optimizer.step()
+
+    compiled = torch.compile(optimizer.step if how == "the step" else step, backend="eager")
+    with running():
+        (parameter * 2).sum().backward()
+        optimizer.step()
+        assert "torch.compile does not compile an optimizer's step" not in caplog.text
+        for _ in range(2):
+            (parameter * 2).sum().backward()
+            compiled()
+    assert caplog.text.count("torch.compile does not compile an optimizer's step") == 1

@@ -18,7 +18,9 @@ import array
 import time
 from typing import TYPE_CHECKING, Final
 
+from torchdelta._torch.compiled import is_in_compiled_call
 from torchdelta._torch.engine import graph_task_id
+from torchdelta.notices import warn_once
 from torchdelta.summary import StepSummary
 
 if TYPE_CHECKING:
@@ -176,6 +178,11 @@ class StepTracker:
     def on_optimizer_start(self) -> None:
         """An optimizer begins its step."""
         self.is_in_optimizer = self.has_optimizer = True
+        if is_in_compiled_call():  # a hook of the library runs, so Dynamo has given up the frame of the step
+            warn_once(
+                "torch.compile does not compile an optimizer's step inside a MemoryBudget: the step runs eagerly, with "
+                "the bits and the time of an uncompiled one"
+            )
 
     def on_optimizer_end(self) -> None:
         """An optimizer has stepped."""
