@@ -116,3 +116,43 @@ def test_an_evaluation_below_the_parameters() -> None:
             assert torch.equal(model(x), expected)
         assert any(is_emptied(parameter) for parameter in model.parameters())
         assert not any(is_emptied(parameter) for parameter in other.parameters())
+
+
+@pytest.mark.parametrize("share", [1.4, 2.2])
+def test_optimizers_that_step_in_the_backward(share: float) -> None:
+    """The states that they make in the backward leave."""
+
+    def train(scope: contextlib.AbstractContextManager[Any]) -> tuple[torch.nn.Module, Any]:
+        model = layers()
+        optimizers = {parameter: adamw([parameter]) for parameter in model.parameters()}
+
+        def step_now(parameter: Any) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step_now)
+        with scope:
+            for _ in range(3):
+                model(torch.randn(4, WIDTH)).square().mean().backward()
+        return model, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
+
+    trains_alike(train, int(share * parameter_bytes(layers())))
+
+
+def test_gradients_that_a_hook_reads_in_the_backward() -> None:
+    """They leave as all others do."""
+
+    def train(scope: contextlib.AbstractContextManager[Any]) -> tuple[torch.nn.Module, Any]:
+        model, norms = layers(), []
+        optimizer = adamw(model.parameters())
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda leaf: norms.append(leaf.grad.norm()))
+        with scope:
+            for _ in range(3):
+                model(torch.randn(4, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, norms
+
+    trains_alike(train, int(1.2 * parameter_bytes(layers())))

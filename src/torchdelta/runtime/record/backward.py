@@ -38,7 +38,7 @@ from torchdelta.runtime.record.python_writes import PythonWrites
 from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.state.steps import StepTracker
@@ -302,7 +302,7 @@ class Backward:
                 # An ordinary accumulation needs no watching; a hook that steps the optimizer there does.
                 if post_accumulate_hooks_of(node.variable):
                     handles.append(node.register_prehook(self._before))
-                    handles.append(node.register_hook(functools.partial(self._after, None)))
+                    handles.append(node.register_hook(functools.partial(self._after, None, (node.variable,))))
                 continue
             following = [child for child, _ in node.next_functions]
             leaves = [child.variable for child in following if child is not None and child.name() == ACCUMULATE]
@@ -312,7 +312,7 @@ class Backward:
                 handles.append(node.register_hook(functools.partial(self._after_unrecorded, name, leaves)))
             else:
                 handles.append(node.register_prehook(functools.partial(self._before, name=name)))
-                handles.append(node.register_hook(functools.partial(self._after, leaves)))
+                handles.append(node.register_hook(functools.partial(self._after, leaves, leaves)))
             stack.extend(following)
 
     @shielded
@@ -324,12 +324,12 @@ class Backward:
         push_mode(self.recorder)
 
     @shielded
-    def _after(self, leaves: list[Any] | None, _inputs: Any, _outputs: Any) -> None:
+    def _after(self, leaves: list[Any] | None, pending: Iterable[Any], _inputs: Any, _outputs: Any) -> None:
         # Pop only our own mode: another library's mode that the node left on the stack is for that library to pop.
         if top_mode() is self.recorder:
             pop_mode()
         node_name, self.steps.node_name = self.steps.node_name, ""
-        self._gradients.pending.extend(leaves or ())
+        self._gradients.pending.extend(pending)
         if self._gap_reads is not None:  # after an accumulation, those into others of these leaves may still follow
             self._gap_reads.begin_gap(leaves)
         self._gaps.begin(node_name, leaves or ())

@@ -99,7 +99,9 @@ class Owners:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self._ledger.device:
             return
         record = self._ledger.records.get(storage_address(tensor))
-        if record is None and not is_gradient:  # it was loaded before the scope, and no op has read it since
+        # No op has read it since the scope began, or an op in backward has made it. The storage object of a gradient is
+        # not made here: see [Note: storages are known by address] in _torch/storages.py.
+        if not is_gradient and (record is None or record.reference is None):
             record = self._ledger.know(storage_behind(tensor))
         if record is not None and record.reference is not None and record.id not in seen:
             seen.add(record.id)
