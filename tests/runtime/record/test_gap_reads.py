@@ -13,6 +13,7 @@ from tests.runtime.parts import empty_everything, is_emptied, running_session
 from tests.same_bits.judge import bits_of
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import top_function_mode
+from torchdelta.runtime.current import current_session
 
 
 def everything() -> MemoryBudget:
@@ -153,6 +154,42 @@ def test_the_library_unpacks_without_the_modes_for_the_program() -> None:
     assert run(everything()) == run(contextlib.nullcontext())
     assert seen
     assert set(seen) == {None}
+
+
+class _GivesWeight(torch.autograd.Function):
+    """Returns its input. The gradient of the input is the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the input."""
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        """Return the weight, without an op that reads it."""
+        if current_session() is not None:
+            empty_everything()
+        return ctx.weight.data, None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_engine_adds_a_parameter_that_a_node_returns(*, is_late: bool) -> None:
+    """It is back before it is added to another gradient, also where other nodes run first and it leaves again."""
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        first, second, third = (torch.nn.Parameter(torch.randn(64, 64)) for _ in range(3))
+        keep = torch.nn.ParameterList([first, second, third])
+        with scope:
+            for _ in range(2):
+                x = torch.tanh(torch.randn(64, 64) @ first)
+                other = _GivesWeight.apply(torch.tanh(x) if is_late else x, third)
+                out = _GivesWeight.apply(x, second) + other  # pyright: ignore[reportOperatorIssue]
+                out.square().mean().backward()
+        return bits_of([parameter.grad for parameter in keep])
+
+    assert run(everything()) == run(contextlib.nullcontext())
 
 
 def _mean(x: torch.Tensor) -> torch.Tensor:

@@ -324,14 +324,14 @@ class Backward:
         push_mode(self.recorder)
 
     @shielded
-    def _after(self, leaves: list[Any] | None, pending: Iterable[Any], _inputs: Any, _outputs: Any) -> None:
+    def _after(self, leaves: list[Any] | None, pending: Iterable[Any], returned: Any, _outputs: Any) -> None:
         # Pop only our own mode: another library's mode that the node left on the stack is for that library to pop.
         if top_mode() is self.recorder:
             pop_mode()
         node_name, self.steps.node_name = self.steps.node_name, ""
         self._gradients.pending.extend(pending)
         if self._gap_reads is not None:  # after an accumulation, those into others of these leaves may still follow
-            self._gap_reads.begin_gap(leaves)
+            self._gap_reads.begin_gap(leaves, returned)
         self._gaps.begin(node_name, leaves or ())
         self._begin_program()
 
@@ -356,7 +356,7 @@ class Backward:
         self.observing.observer.on_opaque_end("torchdelta.node", inputs, node=name)
         self._gradients.pending.extend(leaves)
         if self._gap_reads is not None:
-            self._gap_reads.begin_gap(leaves)
+            self._gap_reads.begin_gap(leaves, inputs)
         self._gaps.begin(name, leaves)
         self._begin_program()
 

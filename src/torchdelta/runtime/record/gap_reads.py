@@ -12,6 +12,7 @@ they may read stays until it has ended: all gradients that it accumulates into, 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,7 +33,7 @@ from torchdelta.runtime.record.mode_sensitive import makes_mode_sensitive_node
 from torchdelta.runtime.state.kinds import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from torchdelta.runtime.memory.persistents import Persistents
 
@@ -46,6 +47,9 @@ class GapReads(FunctionMode):
         super().__init__()
         self._persistents = persistents
         self._leaves: list[Any] = []  # into which the engine accumulates after the latest node
+        self._returned: list[
+            weakref.ref[torch.Tensor]
+        ] = []  # gradients that the engine may add, and backward has not made
         self._num_nested = 0  # backwards that run inside of gaps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,6 +78,7 @@ class GapReads(FunctionMode):
         in_use, starting = self._persistents.in_use, list(tensors_in(gradients))
         in_use.begin_backward(starting)
         outer_leaves, self._leaves = self._leaves, []
+        outer_returned, self._returned = self._returned, []
         try:
             if self._persistents.is_active:
                 self._persistents.bring(starting)
@@ -82,17 +87,30 @@ class GapReads(FunctionMode):
             self.begin_program()
             yield
         finally:
-            self._leaves = outer_leaves
+            self._leaves, self._returned = outer_leaves, outer_returned
             self.begin_library()
             in_use.end_backward()
 
-    def begin_gap(self, leaves: list[Any] | None) -> None:
-        """A gap begins, in which the engine accumulates into these leaves; None: into those of the gap before."""
-        self._persistents.in_use.unlock()
+    def begin_gap(self, leaves: list[Any] | None, returned: Iterable[Any] = ()) -> None:
+        """A gap begins.
+
+        Args:
+            leaves: Into which the engine accumulates there; None: into those of the gap before.
+            returned: The gradients that the node before has returned.
+        """
+        in_use = self._persistents.in_use
+        in_use.unlock()
         if leaves is not None:
             self._leaves = leaves
         gradients = [leaf.grad for leaf in self._leaves if leaf.grad is not None]
-        self._persistents.lock(gradients, may_write=True)
+        # The engine adds gradients without an op. One that backward has not made, such as a parameter's `.data`, may be
+        # away, or leave before it is added. Those that backward makes are not known by the storage's object.
+        for gradient in returned:
+            if any(record.reference is not None for record in in_use.records([gradient])):
+                self._returned.append(weakref.ref(gradient))
+        alive = [tensor for reference in self._returned if (tensor := reference()) is not None]
+        self._returned = [weakref.ref(tensor) for tensor in alive]
+        self._persistents.lock([*gradients, *alive], may_write=True)
 
     def end_gap(self) -> None:
         """A gap ends, or a node that runs without the recorder."""
