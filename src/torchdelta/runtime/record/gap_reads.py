@@ -47,9 +47,8 @@ class GapReads(FunctionMode):
         super().__init__()
         self._persistents = persistents
         self._leaves: list[Any] = []  # into which the engine accumulates after the latest node
-        self._returned: list[
-            weakref.ref[torch.Tensor]
-        ] = []  # gradients that the engine may add, and backward has not made
+        # Gradients that the engine may add, and that backward has not made.
+        self._returned: list[weakref.ref[torch.Tensor]] = []
         self._num_nested = 0  # backwards that run inside of gaps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
