@@ -50,6 +50,21 @@ def test_a_plan_is_made_written_and_simulated(trace, tmp_path):
         assert again[name] == facts[name]
 
 
+def test_the_bound_of_a_budget_that_no_plan_of_its_class_holds(tmp_path):
+    """A larger class may hold it: then the bound has no time, in JSON neither."""
+    step = chain([(16 * MIB, 2e-2, 5e-3)] * 4, weight_bytes=32 * MIB, optimizer=True)
+    write_trace(step, tmp_path / "step.trace")
+    asked = (tmp_path / "step.trace", "--memory-budget", peak(step).size_bytes * 6 // 10, *ON, "--class", "all")
+    said = torchdelta("plan", *asked, "--bound").stdout
+    assert "bound        no plan of the class 'saved' fits\n" in said
+
+    def refused(name):
+        raise AssertionError(name)
+
+    facts = json.loads(torchdelta("plan", *asked, "--bound", "--json").stdout, parse_constant=refused)
+    assert facts["bound_time_s"] is None
+
+
 @pytest.mark.rest
 def test_where_memory_is_short_and_costs_time_more_thought_is_named(trace, tmp_path):
     """Not where there is room, not where the step loses nothing, and not for what another planner did."""

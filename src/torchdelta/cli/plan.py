@@ -104,7 +104,8 @@ def plan(
             is_near = found.overhead > _WORTH_A_HINT and found.simulation.budget_bytes < NEAR_LEAST * least_bytes
             facts |= {"least_saved_peak_bytes": least_bytes, "is_near_least": is_near}
         if found.bound is not None:
-            facts |= {"bound_class": found.bound.decision_class, "bound_time_s": found.bound.time_s}
+            time_s = found.bound.time_s if found.bound.feasible else None  # JSON has no infinity
+            facts |= {"bound_class": found.bound.decision_class, "bound_time_s": time_s}
         if output is not None:
             write_plan(found.plan, output)
             facts["path"] = str(output)

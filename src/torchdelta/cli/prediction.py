@@ -160,7 +160,9 @@ def show(facts: dict[str, Any], *, as_json: bool) -> None:
             f"footprint    {format_bytes(facts['footprint_bytes'])}: {facts['fragmentation']:.3%} above the live bytes"
             f"{proved}"
         )
-    if "bound_time_s" in facts:
+    if "bound_time_s" in facts and facts["bound_time_s"] is None:
+        lines.append(f"bound        no plan of the class {facts['bound_class']!r} fits")
+    elif "bound_time_s" in facts:
         gap = facts["bound_time_s"] / facts["plain_time_s"] - 1 if facts["plain_time_s"] else 0.0
         lines.append(f"bound        no plan of the class {facts['bound_class']!r} is below {100 * gap:+.2f} %")
     if facts.get("is_near_least"):
