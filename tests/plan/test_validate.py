@@ -60,6 +60,25 @@ def test_a_use_while_away_is_found(step, plan):
     assert f"reads buffer {swapped.buffer_id}, which is not on the device" in fault
 
 
+def test_a_copy_out_follows_on_the_replay_that_makes_its_content(step, plan):
+    """A buffer that was dropped and comes back cannot be copied out before."""
+    dropped = next(absence for absence in plan.absences if absence.action == "recompute")
+    again = replace(
+        dropped,
+        last_use_op=dropped.last_use_op,
+        out_op=dropped.return_op,
+        next_use_op=dropped.return_op + 1,
+        action="swap",
+        leave_op=dropped.return_op + 1,
+        return_op=dropped.return_op + 1,
+    )
+    assert find_fault(step, replace(plan, absences=(*plan.absences, again))) is None
+    early = replace(again, out_op=dropped.return_op - 1)
+    fault = find_fault(step, replace(plan, absences=(*plan.absences, early)))
+    assert fault is not None
+    assert "its copy out is queued before the replay before has made it" in fault
+
+
 def test_a_recomputed_buffer_needs_its_replay(step, plan):
     """Without the replay nothing writes what returns."""
     fault = find_fault(step, replace(plan, replays=()))

@@ -4,7 +4,8 @@ What must hold, beside ids and numbers in range:
 
 1.  A buffer leaves after a use of it and is there at each use in between: an absence begins right after its last use or
     later, ends by its next one, and no op or replay reads the buffer while it is away, or before compute has waited for
-    its copy in. Its memory is free after its copy out was queued, and the next copy out follows on the one in.
+    its copy in. Its memory is free after its copy out was queued, and the next copy out follows on the one in, or on
+    the replay, before.
 2.  A recomputed buffer is written by a replay at the op at which it returns, and everything that a replay reads is on
     the device or made earlier in the same replay.
 3.  A replay runs only ops that are recomputable, and keeps only what it makes.
@@ -127,8 +128,11 @@ def _absence_fault(trace: Trace, plan: Plan) -> str | None:
         before = ends.get(part.buffer_id)
         if before is not None and part.leave_op < before.return_op:
             return f"{_where(part)} and has not come back from the absence before"
-        if before is not None and part.action == before.action == "swap" and part.queued_op < before.next_use_op:
-            return f"{_where(part)}, but its copy out is queued before compute has waited for the copy in before"
+        if before is not None and part.action == "swap":
+            is_swap = before.action == "swap"
+            if part.queued_op < (before.next_use_op if is_swap else before.return_op):
+                since = "compute has waited for the copy in before" if is_swap else "the replay before has made it"
+                return f"{_where(part)}, but its copy out is queued before {since}"
         ends[part.buffer_id] = part
     return None
 
