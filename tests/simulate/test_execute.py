@@ -258,6 +258,24 @@ def test_what_is_written_of_the_next_step_is_waited_for_at_the_end():
     assert short.time_s < waits.time_s
 
 
+def test_a_copy_in_that_is_queued_before_the_end_is_waited_for_at_the_end_alone():
+    """However late its use in the next step is said to be: this step does not wait before the op of that number."""
+    step = chain([(8 * MIB, 8e-3, 1e-4)] * 3, weight_bytes=16 * MIB)
+    num_ops = len(step.ops)
+    leave_op, return_op = num_ops - 2, num_ops - 1  # of the first weight, which backward does not read
+    away = Absence(
+        buffer_id=0, last_use_op=0, next_use_op=num_ops, action="swap", leave_op=leave_op, return_op=return_op
+    )
+    header = replace(plan_of().header, num_ops=num_ops, num_buffers=len(step.buffers), decision_class="all")
+    first, late = (
+        execute(step, MACHINE, Plan(header=header, absences=(replace(away, next_use_op=next_use_op),)))
+        for next_use_op in (num_ops, 2 * num_ops - 1)
+    )
+    (stall,) = late.stalls
+    assert (stall.op, stall.waited_for) == (num_ops - 1, "in")
+    assert late.time_s == first.time_s
+
+
 def test_a_plan_of_another_trace_is_refused():
     """By its numbers of ops and buffers."""
     plan = plan_of()

@@ -189,7 +189,8 @@ class _Clock:
                 self._releases[absence.leave_op % num_ops].append(index)
             self._outs[absence.queued_op].append(index)
             self._ins[absence.return_op % num_ops].append(index)
-            self._needs[absence.next_use_op % num_ops].append(index)
+            if absence.return_op >= num_ops or absence.next_use_op < num_ops:  # else waited for at the end of the step
+                self._needs[absence.next_use_op % num_ops].append(index)
         for ins in self._ins:
             ins.sort(key=lambda index: plan.absences[index].return_rank)
 
