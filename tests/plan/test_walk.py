@@ -177,3 +177,22 @@ def test_what_is_written_in_place_again_takes_over_the_memory_of_what_was_kept()
     assert find_fault(trace, plan) is None
     assert [moment.held_bytes for moment in Walk(trace, plan).moments()] == [MIB, MIB, 0, MIB, MIB, MIB, 2 * MIB]
     assert max_load_bytes(lives_of_plan(trace, plan)) == 2 * MIB
+
+
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_a_replay_reads_nothing_that_the_step_has_freed_or_overwritten(is_overwritten):
+    """Also not what was there before the step: its bytes would count nowhere."""
+    buffers = list(TRACE.buffers)
+    buffers += [Buffer(id=4, storage_id=4, size_bytes=MIB, kind="input", birth_op=-1, death_op=2)]
+    ops = [replace(TRACE.ops[0], reads=(4,)), *TRACE.ops[1:]]
+    if is_overwritten:
+        buffers += [Buffer(id=5, storage_id=4, size_bytes=MIB, kind="input", birth_op=2, death_op=8)]
+        ops[2] = replace(ops[2], writes=(2, 5))
+    trace = replace(TRACE, buffers=tuple(buffers), ops=tuple(ops))
+    dropped = Absence(buffer_id=0, last_use_op=1, next_use_op=7, action="recompute", leave_op=2, return_op=7)
+    plan = plan_of(dropped, replays=(Replay(at_op=7, ops=(0,)),))
+    plan = replace(plan, header=replace(plan.header, num_buffers=len(buffers)))
+    assert "before op 7 reads buffer 4, which is not on the device" in (find_fault(trace, plan) or "")
+    kept = replace(trace, buffers=(*buffers[:4], replace(buffers[4], death_op=8)), ops=tuple(ops[:2]) + TRACE.ops[2:])
+    plan = replace(plan, header=replace(plan.header, num_buffers=5))
+    assert find_fault(kept, plan) is None

@@ -91,6 +91,21 @@ def test_dtr_drops_what_is_cheap_and_stale_when_memory_is_short():
     assert execute(SMALL, MACHINE, plan).time_s == pytest.approx(16 + 1)
 
 
+@pytest.mark.parametrize("name", PLAYED)
+def test_what_the_step_has_freed_is_no_source_of_a_replay(name):
+    """The input `x` dies after op 0, so `a` cannot be made again: it is swapped, or `b` goes, made from it."""
+    freed = replace(SMALL, buffers=(replace(SMALL.buffers[0], death_op=1), *SMALL.buffers[1:]))
+    budget_bytes = peak(freed).size_bytes - MIB // 2
+    try:
+        plan = get(name)(freed, MACHINE, budget_bytes)
+    except InfeasibleError:
+        assert name == "dtr"  # which swaps nothing
+        return
+    assert find_fault(freed, plan) is None
+    assert all(0 not in replay.ops for replay in plan.replays)
+    assert execute(freed, MACHINE, plan).peak.size_bytes <= budget_bytes
+
+
 def test_delta_swaps_it_and_waits_for_both_copies():
     """The filter takes the stalest, too, and a copy of a millisecond is cheaper than an op of a second."""
     plan = get("delta-2022")(SMALL, MACHINE, FOUR)

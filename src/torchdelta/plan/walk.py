@@ -67,7 +67,6 @@ class Walk:
         self._freed: list[int] = []
         self._taken: list[int] = []
         self._kept_until: dict[int, int] = {}
-        self._away: set[int] = set()  # by an absence
         self._ready_op: dict[int, int] = {}  # by buffer on its way in: the op before which compute waits for it
         self._replays = {replay.at_op: replay for replay in plan.replays}
         num_ops = len(trace.ops)
@@ -113,8 +112,6 @@ class Walk:
             del self._kept_until[id_]
         leaving, returning = self._leaving[index], self._returning[index]
         self._free(part.buffer_id for part in leaving)
-        self._away.difference_update(part.buffer_id for part in returning)
-        self._away.update(part.buffer_id for part in leaving if part.return_op > index)
         for part in returning:
             self._kept_until.pop(part.buffer_id, None)
         self._take(part.buffer_id for part in returning if part.action == "swap")
@@ -131,8 +128,9 @@ class Walk:
         scratch: set[int] = set()  # takes memory, but is not the content that the step had there
         for place, index in enumerate(replay.ops):
             op = self._trace.ops[index]
-            missing = tuple(id_ for id_ in self._must_find(op) if id_ not in self.here or id_ in scratch)
-            unready = self._unready(self._must_find(op), at_op.index)
+            reads = replay_reads(self._trace, index)
+            missing = tuple(id_ for id_ in reads if id_ not in self.here or id_ in scratch)
+            unready = self._unready(reads, at_op.index)
             twice = [id_ for id_ in op.writes if id_ in self.here]
             new = [id_ for id_ in op.writes if id_ not in self.here]
             written = {self._buffers[id_].storage_id for id_ in op.writes}
@@ -156,14 +154,6 @@ class Walk:
             self._free(done)
             made.difference_update(done)
         self._kept_until.update({id_: until for id_, until in kept.items() if id_ in made})
-
-    def _must_find(self, op: Op) -> list[int]:
-        """Return what a replay of an op has to find on the device.
-
-        Not what the step found and has overwritten since: the runtime puts it back for the replay.
-        """
-        reads = replay_reads(self._trace, op.index)
-        return [id_ for id_ in reads if self._buffers[id_].birth_op != BEFORE_STEP or id_ in self._away]
 
     def _unready(self, ids: Iterable[int], at_op: int) -> tuple[int, ...]:
         return tuple(id_ for id_ in ids if self._ready_op.get(id_, 0) > at_op) if self._ready_op else ()

@@ -54,9 +54,9 @@ class PlayedStep:
                 following[id_] = op.index
 
     def _remade_until(self) -> NDArray[np.int64]:
-        """Follow the sources: one is there while it is alive, or is made again; what the step began with always is."""
+        """Follow the sources: one is there while it is alive, or is made again if the step has made it."""
         last_found = last_found_ops(self.trace)
-        until = np.array([self.num_ops if b.birth_op == BEFORE_STEP else -1 for b in self.trace.buffers], np.int64)
+        until = np.full(len(self.trace.buffers), -1, np.int64)
         for op in self.trace.ops:
             if not op.recomputable:
                 continue
