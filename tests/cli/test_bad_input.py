@@ -127,7 +127,11 @@ CASES = {
     "below a file": (("pool", "lives.csv/x"), "cannot read 'lives.csv/x': there is no such file", USAGE),
     "no module": (fit("bat_models:linear"), "no module 'bat_models'", USAGE),
     "no function": (fit("bad_models:lineer"), "bad_models has no function 'lineer': did you mean linear?", USAGE),
-    "no disk": (("probe", "--quick", "--device", "cpu", "--disk", "no"), "'no' cannot be measured", USAGE),
+    "no disk": (
+        ("probe", "--quick", "--device", "cpu", "--disk", "no"),
+        "no' cannot be measured: there is no such directory",
+        USAGE,
+    ),
     "a plan into a directory": (plan("step.trace", "-o", "directory"), "'directory': it is a directory", USAGE),
     "a plan into nowhere": (plan("step.trace", "-o", "no/x.plan"), "there is no directory 'no'", USAGE),
     "a plan into a device": (plan("step.trace", "-o", "/dev/null"), "'/dev/null': it is not a regular", USAGE),
