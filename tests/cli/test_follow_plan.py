@@ -125,4 +125,4 @@ def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
     options = ("run", "--memory-budget", "1GiB", "--trace-out")
     assert inside(*options, "no/step.trace", "train.py", code=2).stdout == ""
     done = torchdelta(*options, "step.trace", "train.py", cwd=tmp_path)
-    assert "no trace was written to step.trace: there was no complete second step" in done.stderr
+    assert f"no trace was written to {tmp_path / 'step.trace'}: there was no complete second step" in done.stderr

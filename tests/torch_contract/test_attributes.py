@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.torch_contract.names import Names
 from torchdelta._torch.modes import TorchDispatchMode
 from torchdelta._torch.modules import MODULE_CALL_CODE, children_of, is_built
-from torchdelta._torch.ops import execute, overload_of, returns_tensors, schema_of
+from torchdelta._torch.ops import decompose, execute, is_composite, overload_of, returns_tensors, schema_of
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta._torch.tensors import (
     base_of,
@@ -138,3 +139,17 @@ def test_modes_see_which_arguments_require_gradients() -> None:
         ("aten.cat.default", [True, False]),
         ("aten.sin.default", [True]),
     ]
+
+
+def test_composites() -> None:
+    """A composite op runs as its parts, which the mode sees; an op with a kernel of its own is none."""
+    aten = torch.ops.aten
+    assert is_composite(aten.reshape.default)
+    assert is_composite(aten.contiguous.default)
+    assert not is_composite(aten.mul.Tensor)
+    x, mode = torch.arange(6.0).reshape(2, 3).t(), Names()
+    with torch.inference_mode():
+        out = decompose(aten.reshape.default, mode, (x, [6]), None)
+    assert torch.equal(out, x.reshape(6))
+    assert "aten.clone.default" in mode.seen
+    assert torch._C._len_torch_dispatch_stack() == 0

@@ -19,9 +19,11 @@ from torchdelta._torch.modes import (
     BelowAutograd,
     Quietly,
     autocast_inside,
+    enter_lowest,
     is_autocast_outside,
     is_in_kernel,
     is_packing_by_others,
+    leave_stack,
     mode_stack,
     num_modes,
     outside_inference_mode,
@@ -83,6 +85,27 @@ def test_remove_mode(position: int) -> None:
     assert mode_stack() == left
     while num_modes():
         pop_mode()
+
+
+def test_enter_lowest_and_leave_stack() -> None:
+    """A mode is entered below those that are on, and sees the ops that they make; it ends from wherever it stands."""
+
+    class Doubles(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            return func(*args, **(kwargs or {})) * 2
+
+    lowest, above = Names(), Doubles()
+    with above:
+        enter_lowest(lowest)
+        assert mode_stack() == [lowest, above]
+        torch.ones(2)
+        leave_stack(lowest)
+        assert mode_stack() == [above]
+        leave_stack(lowest)
+        assert mode_stack() == [above]
+    assert lowest.seen == ["aten.ones.default", "aten.mul.Tensor"]
+    assert mode_stack() == []
 
 
 @pytest.mark.parametrize("position", [0, 1])
