@@ -35,7 +35,21 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def trains_alike(train: Train, budget_bytes: int) -> None:
+def train_three_steps(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scope: contextlib.AbstractContextManager[Any],
+    num_rows: int = 4,
+) -> None:
+    """Train on random rows, inside the scope."""
+    with scope:
+        for _ in range(3):
+            model(torch.randn(num_rows, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def assert_trains_alike(train: Train, budget_bytes: int) -> None:
     """Check that a training in a budget gives the bits that it gives without one, and keeps to the budget."""
 
     def run(scope: contextlib.AbstractContextManager[Any]) -> list[Any]:
@@ -57,14 +71,10 @@ def test_a_budget_near_what_is_there_at_the_start(extra_kib: int) -> None:
     def train(scope: contextlib.AbstractContextManager[Any]) -> tuple[torch.nn.Module, Any]:
         model = layers()
         optimizer = adamw(model.parameters())
-        with scope:
-            for _ in range(3):
-                model(torch.randn(32, WIDTH)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        train_three_steps(model, optimizer, scope, num_rows=32)
         return model, None
 
-    trains_alike(train, parameter_bytes(layers()) + (extra_kib << 10))
+    assert_trains_alike(train, parameter_bytes(layers()) + (extra_kib << 10))
 
 
 def test_what_nobody_owns_does_not_pass_the_budget() -> None:
@@ -96,14 +106,10 @@ def test_a_frozen_model_below_its_parameters() -> None:
     def train(scope: contextlib.AbstractContextManager[Any]) -> tuple[torch.nn.Module, Any]:
         model = torch.nn.Sequential(*[Adapted() for _ in range(12)])
         optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
-        with scope:
-            for _ in range(3):
-                model(torch.randn(4, WIDTH)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        train_three_steps(model, optimizer, scope)
         return model, optimizer.state_dict()["state"]
 
-    trains_alike(train, int(0.6 * parameter_bytes(torch.nn.Sequential(*[Adapted() for _ in range(12)]))))
+    assert_trains_alike(train, int(0.6 * parameter_bytes(torch.nn.Sequential(*[Adapted() for _ in range(12)]))))
 
 
 def test_an_evaluation_below_the_parameters() -> None:
@@ -137,7 +143,7 @@ def test_optimizers_that_step_in_the_backward(share: float) -> None:
                 model(torch.randn(4, WIDTH)).square().mean().backward()
         return model, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
 
-    trains_alike(train, int(share * parameter_bytes(layers())))
+    assert_trains_alike(train, int(share * parameter_bytes(layers())))
 
 
 def test_gradients_that_a_hook_reads_in_the_backward() -> None:
@@ -148,11 +154,7 @@ def test_gradients_that_a_hook_reads_in_the_backward() -> None:
         optimizer = adamw(model.parameters())
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda leaf: norms.append(leaf.grad.norm()))
-        with scope:
-            for _ in range(3):
-                model(torch.randn(4, WIDTH)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        train_three_steps(model, optimizer, scope)
         return model, norms
 
-    trains_alike(train, int(1.2 * parameter_bytes(layers())))
+    assert_trains_alike(train, int(1.2 * parameter_bytes(layers())))

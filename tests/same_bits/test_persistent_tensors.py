@@ -157,6 +157,7 @@ class _Exporting(torch.nn.Module):
         tensors = [parameter.detach() for parameter in self.model.parameters()]
         reads = [lambda t: t.numpy().tobytes(), torch.Tensor.tolist, lambda t: np.asarray(t).tobytes()]
         reads += [lambda t: torch.utils.dlpack.from_dlpack(t).clone(), lambda t: bool(t.data_ptr()), lambda t: t * 2]
+        reads += [lambda t: t.untyped_storage()[0]]
         return {"read": [reads[index % len(reads)](tensor) for index, tensor in enumerate(tensors)]} | self.__dict__
 
 

@@ -62,6 +62,8 @@ class Predictor:
                 parts.append(float)
             else:
                 parts.append(_plain(a))
+                if self.accelerator is not None and a.__class__ is list and a and isinstance(a[0], torch.Tensor):
+                    parts.append(a[0].device)
         if facts.copies_strided:
             parts.append(copied_matrix_bytes(args))
         if kwargs:
@@ -213,7 +215,7 @@ def _has_device(func: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.device)
+        return (value.shape, value.dtype)
     if value.__class__ is list or value.__class__ is tuple:
         return tuple(_plain(item) for item in value)
     if value.__class__ in _EQUAL_TO_INTS:

@@ -49,6 +49,7 @@ _FORWARDS: Final = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
 # Inside `torch.save`: by these torch gets at storage objects and their addresses, without reading them. A program's own
 # code may run there, too (`__getstate__`), and what it reads is brought back as always.
 _COLLECTING: Final = ("__reduce_ex__", "_typed_storage", "storage", "untyped_storage")
+_storage_address: Final = torch.UntypedStorage.data_ptr
 
 _lock = threading.Lock()
 _watching: dict[int, Persistents] = {}  # by thread
@@ -119,8 +120,8 @@ def _export(original: Callable[..., Any]) -> Callable[..., Any]:
         if persistents is None:
             _check_other_thread(args)
             return original(*args, **kwargs)
-        is_collected = persistents.candidates.is_lent and isinstance(args[0], torch.UntypedStorage)
-        if not is_collected and not persistents.num_copying:
+        is_collecting = persistents.candidates.is_lent and original is _storage_address
+        if not is_collecting and not persistents.num_copying:
             persistents.export(args)
         return original(*args, **kwargs)
 

@@ -138,9 +138,7 @@ class SavedTensors:
         self.persistents = self.room.persistents
         self.program_modes: tuple[object, ...] = ()  # function modes that are on in backward for the program's code
         self.fake_view: Callable[[torch.Tensor], torch.Tensor] | None = None  # in a survey
-        self.num_elsewhere = (
-            0  # tensors that were saved on another device of the same kind: the budget holds none there
-        )
+        self.num_elsewhere = 0  # tensors saved on another device of the same kind, which the budget does not limit
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd holds for a tensor that it saves."""
@@ -158,10 +156,10 @@ class SavedTensors:
         if tensor.__class__ not in self.plain_types or tensor.layout is not torch.strided or tensor.is_nested:
             return self.subclasses.pack(tensor, self.pack, self.let_stay)
         self.steps.on_save()
+        if not tensor.shape or is_trained_leaf(tensor) or is_zerotensor(tensor):
+            return self.let_stay(tensor)
         if tensor.device != self.ledger.device:
             self.num_elsewhere += tensor.device.type == self.ledger.device.type
-            return self.let_stay(tensor)
-        if not tensor.shape or is_trained_leaf(tensor) or is_zerotensor(tensor):
             return self.let_stay(tensor)
         record = self.ledger.find(tensor)
         buffer = record.current if record is not None else None
