@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.host import contest
+from benchmarks.host import command, contest
 from benchmarks.host.subjects import SUBJECTS, Subject
+from benchmarks.outcome import Outcome
 from benchmarks.turns import PLAIN
 
 
@@ -43,3 +44,27 @@ def test_a_contender_that_left_has_no_ratio() -> None:
     rounds = [{PLAIN: {"thread_s": [2.0, 4.0]}, contest.RECORDING: {"thread_s": [9.0]}}, {PLAIN: {"thread_s": [1.0]}}]
     assert contest.median_ratios(rounds, contest.RECORDING) == [3.0]
     assert contest.median_ratios(rounds, contest.NO_OP) == []
+
+
+@pytest.mark.parametrize(
+    ("fits", "no_op", "follows", "is_kept"),
+    [
+        (1.2, 2.0, 1.5, True),
+        (1.3, 2.0, 1.5, False),  # more than 1.25
+        (1.2, 1.1, 1.05, False),  # more than a mode and hooks that do nothing
+        (1.2, 2.0, 1.7, False),  # more than 1.6
+        (1.2, 2.0, None, False),  # not followed at all
+    ],
+)
+def test_a_goal_that_is_missed_fails_the_run(
+    fits: float, no_op: float, follows: float | None, *, is_kept: bool
+) -> None:
+    """Whether a step that fits, or one that follows a plan, takes too much of the thread's time, or was refused."""
+    times = {PLAIN: 1.0, contest.NO_OP: no_op, contest.FITTING: fits, contest.RECORDING: 3.0, contest.TRACING: 4.0}
+    pressed = {PLAIN: 1.0, contest.NO_OP: no_op, contest.REACTING: 2.0, contest.FOLLOWING: follows}
+    outcome = Outcome()
+    for judge, found in ((command.judge, times), (command.judge_pressed, pressed)):
+        blocks = {name: {"thread_s": [time_s]} for name, time_s in found.items() if time_s is not None}
+        judge(outcome, "a model", {"rounds": [blocks], "refused": {}})
+    assert len(outcome.checks) == 3
+    assert outcome.passed == is_kept
