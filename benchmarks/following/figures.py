@@ -53,7 +53,10 @@ class Cell:
         bound: The least time of any plan of the class *saved* on the measured trace, over plain's, without what
             recording takes. None if the followed planner's class is another one.
         num_unplanned: Times that room was made beyond the plan, all rounds added.
+        num_followed: Steps that carried a plan out to its end, all rounds added.
+        num_diverged: Steps that left their plan, all rounds added.
         swapped_out_bytes: Of a followed step.
+        recomputed_bytes: Of a followed step.
         has_plan: Whether buffers had to leave, so that there is a plan.
     """
 
@@ -69,7 +72,10 @@ class Cell:
     predicted_peak: float | None
     bound: float | None
     num_unplanned: int
+    num_followed: int
+    num_diverged: int
     swapped_out_bytes: float
+    recomputed_bytes: float
     has_plan: bool
 
 
@@ -101,7 +107,10 @@ def cell(data: Data, label: str) -> Cell:
         ),
         bound=1 + (least["time_s"] - least["plain_time_s"]) / plain_s if plain_s and least.get("feasible") else None,
         num_unplanned=sum(block["num_unplanned"] for block in blocks),
+        num_followed=sum(block["num_followed_steps"] for block in blocks),
+        num_diverged=sum(block["num_diverged_steps"] for block in blocks),
         swapped_out_bytes=max((block["swapped_out_bytes"] for block in blocks), default=0),
+        recomputed_bytes=max((block["recomputed_bytes"] for block in blocks), default=0),
         has_plan=bool(predicted),
     )
 

@@ -131,7 +131,8 @@ def block(step_s: float, **values):
 @pytest.fixture
 def data():
     """Two rounds in which every promise is kept."""
-    done = {"peak_bytes": 49 * MIB, "num_unplanned": 0, "num_followed_steps": 4, "swapped_out_bytes": 20 * MIB}
+    done = {"peak_bytes": 49 * MIB, "num_unplanned": 0, "num_followed_steps": 4, "num_diverged_steps": 0}
+    done |= {"swapped_out_bytes": 20 * MIB, "recomputed_bytes": 0}
     predicted = {"time_s": 1.12, "plain_time_s": 1.0, "peak_bytes": 49 * MIB}
     blocks = {
         PLAIN: block(1.0),
@@ -171,6 +172,9 @@ def test_kept_promises_pass(data):
     [
         ("50%", {"peak_bytes": 51 * MIB}, {"peak of followed steps", "predicted peak"}),
         ("50%", {"times_s": [9.0, 1.19, 1.19]}, {"at most half of reactive's overhead beyond recording"}),
+        ("50%", {"num_unplanned": 1}, {"room made beyond the plan"}),
+        ("50%", {"num_diverged_steps": 1}, {"steps follow the plan"}),
+        ("50%", {"num_followed_steps": 0}, {"steps follow the plan"}),
         (
             "50%",
             {"times_s": [9.0, 1.3, 1.3]},
@@ -197,6 +201,31 @@ def test_a_broken_promise_fails(data, label, change, broken):
     for blocks in data["rounds"]:
         blocks[in_budget(FOLLOWED, label)] |= change
     assert failed(data) == broken
+
+
+def test_a_plan_that_is_missing_is_no_step_that_fits(data):
+    """Where tensors left without a plan, the checks of a plan were not made: that fails."""
+    for label in data["budgets"]:
+        for blocks in data["rounds"]:
+            del blocks[in_budget(FOLLOWED, label)]["predicted"]
+    assert failed(data) == {"plan"}
+    for label in data["budgets"]:
+        for blocks in data["rounds"]:
+            blocks[in_budget(FOLLOWED, label)]["swapped_out_bytes"] = 0
+    assert failed(data) == set()
+
+
+def test_a_block_without_prefetch_follows_the_plan_of_its_budgets_followed_block(monkeypatch):
+    """That block runs first, once, whichever of the two is drawn first."""
+    race = contest.Race("gpt2-nano", "sgd", {"50%": MIB}, "torchdelta", 1)
+    ran: list[str] = []
+
+    monkeypatch.setattr(race, "_follow", lambda _label: {"plan": ran.append("followed")})
+    monkeypatch.setattr(race, "_follow_without_prefetch", lambda _label: {"plan": ran.append("no-prefetch")})
+    names = [in_budget(NO_PREFETCH, "50%"), in_budget(FOLLOWED, "50%")]
+    blocks = [race.run_block_beside_plain(name) for name in names]
+    assert ran == ["followed", "no-prefetch"]
+    assert all(block is not None and "beside" in block for block in blocks)
 
 
 @pytest.mark.parametrize(
