@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 NUM_RESAMPLES = 2000
+FEWEST_SAMPLES = 6  # the lowest and the highest of n samples enclose the median with a probability of 1 - 2 ** (1 - n)
 PLAIN = "plain"
 BESIDE = "beside"
 
@@ -32,7 +33,11 @@ Block = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A median and the 2.5 % and 97.5 % quantiles of its bootstrap distribution."""
+    """A median and the 2.5 % and 97.5 % quantiles of its bootstrap distribution.
+
+    Of fewer than `FEWEST_SAMPLES` samples these quantiles are the lowest and the highest one, and no 95 % interval: two
+    samples enclose the median in half of all cases, three in 75 %, five in 94 %.
+    """
 
     median: float
     low: float
@@ -40,7 +45,7 @@ class Interval:
     num_samples: int
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.median:.3f}" + (f" [{self.low:.3f}, {self.high:.3f}]" if self.num_samples > 1 else "")
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
@@ -55,6 +60,15 @@ def median_interval(samples: Sequence[float]) -> Interval:
         high=medians[int(0.975 * NUM_RESAMPLES) - 1],
         num_samples=len(samples),
     )
+
+
+def name_of_interval(num_rounds: int) -> str:
+    """Return what the interval of so many rounds is, for a caption."""
+    if num_rounds == 1:
+        return "one round, without an interval"
+    if num_rounds < FEWEST_SAMPLES:
+        return f"medians of {num_rounds} rounds, in brackets the lowest and the highest one"
+    return f"medians of {num_rounds} rounds with 95 % intervals"
 
 
 def take_turns(

@@ -11,7 +11,7 @@ from benchmarks.following.figures import Cell, Data, blocks_of, cell, ratio, ste
 from benchmarks.following.picture import svg
 from benchmarks.launch import REPOSITORY
 from benchmarks.outcome import format_table
-from benchmarks.turns import PLAIN
+from benchmarks.turns import PLAIN, name_of_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +88,8 @@ def write(paths: Sequence[str]) -> None:
             continue
         machine = document["environment"]
         caption = f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, {machine['commit'][:12]}"
-        text = f"Step times over plain's, medians with 95 % intervals. {caption}. `{document['command']}`\n\n"
+        brackets = name_of_interval(min(len(data["rounds"]) for data in models.values()))
+        text = f"Step times over plain's: {brackets}. {caption}. `{document['command']}`\n\n"
         table_path = path.with_suffix(".md")
         table_path.write_text(text + tables(models), encoding="utf-8")
         print(f"{table_path.name}")

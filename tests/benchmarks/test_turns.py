@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.turns import BESIDE, PLAIN, Block, median_interval, ratios
+from benchmarks.turns import BESIDE, FEWEST_SAMPLES, PLAIN, Block, median_interval, name_of_interval, ratios
 
 
 def block(step_s: float, beside_s: float | None = None) -> Block:
@@ -31,8 +31,20 @@ def test_plain_steps_beside_a_block_take_a_change_of_speed_out() -> None:
 
 def test_the_interval_holds_the_median() -> None:
     """One sample is its own interval."""
-    assert str(median_interval([1.25])) == "1.250 [1.250, 1.250]"
+    assert str(median_interval([1.25])) == "1.250"
     spread = median_interval([1.0, 1.1, 1.5])
     assert spread.low <= spread.median == 1.1 <= spread.high
     with pytest.raises(ValueError, match="no samples"):
         median_interval([])
+
+
+def test_an_interval_of_few_rounds_is_not_called_one_of_95_percent() -> None:
+    """Its ends are the lowest and the highest round, which enclose the median less often; of one round it has none."""
+    for num_samples in range(2, FEWEST_SAMPLES):
+        samples = [float(value) for value in range(num_samples)]
+        interval = median_interval(samples)
+        assert (interval.low, interval.high) == (samples[0], samples[-1])
+        assert 1 - 2 ** (1 - num_samples) < 0.95
+        assert "95 %" not in name_of_interval(num_samples)
+    assert 1 - 2 ** (1 - FEWEST_SAMPLES) >= 0.95
+    assert "95 %" in name_of_interval(FEWEST_SAMPLES)
