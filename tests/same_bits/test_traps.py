@@ -102,6 +102,24 @@ def test_replay_inside_autocast() -> None:
     assert_same_bits(step)
 
 
+def test_replay_under_other_settings() -> None:
+    """The default dtype changes before backward: a replay has that of its first run, and gives the new one back."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        numbers, x = torch.arange(64), leaf(64)
+        with scope():
+            loss = (x * (numbers * 0.5)).sum()  # halves of whole numbers have the default dtype
+            torch.set_default_dtype(torch.float64)
+            try:
+                loss.backward()
+                after = torch.get_default_dtype()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        return {"grad": x.grad, "is restored": torch.tensor(after is torch.float64)}
+
+    assert_same_bits(step)
+
+
 def test_statistics_are_written_once() -> None:
     """Trap 5: batch norm writes its running statistics without saying so; a replay must not write them again."""
 
