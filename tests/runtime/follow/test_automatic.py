@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.following import planned_here
+from tests.pages import ROOT
 from tests.runtime.parts import running_session
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import ConfigError, TorchdeltaError
@@ -171,3 +172,16 @@ def test_a_plan_file_goes_before_auto() -> None:
         MemoryBudget("1GiB", Config(planner="torchdelta"), plan="missing.plan")
     with pytest.raises(TorchdeltaError, match=r"missing\.plan"):
         MemoryBudget("1GiB", Config(), plan="missing.plan")
+
+
+def test_the_numbers_are_those_of_the_page() -> None:
+    """The other tests set them: what docs/following.md and the README promise are the defaults."""
+    page = (ROOT / "docs" / "following.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert automatic.PLAN_COST_S == 10.0
+    assert "once the budget has cost ten seconds" in page
+    assert "once the budget has cost ten seconds" in readme
+    assert FEWEST_TIMED == 5
+    assert "at least five reactive steps" in page
+    assert automatic.HELPER_BYTES == 1 << 30
+    assert "1 GiB of free host memory" in page
