@@ -36,6 +36,18 @@ def test_recording_pauses_after_three_steps_that_fit() -> None:
     assert "2 steps were not recorded" in str(summary)
 
 
+@pytest.mark.parametrize(("share", "pauses"), [(0.85, True), (0.95, False)])
+def test_recording_pauses_where_a_tenth_of_the_budget_stays_free(share: float, *, pauses: bool) -> None:
+    """The share is that of the steps' peak; nothing leaves in any of them."""
+    budget_bytes = int(peak_of(1024) / share)
+    gc.collect()
+    with MemoryBudget(budget_bytes, CONFIG) as budget:
+        train(*make_model(), [1024] * 6)
+    summary = budget.summary()
+    assert summary.swapped_out_bytes == summary.recomputed_bytes == 0
+    assert (summary.num_unrecorded_steps > 0) == pauses
+
+
 def test_steps_of_a_pause_have_peaks_times_and_the_same_bits() -> None:
     """What the summary says of them is measured, or that of the recorded steps."""
     expected = train(*make_model(), [64] * 8)
