@@ -12,6 +12,7 @@ computes late (tests/racecheck): with it, each test is one schedule, and fails i
 
 import gc
 import importlib
+import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
@@ -24,6 +25,14 @@ from tests.collector import leave_out, leave_out_many
 _SRC = str(Path(__file__).parent.parent / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SRC, os.environ.get("PYTHONPATH")]))
 _DEVICE = os.environ.get("TORCHDELTA_TEST_DEVICE", "cpu")
+
+# How long an example takes says something about the machine only. Here, because settings are read where a test file is
+# imported: the same test would have a deadline or none, depending on which files were imported before it.
+if importlib.util.find_spec("hypothesis") is not None:  # a GPU machine may lack it
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 if _DEVICE == "standin":
     from tests.accelerator import standin

@@ -1,14 +1,10 @@
-"""Hypothesis without its deadline, and a step with a valid plan to be broken."""
+"""A step with a valid plan to be broken."""
 
 import pytest
-from hypothesis import settings
 
 from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta.simulate import Decision, simulate
 from torchdelta.trace.model import peak
-
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="module")

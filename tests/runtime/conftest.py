@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests.collector import give_back, leave_out
 from tests.runtime.parts import engine_doors, num_saved_hooks
@@ -15,10 +14,6 @@ from torchdelta.runtime.current import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# How long an example takes says something about the machine only.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="module", autouse=True)
