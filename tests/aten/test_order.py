@@ -11,6 +11,7 @@ import torch
 from torchdelta.aten.facts import facts_of
 from torchdelta.aten.order import is_fixed_here, order_varies
 from torchdelta.aten.recomputable import RECOMPUTABLE
+from torchdelta.runtime.device.device import Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,3 +91,49 @@ def test_deterministic_mode_fixes_everything() -> None:
     assert is_fixed_here("index_add", (), None)
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert not is_fixed_here("index_add", (), None)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let kernels run on two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+MANY = 40_000
+INTS = torch.zeros(MANY, dtype=torch.int64)
+FLOATS = torch.ones(MANY)
+FEW = torch.zeros(10, dtype=torch.int64)
+TARGET = torch.zeros(4, 5)
+MASKED_PUT = getattr(aten, "_unsafe_masked_index_put_accumulate").default  # noqa: B009 - a private name
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("op", "args", "races"),
+    [
+        (aten.put.default, (TARGET, INTS, FLOATS, True), True),
+        (aten.put.default, (TARGET, INTS, FLOATS), True),
+        (aten.put.default, (TARGET, FEW, torch.ones(10), True), False),
+        (aten.put.default, (TARGET.long(), INTS, INTS, True), False),
+        (aten.put.default, (TARGET.long(), INTS, INTS), True),
+        (aten.index_copy.default, (torch.zeros(4), 0, INTS, FLOATS), True),
+        (aten.index_put.default, (TARGET, [INTS, INTS], FLOATS, True), True),
+        (aten.index_put.default, (TARGET, [INTS, INTS], torch.ones(1)), False),
+        (aten.index_put.default, (TARGET, [INTS, INTS], torch.ones(1), True), True),
+        (aten.index_put.default, (TARGET, [FEW, FEW], torch.ones(10), True), False),
+        (aten.index_put.default, (torch.zeros(4, MANY), [FEW], torch.ones(10, MANY), True), True),
+        (aten.index_put.default, (torch.zeros(MANY, 4), [None, FEW], torch.ones(MANY, 10), True), True),
+        (aten.index_put.default, (TARGET, [INTS[:200, None], INTS[:200]], torch.ones(200, 200), True), True),
+        (aten.index_put.default, (FLOATS, [FLOATS > 0], FLOATS, True), False),
+        (MASKED_PUT, (TARGET, FLOATS > 0, [INTS, INTS], FLOATS), True),
+    ],
+)
+def test_threads_of_a_cpu_may_write_one_place(op: Any, args: tuple[Any, ...], races: bool) -> None:
+    """Then the op is not replayed there; with few elements, with one thread and in deterministic mode it is."""
+    facts, device = facts_of(op), Device(torch.device("cpu"))
+    assert device.may_replay(facts, args, None) is not races
+    torch.set_num_threads(1)
+    assert device.may_replay(facts, args, None)

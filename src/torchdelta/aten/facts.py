@@ -10,7 +10,7 @@ import torch
 from torchdelta._torch.ops import is_composite, schema_of
 from torchdelta.aten.batch_norm import BATCH_NORMS
 from torchdelta.aten.collectives import is_collective, is_written, passes_on
-from torchdelta.aten.order import order_varies
+from torchdelta.aten.order import may_race, order_varies
 from torchdelta.aten.recomputable import RECOMPUTABLE
 
 aten = torch.ops.aten
@@ -123,6 +123,7 @@ class OpFacts:
         "is_recomputable",
         "keeps_statistics",
         "kind",
+        "may_race",
         "name",
         "order_varies",
         "overwrites",
@@ -157,6 +158,7 @@ class OpFacts:
         self.conjugates_inside = base in _CONJUGATES_INSIDE
         self.is_recomputable = func.namespace == "aten" and base in RECOMPUTABLE
         self.order_varies = order_varies(base, schema.overload_name)
+        self.may_race = may_race(base)
         # The last condition keeps the profiler ranges of optimizers from adding keys to the predictor at every step.
         if (
             base in _NO_OUTPUT

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from torchdelta.aten.order import races_here
 from torchdelta.native.counting import new_counter
 from torchdelta.runtime.device.op_timer import HostTimer, OpTimer
 
@@ -49,8 +50,7 @@ class Device:
 
     def may_replay(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return whether an op gives the same bits when it is replayed in this step."""
-        del args, kwargs
-        return facts.is_recomputable
+        return facts.is_recomputable and not (facts.may_race and races_here(facts.base_name, args, kwargs))
 
     # -- memory
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.tensors import is_trained_leaf, version_of
+from torchdelta.aten.order import races_here
 from torchdelta.runtime.follow.step_log import signature_of
 from torchdelta.runtime.observe.pseudo_ops import PseudoOps
 from torchdelta.runtime.observe.step_draft import guarded
@@ -195,7 +196,8 @@ class TraceBuilder(PseudoOps):
                 writes=tuple(writes),
                 time_s=time_s,
                 random=facts.is_random,
-                recomputable=facts.is_recomputable,
+                recomputable=facts.is_recomputable
+                and not (facts.may_race and races_here(facts.base_name, args, kwargs)),
                 node=self._steps.node_name if phase == "backward" else "",
                 workspace_bytes=workspace_bytes + possible_bytes if self.is_for_plans else workspace_bytes,
             )
