@@ -2,6 +2,7 @@
 
 import datetime as dt
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -60,7 +61,7 @@ def probe(
     directory = Path(named or tempfile.gettempdir()).absolute()
     if device is not None:
         one_of("device", device, DEVICES)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # noqa: PTH112 - `Path.is_dir` raises where it cannot be looked at
         fail(f"the disk of {str(directory)!r} cannot be measured: there is no such directory")
     import torch
 

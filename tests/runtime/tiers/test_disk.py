@@ -404,6 +404,7 @@ def _file(path: Path) -> Path:
     [
         (_missing, "does not exist; create it, or name another"),
         (_file, "is not a directory; "),
+        (lambda path: path / ("x" * 300), "cannot be used: "),
         (lambda _: Path("/proc"), "cannot be written: "),
     ],
 )

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -104,8 +105,15 @@ def open_nameless(directory: Path) -> int:
     Raises:
         TierError: The directory does not exist, or cannot be written.
     """
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
+    try:
+        # `Path.is_dir` and `Path.exists` raise where a directory cannot be looked at: below one that is private, on a
+        # lost mount, with a name that is too long.
+        what = "" if stat.S_ISDIR(directory.stat().st_mode) else "is not a directory"
+    except FileNotFoundError:
+        what = "does not exist"
+    except OSError as error:
+        raise TierError(f"the swap directory {str(directory)!r} cannot be used: {_reason(error)}; {_REMEDY}") from error
+    if what:
         raise TierError(f"the swap directory {str(directory)!r} {what}; create it, or {_REMEDY}")
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
