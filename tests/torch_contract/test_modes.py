@@ -317,6 +317,22 @@ def test_outside_inference_mode() -> None:
         assert not torch.is_grad_enabled()
 
 
+def test_quietly_in_inference_mode() -> None:
+    """Modes see what follows it, in inference mode too, and the keys are those from before."""
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    keys = [torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot, torch._C.DispatchKey.AutocastCPU]
+    seen = Names()
+    with torch.autocast("cpu"), seen, torch.inference_mode():
+        before = [is_excluded(key) for key in keys]
+        with Quietly():
+            assert not torch.is_inference_mode_enabled()
+            torch.zeros(2)
+        assert [is_excluded(key) for key in keys] == before
+        assert torch.is_inference_mode_enabled()
+        torch.ones(2)
+    assert seen.seen == ["aten.ones.default"]
+
+
 def test_quietly_in_a_transform() -> None:
     """A random op runs there, whatever a transform allows, and the transform goes on afterwards."""
     state = torch.get_rng_state()

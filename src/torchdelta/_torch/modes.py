@@ -145,12 +145,15 @@ class Quietly:
 
     def __enter__(self) -> None:
         self._was = torch.is_grad_enabled()
-        guards = (NoDispatch(), NoFunction(), BelowAutograd(), ExcludeKeys(_UNSEEN_BY))
-        self._guards: tuple[Any, ...] = guards
+        outer: tuple[Any, ...] = ()
         if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-            # These come first: they set the keys that the others exclude.
-            self._guards = (outside_inference_mode(), temporarily_clear_interpreter_stack(), *guards)
-        for guard in self._guards:
+            # They note the keys and put them back at the end. The guards below act as soon as they are constructed: if
+            # one existed already, what it excludes would stay excluded.
+            outer = (outside_inference_mode(), temporarily_clear_interpreter_stack())
+            for guard in outer:
+                guard.__enter__()
+        self._guards: tuple[Any, ...] = (*outer, NoDispatch(), NoFunction(), BelowAutograd(), ExcludeKeys(_UNSEEN_BY))
+        for guard in self._guards[len(outer) :]:
             guard.__enter__()
         set_grad_enabled(False)
 

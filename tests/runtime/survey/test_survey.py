@@ -145,3 +145,19 @@ def test_deep_copies_do_not_end_a_survey() -> None:
         beside_bytes = session.ledger.usage.total_bytes
     followed = follow(copying, run, beside_bytes + (200 << 10))
     assert len(followed.named_bytes) == 1
+
+
+def test_a_metric_in_inference_mode() -> None:
+    """Between a forward and its backward: the ops there run on fake tensors, too, not on memory that is not there."""
+    w = torch.ones(64, 64, requires_grad=True)
+    x, labels = torch.ones(64, 64), torch.zeros(64, dtype=torch.int64)
+
+    def step() -> None:
+        logits = x @ w
+        with torch.inference_mode():
+            (logits.argmax(-1) == labels).float().mean()
+            logits.sum(0)
+        logits.logsumexp(-1).sum().backward()
+
+    with running(1), pytest.raises(BudgetError, match=r"This run needs [0-9]"):
+        step()
