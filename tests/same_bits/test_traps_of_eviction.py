@@ -49,6 +49,23 @@ def test_zero_dimensional_tensors_keep_their_promotion() -> None:
     assert_same_bits(step)
 
 
+@pytest.mark.parametrize("is_read_whole", [False, True])
+def test_numbers_that_are_elements_of_a_small_tensor(*, is_read_whole: bool) -> None:
+    """Each is read by itself in a replay, whichever was read first, or whether the tensor was read as a whole."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        x, weights = leaf().double().detach().requires_grad_(), torch.tensor([2.0, 3.0])
+        with scope():
+            if is_read_whole:
+                weights.sum()
+            losses = [(x * 1 * weights[index]).sin() for index in range(2)]
+            bits = (x * 1 * weights[0].view(torch.int32)).cos()  # the same bytes as another number
+            torch.stack([*losses, bits]).sum().backward()
+        return {"grad": x.grad}
+
+    assert_same_bits(step)
+
+
 def test_conjugate_and_negative_views() -> None:
     """Trap 16: the bits that make a view conjugate or negative stand in no stride."""
 

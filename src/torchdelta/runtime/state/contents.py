@@ -100,7 +100,9 @@ class Contents(Storages):
             buffer.stays |= Stays.NOT_OURS
             view.tensor = buffer.strong
         elif not view.shape and buffer.op is None and buffer.size_bytes <= WRAPPED_NUMBER_BYTES:
-            view.tensor = buffer.witness if buffer.witness is not None else buffer.strong
+            held = buffer.witness if buffer.witness is not None else buffer.strong
+            if held is not None and _is_same_number(held, view):  # else it is another element, or the whole of a vector
+                view.tensor = held
         return view
 
     def made(self, tensor: torch.Tensor, entry: OpEntry | None, origin: str, index: int) -> int:
@@ -368,3 +370,9 @@ class Contents(Storages):
             journal.suspended.append(record)
             self.usage.add(-record.size_bytes)
             self._vacate(record)
+
+
+def _is_same_number(held: torch.Tensor, view: View) -> bool:
+    """Return whether a tensor on a view's storage is the number that the view sees."""
+    is_plain = not held.is_conj() and not held.is_neg() and not any(view.flags or ())
+    return is_plain and held.dim() == 0 and held.dtype is view.dtype and held.storage_offset() == view.offset
