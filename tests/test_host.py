@@ -88,6 +88,12 @@ def test_what_is_left_in_groups_of_version_one(tmp_path):
     assert read_host_memory(tmp_path).free_bytes == 0
 
 
+def test_no_more_than_a_limit_is_free_where_its_usage_is_not_known(tmp_path):
+    """The group has a limit below what the machine has, and no file says how much of it is taken."""
+    host = fake_host(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": "1000000000\n"})
+    assert (host.cgroup_left_bytes, host.free_bytes) == (None, 1_000_000_000)
+
+
 def test_without_a_limit_what_is_available_is_free(tmp_path):
     """And where the kernel does not say, what is usable."""
     host = fake_host(tmp_path, "0::/\n", {})

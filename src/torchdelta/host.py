@@ -48,7 +48,7 @@ class HostMemory:
     def free_bytes(self) -> int:
         """What can be allocated now: the lesser of what is available and of what is left under the limit."""
         known = [size for size in (self.available_bytes, self.cgroup_left_bytes) if size is not None]
-        return min(known, default=self.usable_bytes)
+        return min([*known, self.usable_bytes])  # of a limit whose usage is not known, no more than the limit
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:

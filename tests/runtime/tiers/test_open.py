@@ -74,6 +74,19 @@ def test_pinned_memory_without_a_budget_leaves_half_to_others(monkeypatch: pytes
         tier.close()
 
 
+def test_what_others_use_of_a_containers_limit_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have much that is free, and the container little that is left: the lesser of both counts."""
+    monkeypatch.setitem(ENGINES, "cpu", lambda _: SimulatedEngine(1))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    memory = HostMemory(
+        ram_bytes=64 << 30, available_bytes=40 << 30, cgroup_limit_bytes=48 << 30, cgroup_left_bytes=4 << 30
+    )
+    monkeypatch.setattr("torchdelta.runtime.tiers.read_host_memory", lambda: memory)
+    tier = open_tier("memory", device=torch.device("cpu"))
+    assert tier.capacity_bytes == 2 << 30
+    tier.close()
+
+
 def test_an_unknown_tier_is_refused_with_the_known_names() -> None:
     """One line."""
     with pytest.raises(TierError, match=r"there is no tier 'tape'; take one of 'disk', 'memory'"):

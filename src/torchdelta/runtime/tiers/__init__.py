@@ -81,9 +81,8 @@ def _open_pinned_and_disk(options: _Options, engine: Engine) -> Tier:
 def _pinned_bytes(options: _Options) -> int:
     if options.host_budget_bytes is not None:
         return options.host_budget_bytes
-    memory = read_host_memory()
-    free_bytes = min(memory.usable_bytes, memory.available_bytes or memory.usable_bytes)
-    return int(free_bytes * _PINNED_SHARE) // num_processes_here()
+    # Where a container's limit is used up, there is still what the disk tier needs.
+    return max(_DISK_STAGING_BYTES, int(read_host_memory().free_bytes * _PINNED_SHARE) // num_processes_here())
 
 
 def _cuda_engine(device: torch.device) -> Engine:
