@@ -76,6 +76,28 @@ def test_first_named_budget_holds_for_the_run_with_any_optimizer(make_optimizer:
     _check(perceptron, Run(make_optimizer=make_optimizer))
 
 
+def _train_in_scope(budget_bytes: int, make_optimizer: Any) -> tuple[int, str]:
+    """Make a model and its optimizer in the scope. Return the peak, or what BudgetError names, and which it was."""
+    gc.collect()
+    try:
+        with running(budget_bytes) as (budget, _):
+            Run(make_optimizer=make_optimizer).train(*perceptron())
+        return budget.summary().peak_bytes, "peak"
+    except BudgetError as error:
+        return error.least_budget_bytes, "at least" if error.is_lower_bound else "named"
+
+
+@pytest.mark.parametrize("make_optimizer", [_adam, _momentum, _fused])
+def test_first_named_budget_holds_where_the_model_is_made_in_the_scope(make_optimizer: Any) -> None:
+    """As under `torchdelta run`: where its parameters do not fit, the optimizer is made when nothing is computed."""
+    torch.manual_seed(0)
+    named_bytes, what = _train_in_scope(TOO_SMALL_BYTES, make_optimizer)
+    assert what == "named"
+    peak_bytes, what = _train_in_scope(named_bytes, make_optimizer)
+    assert what == "peak"
+    assert named_bytes <= LARGEST_EXCESS * peak_bytes
+
+
 @pytest.mark.parametrize("sets_to_none", [True, False])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_first_named_budget_holds_with_gradients_that_stay(num_micro_batches: int, sets_to_none: bool) -> None:

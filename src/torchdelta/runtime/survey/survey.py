@@ -108,7 +108,7 @@ class Survey:
         self._recorder.execute = self.run  # pyright: ignore[reportAttributeAccessIssue]
         self._forbid_deep_copies = allow_deep_copies()
         if graph_task_id() == -1:
-            self._ledger.observing.observer = _BackwardStart(self._program)
+            self._ledger.observing.observer = _BackwardStart(self._program, self._run_need)
 
     def end(self) -> None:
         """Switch back to the real tensors, as they were when the survey began."""
@@ -241,16 +241,18 @@ class Survey:
 
 
 class _BackwardStart(Observer):
-    """Tells the state of the program when the backward of a survey begins."""
+    """Tells the state of the program, and the need of the run, when the backward of a survey begins."""
 
-    def __init__(self, program: ProgramState) -> None:
+    def __init__(self, program: ProgramState, run_need: RunNeed) -> None:
         self._program = program
+        self._run_need = run_need
 
     def on_backward_start(self, gradients: Any) -> None:
-        """Accept what the forward has exchanged, at the start of the outermost backward."""
+        """Accept what the forward has exchanged, and find whose gradients come, as the outermost backward starts."""
         del gradients
         if graph_task_id() == -1:
             self._program.note_backward_start()
+            self._run_need.find_optimizers()
 
 
 def _away_bytes(room: Room) -> tuple[int, int]:

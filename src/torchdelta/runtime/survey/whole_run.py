@@ -66,11 +66,16 @@ class RunNeed:
         self._without_gradients_bytes = 0  # the largest need in the pass, without the gradients that existed then
         self._forward_bytes = 0  # the largest need before the backward
         self._backward_bytes = 0
-        self.optimizers = _outer_optimizers()
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.leaves: dict[int, torch.Tensor] = {}  # leaves whose gradients stay until the optimizer's step
+        self._reached: set[int] = set()  # ids of the leaves that a backward reaches
+        self.find_optimizers()
+
+    def find_optimizers(self) -> None:
+        """Find the optimizers that there are now: where the model itself does not fit, they are made in the survey."""
+        self.optimizers = _outer_optimizers()
         for optimizer in self.optimizers:
             self._add_leaves(_parameters_of(optimizer))
-        self._reached: set[int] = set()  # ids of the leaves that a backward reaches
 
     def add_backward_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
         """Add leaves that a backward reaches. Only parameters: the inputs of a checkpointed block are leaves too."""
@@ -115,6 +120,7 @@ class RunNeed:
             is_lower_bound: Whether the pass was not surveyed to its end.
             in_optimizer: Whether an optimizer is about to step.
         """
+        self.find_optimizers()
         trained = {key: leaf for key, leaf in self.leaves.items() if key in self._reached or self._was_used(leaf)}
         idle_gradients_bytes = sum(_gradient_bytes_of(leaf) for key, leaf in self.leaves.items() if key not in trained)
         steps = [
