@@ -98,6 +98,20 @@ def test_first_named_budget_holds_where_the_model_is_made_in_the_scope(make_opti
     assert named_bytes <= LARGEST_EXCESS * peak_bytes
 
 
+def _wide() -> Model:
+    model, x = mlp(256, 4), torch.ones(8, 256)
+    return model, lambda: model(x).square().mean()
+
+
+def test_states_that_do_not_fit_are_counted_once() -> None:
+    """Where the pass fits, and the optimizer's first step does not, its need is not added to itself."""
+    stateless = Run(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    pass_bytes = follow(_wide, stateless, 1 << 30).peak_bytes
+    followed = follow(_wide, Run(make_optimizer=_adam), pass_bytes + (64 << 10))
+    assert len(followed.named_bytes) == 1
+    assert followed.named_bytes[0] <= LARGEST_EXCESS * followed.peak_bytes
+
+
 @pytest.mark.parametrize("sets_to_none", [True, False])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_first_named_budget_holds_with_gradients_that_stay(num_micro_batches: int, sets_to_none: bool) -> None:

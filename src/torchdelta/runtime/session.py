@@ -54,7 +54,7 @@ from torchdelta.runtime.shared_tier import shared_tier_opener
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.steps import StepTracker
-from torchdelta.runtime.survey.first_step import first_step_bytes, is_trial
+from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes, is_trial
 from torchdelta.runtime.survey.program_state import drop_fake_gradients
 from torchdelta.runtime.survey.survey import Survey
 
@@ -323,7 +323,7 @@ class Session:
                 with without_mode(self.recorder):
                     size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
                 if size_bytes:
-                    self.room.make(size_bytes, f"the first step of {type(optimizer).__name__}")
+                    self.room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
 
     @shielded
     def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

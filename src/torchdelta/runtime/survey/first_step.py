@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
 
+FORESEEN: Final = "the first step of "
+"""So begins the name of what needs room for all that an optimizer's first step will allocate; its class follows."""
+
 _MOST_NUMBERS: Final = 1024  # elements of a real tensor that a trial may make or read
 
 

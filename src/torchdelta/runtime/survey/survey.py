@@ -37,6 +37,7 @@ from torchdelta.runtime.record.needs import omitted_bytes
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.storages import memory_address
 from torchdelta.runtime.survey.deep_copies import allow_deep_copies
+from torchdelta.runtime.survey.first_step import FORESEEN
 from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, PASSED, Inventory, add_up
 from torchdelta.runtime.survey.program_state import ProgramState, drop_fake_gradients
 from torchdelta.runtime.survey.small_values import SmallValues
@@ -135,10 +136,12 @@ class Survey:
         self._real_memory.ask()
         needed_bytes = self._ledger.usage.total_bytes + size_bytes
         self._run_need.add_backward_leaves(self._running_leaves())
-        if self._run_need.note(needed_bytes):
+        # To every moment, `RunNeed` adds what the first steps of optimizers make: here it would count twice.
+        op_bytes = 0 if why.startswith(FORESEEN) else size_bytes
+        if self._run_need.note(needed_bytes - size_bytes + op_bytes):
             self.op = why
             self.module = self._inventory.module()
-            self.groups, self.largest = self._inventory.take(self._run_need.leaves, size_bytes)
+            self.groups, self.largest = self._inventory.take(self._run_need.leaves, op_bytes)
             self.away_bytes = _away_bytes(self._room)
         self.needed_bytes = max(self.needed_bytes, needed_bytes)
         self._room.budget_bytes = max(self._room.budget_bytes or 0, needed_bytes)
