@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from torchdelta.config import POLICIES, Config, SavedBuffer
@@ -63,6 +64,7 @@ def test_sizes_are_read():
     config = Config(host_budget="1GiB", disk_budget=10**9)
     assert (config.host_budget_bytes, config.disk_budget_bytes) == (2**30, 10**9)
     assert (Config().host_budget_bytes, Config().disk_budget_bytes) == (None, None)
+    assert type(Config(host_budget=np.int64(7)).host_budget) is int
 
 
 @pytest.mark.parametrize("cls", [Config, SavedBuffer])

@@ -140,7 +140,7 @@ def test_a_swap_directory_of_a_file_is_beside_the_file(folder: Path) -> None:
         ('policy = "lruu"', "policy='lruu' is not allowed: did you mean 'lru'?"),
         ("policy = 3", "policy=3 is not allowed: use 'torchdelta'"),
         ('arena = "on"', "arena='on' is not allowed: use True or False"),
-        ("host_budget = 0.5", "host_budget 0.5 is ambiguous: write '50%'"),
+        ("host_budget = 0.5", "host_budget 0.5 is ambiguous: write '0.5GiB'"),
         ("memory_budget = 0.5", "memory_budget 0.5 is ambiguous: write '50%'"),
         ("memory_budget = true", "memory_budget must be an int of bytes or text such as '8GiB' or '80%', not bool"),
         ("memory_budget = 8GiB", "not TOML: "),

@@ -1,5 +1,6 @@
 """Sizes are read as they were meant, or refused in one line."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +106,23 @@ def test_a_refusal_says_what_would_work(size, parts):
         parse_size(size, total_bytes=10**9)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_numbers_of_numpy_are_bytes():
+    """What a program has computed with numpy need not be converted; its floats and bools are refused like others."""
+    assert type(parse_size(np.int64(2**33))) is int
+    assert parse_size(np.uint32(7)) == 7
+    for size in (np.float32(0.5), np.float64(0.5), np.True_, np.int64(-1)):
+        with pytest.raises(SizeError):
+            parse_size(size)
+
+
+@pytest.mark.parametrize("size", [0.8, 8.0, "0.8", float("nan"), None])
+def test_no_percentage_is_advised_where_none_is_taken(size):
+    """It would be refused in turn."""
+    with pytest.raises(SizeError) as caught:
+        parse_size(size, takes_shares=False)
+    assert "%" not in str(caught.value)
 
 
 def test_a_percentage_of_nothing_is_refused():

@@ -6,6 +6,7 @@ A value that is not allowed raises an error that names the allowed ones at the c
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, Final, Literal, Self
 
 from torchdelta.errors import ConfigError, SizeError
@@ -147,8 +148,11 @@ class Config:
         _check_directory(self.swap_dir)
         if self.swap_dir is not None and not os.path.isabs(self.swap_dir):  # noqa: PTH117 - os.PathLike of any kind
             object.__setattr__(self, "swap_dir", os.path.abspath(self.swap_dir))  # noqa: PTH100 - likewise
-        _check_size("host_budget", self.host_budget)
-        _check_size("disk_budget", self.disk_budget)
+        for option in ("host_budget", "disk_budget"):
+            size = getattr(self, option)
+            _check_size(option, size)
+            if isinstance(size, Integral):  # one of numpy's would stay in what is printed and stored
+                object.__setattr__(self, option, int(size))
         _check_flag("checksum", self.checksum)
         _check_flag("count_allocations", self.count_allocations)
         _check_flag("caching_allocator", self.caching_allocator)
@@ -238,6 +242,6 @@ def _check_size(option: str, size: Any) -> None:
     if size is None:
         return
     try:
-        parse_size(size, name=option)
+        parse_size(size, name=option, takes_shares=False)
     except SizeError as error:
         raise ConfigError(str(error)) from None

@@ -7,6 +7,7 @@ may mean "80 %" or "0.8 GiB".
 import math
 import re
 from fractions import Fraction
+from numbers import Integral
 from typing import Final
 
 from torchdelta.errors import SizeError
@@ -29,13 +30,14 @@ _MAX_BYTES: Final = 2**63 - 1
 _BINARY_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def parse_size(size: object, *, total_bytes: int | None = None, name: str = "size") -> int:
+def parse_size(size: object, *, total_bytes: int | None = None, name: str = "size", takes_shares: bool = True) -> int:
     """Parse a size into bytes.
 
     Args:
         size: An int of bytes, or text such as "8GiB", "512 MB", "1.5gib" or "80%". Fractions of a byte are cut off.
         total_bytes: The size that is 100 %. Without it a percentage is refused.
         name: The name of the option, for error messages.
+        takes_shares: Whether a message may advise to write a percentage.
 
     Returns:
         A number of bytes, at least 1.
@@ -50,12 +52,13 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
         800
     """
     # In Python bool is an int, but True never means one byte.
-    if isinstance(size, int) and not isinstance(size, bool):
-        return _checked(size, size, name)
+    if isinstance(size, Integral) and not isinstance(size, bool):  # an int, or one of numpy's
+        return _checked(int(size), size, name)
     if isinstance(size, float):
-        raise SizeError(_float_message(size, name))
+        raise SizeError(_float_message(size, name, takes_shares=takes_shares))
     if not isinstance(size, str):
-        raise SizeError(f"{name} must be an int of bytes or text such as '8GiB' or '80%', not {type(size).__name__}")
+        texts = "'8GiB' or '80%'" if takes_shares else "'8GiB'"
+        raise SizeError(f"{name} must be an int of bytes or text such as {texts}, not {type(size).__name__}")
     match = _SIZE_PATTERN.fullmatch(size.strip().lower())
     if match is None:
         hint = " (a size is positive)" if size.strip().startswith("-") else ""
@@ -65,7 +68,7 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
     if unit == "%":
         return _checked(_share_bytes(number, total_bytes, size, name), size, name)
     if unit == "" and "." in match["number"]:
-        raise SizeError(_float_message(size.strip(), name))
+        raise SizeError(_float_message(size.strip(), name, takes_shares=takes_shares))
     if unit not in _UNIT_BYTES:
         raise SizeError(f"{name} {_shown(size)} has an unknown unit: use one of {_UNITS_TEXT}")
     return _checked(int(number * _UNIT_BYTES[unit]), size, name)
@@ -123,11 +126,14 @@ def _checked(size_bytes: int, size: object, name: str) -> int:
     return size_bytes
 
 
-def _float_message(number: float | str, name: str) -> str:
+def _float_message(number: float | str, name: str, *, takes_shares: bool) -> str:
     if isinstance(number, float) and not math.isfinite(number):
-        return f"{name} {number} is not a size: write bytes as an int, or text such as '8GiB' or '80%'"
+        texts = "'8GiB' or '80%'" if takes_shares else "'8GiB'"
+        return f"{name} {number} is not a size: write bytes as an int, or text such as {texts}"
     if isinstance(number, float) and number <= 0:
         return f"{name} {number} is not a size: a size is at least 1 byte, written as an int or as text such as '8GiB'"
+    if not takes_shares:
+        return f"{name} {number} is ambiguous: write '{number}GiB' for an amount"
     if float(number) > 1:
         return f"{name} {number} is ambiguous: write '{number}GiB' for an amount, or a percentage such as '80%'"
     percent = f"{float(Fraction(str(number)) * 100):.6g}%"

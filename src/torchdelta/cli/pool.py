@@ -60,7 +60,9 @@ def pool(
         check_input(path)
     check_output(output, others={"the input": file, "the picture": picture})
     check_output(picture, others={"the input": file})
-    capacity_bytes = None if capacity is None else parse_size(number_or_text(capacity), name="capacity")
+    capacity_bytes = (
+        None if capacity is None else parse_size(number_or_text(capacity), name="capacity", takes_shares=False)
+    )
     with progress() as say:
         from torchdelta.pool.csv_file import read_offsets, write_placement
         from torchdelta.pool.model import footprint_bytes
