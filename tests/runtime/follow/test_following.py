@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -20,7 +21,10 @@ from torchdelta.native.gate import load_gate
 from torchdelta.planners import classes_of, names
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.follow import measured_machine, predictions, programs
+from torchdelta.runtime.follow.follower import Follower
 from torchdelta.runtime.follow.measured_machine import MeasuredMachine
+from torchdelta.runtime.follow.schedule import Due
+from torchdelta.runtime.memory.costs import resident
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +99,42 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     assert all(budget < size_bytes < max(plain_peaks[1:]) for size_bytes in larger)
     if planner == "torchdelta":  # a rule of the literature may be slower in a larger budget
         assert all(overhead <= overheads[0] + 0.01 for overhead in overheads)
+
+
+@pytest.mark.parametrize(("planner", "does"), [("delta-2024", "fetches"), ("torchdelta", "replays")])
+def test_what_a_plan_brings_back_ahead_comes_back_ahead(
+    planner: str, does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies in are begun, and replays have run, before the unpack that needs them: nothing is left to that."""
+    do_due = Follower.do_due
+    num_away, num_ahead, num_left = 0, 0, 0
+
+    def watched(follower: Follower, save: int) -> None:
+        nonlocal num_away, num_ahead, num_left
+
+        def is_away(buffer_id: int) -> bool:
+            buffer = follower._find(buffer_id)  # noqa: SLF001 - nothing counts what is done ahead
+            return buffer is not None and buffer.num_saved > 0 and buffer.fetching is None and resident(buffer) is None
+
+        due = follower._due.get(save, Due())  # noqa: SLF001
+        away = [id_ for id_ in [*due.fetches, *itertools.chain(*due.replays)] if is_away(id_)]
+        do_due(follower, save)
+        num_away += len(away)
+        num_left += sum(map(is_away, away))
+        program = follower._running  # noqa: SLF001
+        assert program is not None
+        num_ahead += sum(program.schedule.first_saves[id_] != save for id_ in away)
+
+    monkeypatch.setattr(Follower, "do_due", watched)
+    monkeypatch.setattr(predictions, "_MAX_CORRECTIONS", 0)  # on a busy machine a step is planned again
+    rows = [NUM_ROWS] * 7
+    _, plain_peaks, _ = _train(UNLIMITED, rows)
+    _, _, session = _train(int(0.6 * max(plain_peaks[1:])), rows, planner, after_step=_wait)
+    schedule = next(iter(session.programs.cache)).schedule
+    assert any(getattr(due, does) for due in schedule.due.values())
+    assert num_away >= session.follower.num_followed_steps > 0
+    assert num_ahead > 0
+    assert num_left == 0
 
 
 def test_a_step_whose_time_was_predicted_wrongly_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
