@@ -120,6 +120,32 @@ def test_a_batch_norm_beside_the_tape_is_not_recorded() -> None:
     assert seen == plain
 
 
+@pytest.mark.parametrize("op", ["with_update", "without_statistics"])
+def test_batch_norms_that_do_not_say_whether_they_train(op: str) -> None:
+    """Another argument stands where the others have that: Python records and replays them."""
+
+    def body(loop: Loop, index: int) -> None:
+        mean, variance = loop.__dict__.setdefault("statistics", (torch.zeros(WIDTH), torch.ones(WIDTH)))
+        weight, bias = torch.ones(WIDTH), torch.zeros(WIDTH)
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer not in {2, 3}:
+                return x
+            if op == "with_update":
+                y, *_ = torch.ops.aten._batch_norm_with_update(x, weight, bias, mean, variance, 0.1, 1e-5)  # noqa: SLF001
+            else:
+                y, *_ = torch.ops.aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.1, 1e-5)
+            return x + nn.functional.gelu(y)
+
+        del index
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+        loop.seen.append(bits_of([mean, variance]))
+
+    same_bits(body)
+
+
 def test_a_write_for_which_there_is_no_room() -> None:
     """A copy of what it overwrites is needed: Python takes over in the middle of the write."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchdelta._torch.device import warns_only
 from torchdelta._torch.ops import returns_tensors
-from torchdelta.aten.facts import Kind
+from torchdelta.aten.facts import TRAINING_POSITION, Kind
 from torchdelta.native.gate import Recorded, new_sequence
 from torchdelta.native.saved_hooks import OnTape, new_saves
 from torchdelta.runtime.follow.lane import Lane, LearnedOp, make_lane
@@ -102,6 +102,8 @@ class Learning:
             return Recorded(0)
         how = Recorded.ON_TAPE | Recorded.IS_CONSTANT if facts.is_constant else Recorded.ON_TAPE
         if facts.keeps_statistics:
+            if entry.args[TRAINING_POSITION].__class__ is not bool:
+                return Recorded(0)  # another argument stands there: it always trains, or has no statistics
             how |= Recorded.HAS_STATISTICS
         elif facts.kind is Kind.WRITE and facts.written_positions == (0,) and not facts.written_keywords:
             how |= Recorded.OVERWRITES if entry.args[0].__class__ is Fresh else Recorded.WRITES
