@@ -7,7 +7,7 @@ import torch
 
 from tests.runtime.programs import mlp, running
 from torchdelta._torch.storages import storage_address
-from torchdelta.runtime.record.headroom import Graph, first_leaf_of
+from torchdelta.runtime.record.headroom import Graph, leaves_of
 
 
 def train(model: torch.nn.Module, x: torch.Tensor) -> None:
@@ -142,13 +142,13 @@ def test_a_backward_to_some_inputs_says_nothing_of_the_whole(way: str) -> None:
     assert counts[0] > counts[2]
 
 
-def test_the_first_leaf_is_that_of_the_whole_walk() -> None:
+def test_leaves_come_one_by_one_in_the_order_of_the_whole_walk() -> None:
     """In a deep graph, in a wide one, and in one without leaves."""
     model, x = mlp(64, 3), torch.randn(64, 64)
     deep = model(x).pow(2).sum()
     wide = torch.stack([model(x).sum() * index for index in range(400)]).sum()
     for loss in (deep, wide):
-        leaf = first_leaf_of([loss.grad_fn])
-        assert leaf is not None
-        assert leaf is Graph([loss.grad_fn]).leaves[0]
-    assert first_leaf_of([]) is None
+        found, expected = list(leaves_of([loss.grad_fn])), Graph([loss.grad_fn]).leaves
+        assert len(found) == 12
+        assert all(a is b for a, b in zip(found, expected, strict=True))
+    assert list(leaves_of([])) == []

@@ -323,10 +323,13 @@ def test_a_known_backward_that_cannot_fit_leaves_no_fake_gradient() -> None:
         loop.step(lambda: None)
 
 
-def test_models_of_the_same_shapes_that_train_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward is known by its own leaves, and not by those of the other model."""
+@pytest.mark.parametrize("shares_head", [False, True])
+def test_models_of_the_same_shapes_that_train_in_turn(monkeypatch: pytest.MonkeyPatch, shares_head: bool) -> None:
+    """A backward is known by its own leaves, and not by those of the other model, also behind a head of both."""
     seed_everything()
     stacks = [Stack(), Stack()]
+    if shares_head:
+        stacks[1].layers[-1], stacks[1].norms[-1] = stacks[0].layers[-1], stacks[0].norms[-1]
     optimizers = [torch.optim.SGD(stack.parameters(), lr=0.01, momentum=0.9) for stack in stacks]
     known_leaves: list[set[int]] = []
     own_leaves: list[set[int]] = []

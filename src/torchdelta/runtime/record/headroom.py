@@ -52,9 +52,9 @@ class Graph:
         self.has_hooks = any(post_accumulate_hooks_of(leaf) for leaf in self.leaves)
 
 
-def first_leaf_of(roots: Iterable[Any]) -> torch.Tensor | None:
-    """Return `Graph(roots).leaves[0]` without a walk over the rest of the graph; None if there is no leaf."""
-    return next((node.variable for node, name in _nodes_from(roots) if name == ACCUMULATE), None)
+def leaves_of(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield `Graph(roots).leaves`, in the same order."""
+    return (node.variable for node, name in _nodes_from(roots) if name == ACCUMULATE)
 
 
 def _nodes_from(roots: Iterable[Any]) -> Iterator[tuple[Any, str]]:

@@ -1,4 +1,4 @@
-"""Backwards of followed steps that are known: they run without a walk over their graph."""
+"""Backwards of followed steps that are known: nothing of their graph but its leaves is looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from torchdelta._torch.engine import next_node_number, node_number
 from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of
-from torchdelta.runtime.record.headroom import first_leaf_of
+from torchdelta.runtime.record.headroom import leaves_of
 
 if TYPE_CHECKING:
     from torchdelta.runtime.follow.follower import Follower
@@ -59,16 +59,17 @@ class KnownBackward:
     def is_same(self, outputs: Any) -> bool:
         """Return whether a backward from `outputs` has the same leaves, and these are as they were.
 
-        That the nodes are the same follows from outline and start. The first leaf stands for all of them: another model
-        of the same shapes has another one.
+        That the nodes are the same follows from outline and start. Nothing but the graph tells the leaves: two models
+        of the same shapes have the same nodes, also where they share some leaves, such as those of a head.
         """
-        if first_leaf_of(roots_of(outputs)) is not (self._leaves[0]() if self._leaves else None):
-            return False
+        leaves = leaves_of(roots_of(outputs))
         for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):
-            leaf = reference()
-            if leaf is None or (leaf.grad is None) != has_no_gradient or post_accumulate_hooks_of(leaf):
+            leaf = next(leaves, None)
+            if leaf is None or leaf is not reference():
                 return False
-        return True
+            if (leaf.grad is None) != has_no_gradient or post_accumulate_hooks_of(leaf):
+                return False
+        return next(leaves, None) is None
 
 
 class KnownBackwards:
