@@ -52,7 +52,7 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
         800
     """
     # In Python bool is an int, but True never means one byte.
-    if isinstance(size, Integral) and not isinstance(size, bool):  # an int, or one of numpy's
+    if not isinstance(size, bool) and isinstance(size, Integral):  # an int, or one of numpy's
         return _checked(int(size), size, name)
     if isinstance(size, float):
         raise SizeError(_float_message(size, name, takes_shares=takes_shares))
