@@ -57,8 +57,8 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
     if isinstance(size, float):
         raise SizeError(_float_message(size, name, takes_shares=takes_shares))
     if not isinstance(size, str):
-        texts = "'8GiB' or '80%'" if takes_shares else "'8GiB'"
-        raise SizeError(f"{name} must be an int of bytes or text such as {texts}, not {type(size).__name__}")
+        examples = _examples(takes_shares=takes_shares)
+        raise SizeError(f"{name} must be an int of bytes or text such as {examples}, not {type(size).__name__}")
     match = _SIZE_PATTERN.fullmatch(size.strip().lower())
     if match is None:
         hint = " (a size is positive)" if size.strip().startswith("-") else ""
@@ -126,10 +126,14 @@ def _checked(size_bytes: int, size: object, name: str) -> int:
     return size_bytes
 
 
+def _examples(*, takes_shares: bool) -> str:
+    return "'8GiB' or '80%'" if takes_shares else "'8GiB'"
+
+
 def _float_message(number: float | str, name: str, *, takes_shares: bool) -> str:
     if isinstance(number, float) and not math.isfinite(number):
-        texts = "'8GiB' or '80%'" if takes_shares else "'8GiB'"
-        return f"{name} {number} is not a size: write bytes as an int, or text such as {texts}"
+        examples = _examples(takes_shares=takes_shares)
+        return f"{name} {number} is not a size: write bytes as an int, or text such as {examples}"
     if isinstance(number, float) and number <= 0:
         return f"{name} {number} is not a size: a size is at least 1 byte, written as an int or as text such as '8GiB'"
     if not takes_shares:

@@ -74,7 +74,7 @@ def may_race(base_name: str) -> bool:
 def races_here(base_name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     """Return whether an op for which `may_race` is true may do so on this CPU, in this mode, with these arguments.
 
-    It is not looked whether an index names a place twice: that would take as long as the op.
+    Whether an index really names a place twice is not checked: that would take as long as the op.
     """
     if torch.get_num_threads() == 1 or _is_strict():
         return False
@@ -88,7 +88,7 @@ def races_here(base_name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     if accumulates and not target.is_floating_point() and not target.is_complex():
         return False  # the sum of whole numbers does not depend on their order
     if not accumulates and values.numel() == 1:
-        return False  # the same one everywhere
+        return False  # every place gets the same value
     num_written = values.numel() if isinstance(indices, torch.Tensor) else _num_named(target, indices)
     return num_written >= _LEAST_PARALLEL
 

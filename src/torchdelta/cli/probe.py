@@ -61,7 +61,7 @@ def probe(
     directory = Path(named or tempfile.gettempdir()).absolute()
     if device is not None:
         one_of("device", device, DEVICES)
-    if not os.path.isdir(directory):  # noqa: PTH112 - `Path.is_dir` raises where it cannot be looked at
+    if not os.path.isdir(directory):  # noqa: PTH112 - `Path.is_dir` raises where the path cannot be read
         fail(f"the disk of {str(directory)!r} cannot be measured: there is no such directory")
     import torch
 

@@ -114,7 +114,7 @@ class Session:
         self.room.find_more = self.partial.find_more
         self.resizes = Resizes(self.restorer, self.partial.leave_tape)
         self.survey: Survey | None = None
-        self.traces = StepTraces(self.ledger, self.steps, self.device.timer, self.programs, TraceOutput(trace_out))
+        self.traces = StepTraces(self.ledger, self.steps, self.device, self.programs, TraceOutput(trace_out))
         self.placing = open_arena(
             config,
             torch_device,

@@ -245,6 +245,20 @@ def test_ops_carry_module_node_time_and_randomness() -> None:
     assert (backward.phase, backward.node, backward.module) == ("backward", "SoftmaxBackward0", "")
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_this_device_does_not_replay_is_not_recomputable(num_threads: int) -> None:
+    """Two threads of a CPU may add to one place in another order in a second run: no plan may count on it."""
+    before, many = torch.get_num_threads(), 40_000
+    x, places = torch.ones(8, requires_grad=True), (torch.zeros(many, dtype=torch.int64),)
+    torch.set_num_threads(num_threads)
+    try:
+        trace = trace_of(lambda: (x * 2).index_put(places, torch.ones(many), accumulate=True).sin().sum().backward())
+    finally:
+        torch.set_num_threads(before)
+    (op,) = ops_named(trace, "aten.index_put.default")
+    assert op.recomputable == (num_threads == 1)
+
+
 def test_recomputed_modules_are_named_in_backward() -> None:
     """`torch.utils.checkpoint` runs modules in backward, and its ops say so."""
     from torch.utils.checkpoint import checkpoint

@@ -98,3 +98,28 @@ def test_torch_is_left_as_it_was():
         _ = 1 // 0
     assert (nn.functional.dropout, nn.functional.scaled_dot_product_attention, torch.dropout) == before
     assert torch.backends.mkldnn.enabled == onednn
+
+
+@pytest.mark.parametrize(
+    ("device", "num_threads", "is_recomputable"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)]
+)
+def test_sums_in_varying_order_are_not_recomputable(device: str, num_threads: int, *, is_recomputable: bool):
+    """On CUDA, and on a CPU with several threads, many elements are added to one place in any order."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = (torch.zeros(x.numel(), dtype=torch.int64, device=x.device),)
+            return (self.weight * 2).index_put(places, x, accumulate=True).sin()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        trace = trace_step(lambda: (Sum(), torch.ones(40_000)), device=device, optimizer="none")
+    finally:
+        torch.set_num_threads(before)
+    (op,) = (op for op in trace.ops if op.name == "aten.index_put.default")
+    assert op.recomputable == is_recomputable

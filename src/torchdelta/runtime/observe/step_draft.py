@@ -22,7 +22,7 @@ from torchdelta.trace.validate import validate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torchdelta.runtime.device.op_timer import OpTimer
+    from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.follow.step_log import Signature
     from torchdelta.runtime.observe.draft import PlainVersion
     from torchdelta.runtime.state import buffer as live
@@ -62,10 +62,10 @@ class StepDraft(Observer):
 
     wants_every_op = True
 
-    def __init__(self, ledger: Ledger, steps: StepTracker, timer: OpTimer) -> None:
+    def __init__(self, ledger: Ledger, steps: StepTracker, device: Device) -> None:
         self.ledger = ledger
         self._steps = steps
-        self._timer = timer
+        self._device = device
         self._paths = ModulePaths(self._on_root)
         self._draft = Draft(ledger.device.type)
         # By version: buffers of the forward without an op, which the runtime may be the only one to keep alive.
@@ -111,7 +111,7 @@ class StepDraft(Observer):
             return None
         try:
             self._add_pause(0.0)
-            self._draft.correct_times(self._timer)
+            self._draft.correct_times(self._device.timer)
             trace = self._draft.trace()
             validate(trace)
         except Exception as error:  # noqa: BLE001 - the training continues without a trace

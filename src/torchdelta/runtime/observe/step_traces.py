@@ -11,7 +11,7 @@ from torchdelta.runtime.record.scan import scan_storages
 from torchdelta.runtime.state.observer import Observer
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.device.op_timer import OpTimer
+    from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.follow.programs import Programs
     from torchdelta.runtime.observe.trace_output import TraceOutput
     from torchdelta.runtime.state.buffer import Buffer, View
@@ -29,18 +29,18 @@ class StepTraces:
     Args:
         ledger: The storages that exist when a step begins.
         steps: The position in the training step.
-        timer: Measures the ops.
+        device: Its timer measures the ops, and it tells which ones may be replayed.
         programs: Plans steps from their traces.
         output: Writes one trace to a file.
     """
 
     def __init__(
-        self, ledger: Ledger, steps: StepTracker, timer: OpTimer, programs: Programs, output: TraceOutput
+        self, ledger: Ledger, steps: StepTracker, device: Device, programs: Programs, output: TraceOutput
     ) -> None:
         self.first: Trace | None = None  # of the first step; None before it is complete or if it was dropped
         self._ledger = ledger
         self._steps = steps
-        self._timer = timer
+        self._device = device
         self._programs = programs
         self._output = output
         self._builder: TraceBuilder | None = None
@@ -55,7 +55,7 @@ class StepTraces:
     def begin(self) -> None:
         """Begin the trace of a step: all storages that exist are known from here on."""
         pause_s = time.perf_counter() - self._began_s - (self._steps.counters.lost_s - self._lost_before_s)
-        builder = self._builder = TraceBuilder(self._ledger, self._steps, self._timer)
+        builder = self._builder = TraceBuilder(self._ledger, self._steps, self._device)
         builder.is_for_plans = not self._is_first
         self._ledger.observing.observer = builder
         scan_storages(self._ledger)

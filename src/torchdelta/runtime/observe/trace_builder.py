@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.tensors import is_trained_leaf, version_of
-from torchdelta.aten.order import races_here
 from torchdelta.runtime.follow.step_log import signature_of
 from torchdelta.runtime.observe.pseudo_ops import PseudoOps
 from torchdelta.runtime.observe.step_draft import guarded
@@ -196,8 +195,7 @@ class TraceBuilder(PseudoOps):
                 writes=tuple(writes),
                 time_s=time_s,
                 random=facts.is_random,
-                recomputable=facts.is_recomputable
-                and not (facts.may_race and races_here(facts.base_name, args, kwargs)),
+                recomputable=self._device.may_replay(facts, args, kwargs),
                 node=self._steps.node_name if phase == "backward" else "",
                 workspace_bytes=workspace_bytes + possible_bytes if self.is_for_plans else workspace_bytes,
             )

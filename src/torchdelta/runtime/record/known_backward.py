@@ -1,4 +1,4 @@
-"""Backwards of followed steps that are known: nothing of their graph but its leaves is looked at."""
+"""Backwards of followed steps that are known: of their graphs, only the leaves are compared."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class KnownBackward:
     def is_same(self, outputs: Any) -> bool:
         """Return whether a backward from `outputs` has the same leaves, and these are as they were.
 
-        That the nodes are the same follows from outline and start. Nothing but the graph tells the leaves: two models
-        of the same shapes have the same nodes, also where they share some leaves, such as those of a head.
+        The outline and the start show that the nodes are the same. They do not show that the leaves are: two models of
+        the same shapes have the same nodes, and may share some leaves, such as those of a head.
         """
         leaves = leaves_of(roots_of(outputs))
         for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):

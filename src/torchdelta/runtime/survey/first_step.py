@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 FORESEEN: Final = "the first step of "
-"""So begins the name of what needs room for all that an optimizer's first step will allocate; its class follows."""
+"""Start of the reason, with the optimizer's class behind it, of a request for all that its first step allocates."""
 
 _MOST_NUMBERS: Final = 1024  # elements of a real tensor that a trial may make or read
 

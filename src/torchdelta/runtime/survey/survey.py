@@ -136,7 +136,7 @@ class Survey:
         self._real_memory.ask()
         needed_bytes = self._ledger.usage.total_bytes + size_bytes
         self._run_need.add_backward_leaves(self._running_leaves())
-        # To every moment, `RunNeed` adds what the first steps of optimizers make: here it would count twice.
+        # `RunNeed` adds what first steps of optimizers make to the need of every moment: here it would count it twice.
         op_bytes = 0 if why.startswith(FORESEEN) else size_bytes
         if self._run_need.note(needed_bytes - size_bytes + op_bytes):
             self.op = why

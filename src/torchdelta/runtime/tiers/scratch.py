@@ -106,8 +106,8 @@ def open_nameless(directory: Path) -> int:
         TierError: The directory does not exist, or cannot be written.
     """
     try:
-        # `Path.is_dir` and `Path.exists` raise where a directory cannot be looked at: below one that is private, on a
-        # lost mount, with a name that is too long.
+        # `Path.is_dir` and `Path.exists` raise where a path cannot be read: below a private directory, on a lost mount,
+        # with a name that is too long.
         what = "" if stat.S_ISDIR(directory.stat().st_mode) else "is not a directory"
     except FileNotFoundError:
         what = "does not exist"

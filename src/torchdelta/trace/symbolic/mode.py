@@ -27,7 +27,7 @@ from torchdelta._torch.modes import NoFunction, TorchDispatchMode
 from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
 from torchdelta._torch.tensors import is_dense, tensor_num_holders
 from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
-from torchdelta.aten.order import is_fixed_here
+from torchdelta.aten.order import is_fixed_here, races_here
 from torchdelta.modules import ModulePaths
 from torchdelta.trace.draft import Saved
 from torchdelta.trace.model import BEFORE_STEP, Op
@@ -233,8 +233,10 @@ class StepMode(TorchDispatchMode):
     def _is_recomputable(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
         if not facts.is_recomputable:
             return False
-        # Sums whose order is not fixed are so on accelerators only: see aten/order.py.
-        return self.device == "cpu" or not facts.order_varies or is_fixed_here(facts.base_name, args, kwargs)
+        # Which ops have no fixed order differs between a CPU and an accelerator: see aten/order.py.
+        if self.device == "cpu":
+            return not (facts.may_race and races_here(facts.base_name, args, kwargs))
+        return not facts.order_varies or is_fixed_here(facts.base_name, args, kwargs)
 
     def _phase(self) -> Phase:
         if self.stage is not None:
