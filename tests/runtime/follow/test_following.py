@@ -25,6 +25,7 @@ from torchdelta.runtime.follow.follower import Follower
 from torchdelta.runtime.follow.measured_machine import MeasuredMachine
 from torchdelta.runtime.follow.schedule import Due
 from torchdelta.runtime.memory.costs import resident
+from torchdelta.runtime.memory.transfers import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +135,34 @@ def test_what_a_plan_brings_back_ahead_comes_back_ahead(
     assert any(getattr(due, does) for due in schedule.due.values())
     assert num_away >= session.follower.num_followed_steps > 0
     assert num_ahead > 0
+    assert num_left == 0
+
+
+def test_what_must_have_left_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program reserves no memory for buffers whose copies are late."""
+    do_due = Follower.do_due
+    num_late, num_left = 0, 0
+
+    def watched(follower: Follower, save: int) -> None:
+        nonlocal num_late, num_left
+        due = follower._due.get(save, Due())  # noqa: SLF001 - nothing counts what is waited for
+        must_leave = [reference() for reference in follower._swapped[: due.num_released] if reference is not None]  # noqa: SLF001
+        num_late += sum(buffer in follower.transfers.leaving for buffer in must_leave)
+        do_due(follower, save)
+        num_left += sum(buffer in follower.transfers.leaving for buffer in must_leave)
+
+    def wait_and_hold_copies(step: int, session: Session) -> None:
+        _wait(step, session)
+        if step == 1:  # from now on a copy arrives only where it is waited for
+            monkeypatch.setattr(Transfers, "reap", lambda _transfers: None)
+
+    monkeypatch.setattr(Follower, "do_due", watched)
+    monkeypatch.setattr(predictions, "_MAX_CORRECTIONS", 0)  # on a busy machine a step is planned again
+    rows = [NUM_ROWS] * 7
+    _, plain_peaks, _ = _train(UNLIMITED, rows)
+    _, _, session = _train(int(0.6 * max(plain_peaks[1:])), rows, "delta-2024", after_step=wait_and_hold_copies)
+    assert session.follower.num_followed_steps > 0
+    assert num_late > 0
     assert num_left == 0
 
 
