@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from tests.same_bits.judge import bits_of, seed_everything
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.gate import load_gate
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.record.backward import Backward
 
@@ -106,6 +108,34 @@ def test_a_saved_tensor_that_is_read_in_forward() -> None:
         return step
 
     assert differing_steps(make_step) == []
+
+
+def test_a_loss_that_is_read_in_every_tenth_step() -> None:
+    """That op is not in the outline: recording resumes there. Most other steps are still recorded in part."""
+    num_steps, seen = 120, list[int]()
+
+    def step(stack: Stack, index: int) -> torch.Tensor:
+        x = torch.randn(ROWS, WIDTH)
+        for layer in range(NUM_LAYERS):
+            x = stack.block(layer, x)
+        loss = x.square().mean()
+        if index % 10 == 9:
+            assert loss.item() > 0
+            if current_session() is not None:
+                seen.append(running_session().partial.num_steps)
+        return loss
+
+    seed_everything()
+    plain, _ = train(step, num_steps)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        train(step, 2)
+    seen.clear()
+    seed_everything()
+    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+        losses, _ = train(step, num_steps)
+    assert losses == plain
+    counts = [after - before for before, after in itertools.pairwise(seen[2:])]
+    assert counts == [8] * (num_steps // 10 - 3)  # one more step is recorded as a whole before an outline is used again
 
 
 def _update_by_hand(stack: Stack) -> None:

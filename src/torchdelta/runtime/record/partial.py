@@ -46,7 +46,7 @@ __all__ = ["PartialRecording"]
 
 _logger = logging.getLogger("torchdelta")
 
-_FORGIVEN_AFTER: Final = 16  # steps that were like their outlines, before one that was not is forgotten
+_FORGIVEN_AFTER: Final = 4  # steps that were like their outlines, before one that was not is forgotten
 _FEWEST_ALIKE: Final = 4  # steps with one backward and one optimizer each, before nothing is recorded between these
 
 
