@@ -227,6 +227,20 @@ CASES = {
     "an alignment of nothing": (("pool", "lives.csv", "--alignment", "0"), "an alignment of 0 bytes", USAGE),
     "a seed below zero": (("pool", "lives.csv", "--seed", "-1"), "a seed of -1 makes no sense", USAGE),
     "a time limit below zero": (("pool", "lives.csv", "--time-limit", "-1"), "a time limit of -1.0 s", USAGE),
+    # Outputs that would replace inputs.
+    "a trace over its log": (("trace", "endless.jsonl", "-o", "./endless.jsonl"), "it is the input, too", USAGE),
+    "a plan over its trace": (plan("step.trace", "-o", "step.trace"), "it is the trace, too: use another name", USAGE),
+    "a trace over its script": (run("--trace-out", "bad_models.py", "bad_models.py"), "it is the script, too", USAGE),
+    "a trace over its plan": (
+        run("--plan", "step.plan", "--trace-out", "step.plan", "bad_models.py"),
+        "it is the plan, too",
+        USAGE,
+    ),
+    "a summary over the trace": (
+        run("--trace-out", "x.trace", "--summary-json", "x.trace", "bad_models.py"),
+        "cannot write 'x.trace': it is the trace, too",
+        USAGE,
+    ),
     # Files that are damaged, and steps that cannot be traced.
     "a cut trace": (("simulate", "cut.trace", *ON), "the compressed data end too soon: the file was cut", USAGE),
     "a trace without its end": (plan("short.trace"), "the file ends without an end record: it was cut short", USAGE),

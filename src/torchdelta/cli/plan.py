@@ -55,7 +55,7 @@ def plan(
     An impossible budget exits with 78 and names the least budget found.
     """
     check_input(trace)
-    check_output(output)
+    check_output(output, others={"the trace": trace})
     with progress() as say:
         from torchdelta.plan.file import write_plan
         from torchdelta.planners import DEFAULT_PLANNER, Effort, get, plan_step

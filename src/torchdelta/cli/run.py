@@ -124,10 +124,11 @@ def run(
     trace_out = None if trace_out is None else _of_rank(trace_out)
     check_input(config)
     check_input(plan)
-    check_output(trace_out)
+    inputs = {"the script": None if is_module else Path(target), "the configuration": config, "the plan": plan}
+    check_output(trace_out, others=inputs)
     if summary_json is not None:
         summary_json = _of_rank(summary_json)
-        check_output(summary_json, may_be_device=True)
+        check_output(summary_json, may_be_device=True, others=inputs | {"the trace": trace_out})
         summary_json = summary_json.absolute()  # the script may change the directory
     # Imported late, so that --help and wrong usage do not wait for torch.
     from torchdelta import BudgetError, MemoryBudget

@@ -86,7 +86,7 @@ def trace(
     """
     start_s = time.monotonic()
     output = _default_output(function) if output is None else output
-    check_output(output)
+    check_output(output, others={"the input": Path(function) if _is_file(function) else None, "the profile": profile})
     priced_on = machine_named(machine) if machine is not None else None
     if is_terminal(sys.stderr):
         print_on_stderr(f"tracing {function} ...")
@@ -127,11 +127,16 @@ def _default_output(function: str) -> Path:
     return Path(f"{name or 'step'}.trace")
 
 
+def _is_file(name: str) -> bool:
+    """Return whether a name is that of a log, a snapshot or a profile, as its suffix tells, and not of a function."""
+    return name.removesuffix(".gz").endswith((*_LOGS, *_SNAPSHOTS, *_PROFILES))
+
+
 def _imported(name: str, *, whole: bool) -> Trace | None:
     """Read the step of a log, a snapshot or a profile, told by the suffix of its name; None for other names."""
-    kind = name.removesuffix(".gz")
-    if not kind.endswith((*_LOGS, *_SNAPSHOTS, *_PROFILES)):
+    if not _is_file(name):
         return None
+    kind = name.removesuffix(".gz")
     check_input(Path(name))
     if kind.endswith(_PROFILES):
         return read_profile(name, whole=whole)
@@ -140,7 +145,7 @@ def _imported(name: str, *, whole: bool) -> Trace | None:
 
 def _check_profile(function: str, profile: Path, machine: Machine | None) -> None:
     """Refuse a profile that nothing can be done with, before any work is done."""
-    if function.removesuffix(".gz").endswith((*_LOGS, *_SNAPSHOTS, *_PROFILES)):
+    if _is_file(function):
         fail("--profile replaces op times of a traced step: name the MODULE:FUNCTION to trace as well")
     if machine is None:
         fail("--profile needs --machine, to price the ops that the profile does not show")
