@@ -2,7 +2,8 @@
 
 A GPU runs kernels while Python prepares the next ones, so what counts there is the time of the training thread. Here it
 is that thread's processor time on models so small that their kernels take almost none, on one thread. Beside plain
-stands what any library in Python pays: a dispatch mode and saved-tensor hooks that do nothing.
+stands what any library in Python pays: a dispatch mode and saved-tensor hooks that do nothing. Plain steps run right
+after each block, and it is compared with these: machines change their speed between blocks.
 """
 
 from benchmarks.host.command import add_arguments, run

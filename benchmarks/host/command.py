@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.host.contest import CONTENDERS, FITTING, FOLLOWING, IN_BUDGET, NO_OP, median_ratios
+from benchmarks.host.contest import CONTENDERS, FITTING, FOLLOWING, IN_BUDGET, NO_OP
 from benchmarks.host.subjects import PRESSED, SUBJECTS
 from benchmarks.launch import run_worker
 from benchmarks.outcome import Outcome, format_table
-from benchmarks.turns import PLAIN, median_interval
+from benchmarks.turns import PLAIN, median_interval, ratios
 
 if TYPE_CHECKING:
     import argparse
@@ -49,7 +49,7 @@ def _cells(name: str, data: dict[str, Any], contenders: tuple[str, ...]) -> tupl
     """Return a row of the table, and the ratios by contender."""
     rounds = data["rounds"]
     plain_ms = statistics.median(statistics.median(blocks[PLAIN]["thread_s"]) for blocks in rounds) * 1e3
-    found = {contender: median_ratios(rounds, contender) for contender in contenders[1:]}
+    found = {contender: ratios(rounds, contender, key="thread_s", num_warm_steps=0) for contender in contenders[1:]}
     cells = [str(median_interval(samples)) if samples else "does not fit" for samples in found.values()]
     return [name, f"{plain_ms:.2f}", *cells], found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host.subjects import PRESSED, SUBJECTS
 from benchmarks.settling import may_change
-from benchmarks.turns import PLAIN, take_turns
+from benchmarks.turns import BESIDE, PLAIN, take_turns
 from torchdelta import BudgetError, Config, MemoryBudget
 
 if TYPE_CHECKING:
@@ -60,7 +59,10 @@ def contest(model: str, num_rounds: int) -> dict[str, Any]:
     def run_block(name: str) -> Block | None:
         gc.collect()
         try:
-            return {"thread_s": _times(subject, name, budget_bytes)}
+            block: Block = {"thread_s": _times(subject, name, budget_bytes)}
+            if name != PLAIN:  # the machine changes its speed within a round
+                block[BESIDE] = {"thread_s": _thread_times(subject)}
+            return block
         except BudgetError as error:
             refused[name] = str(error).splitlines()[0]
             return None
@@ -132,12 +134,3 @@ def _thread_time(subject: Subject) -> float:
     began_s = time.thread_time()
     subject.step()
     return time.thread_time() - began_s
-
-
-def median_ratios(rounds: list[dict[str, Block]], contender: str) -> list[float]:
-    """Return, for each round that a contender took part in, its median step over plain's."""
-    return [
-        statistics.median(blocks[contender]["thread_s"]) / statistics.median(blocks[PLAIN]["thread_s"])
-        for blocks in rounds
-        if contender in blocks
-    ]

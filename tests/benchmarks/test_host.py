@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks.host import command, contest
 from benchmarks.host.subjects import SUBJECTS, Subject
 from benchmarks.outcome import Outcome
-from benchmarks.turns import PLAIN
+from benchmarks.turns import BESIDE, PLAIN
 
 
 @pytest.mark.parametrize(
@@ -36,14 +38,8 @@ def test_every_contender_has_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     (blocks,) = found["rounds"]
     assert {*blocks, *found["refused"]} == {*contest.CONTENDERS}
     assert all(time_s > 0 for block in blocks.values() for time_s in block["thread_s"])
-    assert contest.median_ratios(found["rounds"], PLAIN) == [1.0]
-
-
-def test_a_contender_that_left_has_no_ratio() -> None:
-    """Rounds without it are left out of its ratios."""
-    rounds = [{PLAIN: {"thread_s": [2.0, 4.0]}, contest.RECORDING: {"thread_s": [9.0]}}, {PLAIN: {"thread_s": [1.0]}}]
-    assert contest.median_ratios(rounds, contest.RECORDING) == [3.0]
-    assert contest.median_ratios(rounds, contest.NO_OP) == []
+    assert all((BESIDE in block) == (name != PLAIN) for name, block in blocks.items())
+    assert all(time_s > 0 for name in {*blocks} - {PLAIN} for time_s in blocks[name][BESIDE]["thread_s"])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,11 @@ def test_a_goal_that_is_missed_fails_the_run(
     pressed = {PLAIN: 1.0, contest.NO_OP: no_op, contest.REACTING: 2.0, contest.FOLLOWING: follows}
     outcome = Outcome()
     for judge, found in ((command.judge, times), (command.judge_pressed, pressed)):
-        blocks = {name: {"thread_s": [time_s]} for name, time_s in found.items() if time_s is not None}
+        blocks: dict[str, Any] = {name: {"thread_s": [time_s]} for name, time_s in found.items() if time_s is not None}
+        for block in blocks.values():  # the machine became twice as slow before these
+            block["thread_s"] = [2 * time_s for time_s in block["thread_s"]]
+            block[BESIDE] = {"thread_s": [2.0]}
+        blocks[PLAIN] = {"thread_s": [1.0]}
         judge(outcome, "a model", {"rounds": [blocks], "refused": {}})
     assert len(outcome.checks) == 3
     assert outcome.passed == is_kept
