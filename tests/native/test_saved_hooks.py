@@ -12,7 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status, new_counter
-from torchdelta.native.saved_hooks import NativeHooks, new_hooks
+from torchdelta.native.saved_hooks import NativeHooks, are_same_leaves, new_hooks
+from torchdelta.runtime.record.headroom import leaves_of
+from torchdelta.runtime.record.known_backward import roots_of
 
 pytestmark = pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts")
 
@@ -275,3 +277,70 @@ def test_a_view_of_a_trained_leaf_is_adopted_as_one() -> None:
     assert sum(base is weight for base in bases) == 1
     y.sum().backward()
     assert weight.grad is not None
+
+
+class _Doubled(torch.autograd.Function):
+    """A node in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return twice `x`."""
+        ctx.save_for_backward(scale)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both gradients."""
+        (scale,) = ctx.saved_tensors
+        return gradients[0] * 2, torch.zeros_like(scale)
+
+
+def test_leaves_are_found_in_the_order_in_which_python_finds_them() -> None:
+    """In a deep graph, a wide one, below nodes in Python, views written in place, several roots, and a leaf itself."""
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(6)]
+    deep = torch.linalg.multi_dot([weight.sin() for weight in weights]).square()
+    wide = torch.stack([weights[index % 5].sum() * index for index in range(300)])
+    in_python = _Doubled.apply(deep + weights[2], weights[1].detach().requires_grad_())
+    written = torch.zeros(4, 4)
+    written[0].add_(weights[3][1] * weights[4][2])
+    outputs: list[tuple[torch.Tensor, ...]] = [(deep,), (wide,), (in_python,), (written[0],), (weights[0],), ()]
+    outputs += [(wide, deep, in_python), (written, written.sum(), torch.zeros(3))]
+    sizes = []
+    for roots in outputs:
+        leaves = list(leaves_of(roots_of(roots)))
+        assert _are_same(roots, leaves)
+        assert len(leaves) < 2 or not _are_same(roots, leaves[::-1])
+        assert not _are_same(roots, [*leaves, weights[5]])
+        assert not leaves or not _are_same(roots, leaves[:-1])
+        assert not leaves or not _are_same(roots, [*leaves[:-1], torch.zeros(4, 4)])
+        sizes.append(len(leaves))
+    assert sizes == [6, 5, 7, 2, 0, 0, 7, 2]
+
+
+def _are_same(roots: tuple[object, ...], leaves: list[torch.Tensor]) -> bool | None:
+    return are_same_leaves(roots, [weakref.ref(leaf) for leaf in leaves], tuple(leaf.grad is None for leaf in leaves))
+
+
+def test_a_leaf_with_a_gradient_is_not_the_same_as_without() -> None:
+    """The other way round as well; and a leaf that is gone is the same as none."""
+    weight, bias = (torch.randn(3, requires_grad=True) for _ in range(2))
+    references = [weakref.ref(bias), weakref.ref(weight)]
+    outputs = (weight * bias,)
+    assert are_same_leaves(outputs, references, (True, True))
+    assert not are_same_leaves(outputs, references, (True, False))
+    bias.grad = torch.zeros(3)
+    assert not are_same_leaves(outputs, references, (True, True))
+    assert are_same_leaves(outputs, references, (False, True))
+    references[1] = weakref.ref(torch.zeros(3))  # gone
+    assert are_same_leaves(outputs, references, (False, True)) is False
+
+
+def test_what_native_code_does_not_know_of_leaves_is_left_to_python() -> None:
+    """An edge of a graph, whose node is a Python object, and hooks after accumulation, which may have been removed."""
+    weight = torch.randn(3, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(weight.exp())
+    assert are_same_leaves((weight.exp(), edge), [weakref.ref(weight)], (True,)) is None
+    with pytest.raises(TypeError, match="must be tuple"):
+        are_same_leaves([weight], [weakref.ref(weight)], (True,))  # type: ignore[arg-type]
+    weight.register_post_accumulate_grad_hook(lambda _leaf: None).remove()
+    assert are_same_leaves((weight.exp(),), [weakref.ref(weight)], (True,)) is None

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "above_autograd.h"
+#include "graph_leaves.h"
 #include "lists.h"
 #include "saved_handles.h"
 #include "tape.h"
@@ -429,7 +430,12 @@ PyType_Slot hooks_slots[] = {
 PyType_Spec hooks_spec = {"torchdelta_saved_hooks.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                           hooks_slots};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_saved_hooks", nullptr, -1, nullptr};
+PyMethodDef module_methods[] = {
+    {"are_same_leaves", graph_leaves::are_same, METH_VARARGS,
+     "Return whether a backward has these leaves: (outputs, weak references, has_no_gradient); None: ask Python."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_saved_hooks", nullptr, -1, module_methods};
 
 }  // namespace
 

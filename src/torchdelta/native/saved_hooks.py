@@ -13,13 +13,14 @@ from torchdelta.errors import NativeError
 from torchdelta.native.build import NativeModule, is_switched_off, loaded
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     import torch
 
     from torchdelta.native.tape import Tape
 
-__all__ = ["MODULE", "NativeHooks", "OnTape", "new_hooks", "new_saves"]
+__all__ = ["MODULE", "NativeHooks", "OnTape", "are_same_leaves", "new_hooks", "new_saves"]
 
 
 # A step whose handles are used, one whose handles are adopted, a write in place, and a node that saves its own output.
@@ -92,6 +93,11 @@ for size in (8, 9):
     seen.clear()
     hooks.end_step()
 hooks.adopt()
+weight, bias = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+x = weight.exp()
+assert module.are_same_leaves((x.sum(), bias), [weakref.ref(weight)], (True,))
+assert not module.are_same_leaves((x.sum() + bias.sum(),), [weakref.ref(weight)], (True,))
+assert module.are_same_leaves((x, None), [weakref.ref(weight)], (True,)) is None
 """
 
 MODULE: Final = NativeModule(
@@ -228,3 +234,20 @@ def new_saves(sizes_bytes: list[int], numbers: list[int], on_tape: list[OnTape])
         on_tape: For those with a number: what happens instead where there is a tape.
     """
     return loaded(MODULE).Saves(sizes_bytes, numbers, on_tape)
+
+
+def are_same_leaves(
+    outputs: tuple[object, ...], leaves: list[weakref.ref[torch.Tensor]], has_no_gradient: tuple[bool, ...]
+) -> bool | None:
+    """Return whether a backward accumulates into these leaves, in the order of `headroom.leaves_of`.
+
+    Return None where Python has to find out: an output is an edge of a graph, or a leaf has hooks after the
+    accumulation of its gradient. Call this only where there are native hooks.
+
+    Args:
+        outputs: Where the backward starts.
+        leaves: What it has to accumulate into.
+        has_no_gradient: By leaf: whether it must have no gradient now.
+    """
+    is_same: bool | None = loaded(MODULE).are_same_leaves(outputs, leaves, has_no_gradient)
+    return is_same

@@ -9,6 +9,7 @@ import torch
 
 from torchdelta._torch.engine import next_node_number, node_number
 from torchdelta._torch.tensors import grad_fn_of, post_accumulate_hooks_of
+from torchdelta.native.saved_hooks import are_same_leaves
 from torchdelta.runtime.record.headroom import leaves_of
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class KnownBackward:
         The outline and the start show that the nodes are the same. They do not show that the leaves are: two models of
         the same shapes have the same nodes, and may share some leaves, such as those of a head.
         """
+        is_same = are_same_leaves(tuple(outputs), self._leaves, self._has_no_gradient)
+        if is_same is not None:
+            return is_same
         leaves = leaves_of(roots_of(outputs))
         for reference, has_no_gradient in zip(self._leaves, self._has_no_gradient, strict=True):
             leaf = next(leaves, None)
