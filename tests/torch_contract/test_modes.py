@@ -36,7 +36,7 @@ from torchdelta._torch.modes import (
     without_mode,
     without_saved_hooks,
 )
-from torchdelta._torch.ops import OpOverload
+from torchdelta._torch.ops import HigherOrderOperator, OpOverload, let_higher_order_pass
 
 
 def test_stack_of_modes() -> None:
@@ -347,3 +347,19 @@ def test_quietly_in_a_transform() -> None:
     assert torch.equal(torch.func.vmap(body)(x), x * 2)
     torch.set_rng_state(state)
     assert torch.equal(drawn[0], torch.rand(3))
+
+
+def test_higher_order_ops_pass_a_dispatch_key() -> None:
+    """Those that exist and those that are made later; without it, torch has no kernel for them there."""
+    let_higher_order_pass("Fake")
+    let_higher_order_pass("Fake")
+
+    class Called(HigherOrderOperator):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any) -> Any:
+            return super().__call__(*args)
+
+    assert issubclass(type(torch.ops.higher_order.cond), HigherOrderOperator)
+    key = torch._C._parse_dispatch_key("Fake")
+    assert not Called("torchdelta_called").non_fallthrough_keys.has(key)
+    assert not torch.ops.higher_order.cond.non_fallthrough_keys.has(key)
+    assert torch.ops.higher_order.cond.non_fallthrough_keys.has(torch._C.DispatchKey.CPU)

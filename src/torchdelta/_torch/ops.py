@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator  # calls functions of the program: `torch.cond`
 # The schema of an overload: its name, its arguments and what it returns, with what they alias and write.
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 
@@ -30,6 +31,19 @@ def overload_of(name: str, overload: str) -> Any:
     """Return the overload with a qualified name ("aten::add") and an overload name ("" for the default one)."""
     namespace, _, base = name.partition("::")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+
+
+def let_higher_order_pass(key_name: str) -> None:
+    """Make ops that call functions of the program pass a dispatch key, as if they had no kernel for it.
+
+    Stock torch raises where it finds none. The ops that they run are dispatched to the key. Repeated calls do nothing.
+    """
+    key: Any = torch._C._parse_dispatch_key(key_name)
+    always = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    if key not in always:
+        always.append(key)  # for those that are made later
+        for op in torch._ops._higher_order_ops.values():
+            op.fallthrough(key)
 
 
 class Guarded(Protocol):

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from torchdelta._torch.ops import let_higher_order_pass
 from torchdelta.errors import NativeError
 from torchdelta.native.build import NativeModule, find, is_switched_off, loaded
 from torchdelta.native.tape import MODULE as TAPE_MODULE
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["MODULE", "Gate", "Recorded", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
 
 _builder: threading.Thread | None = None
+_KEY: Final = "Fake"  # kKey of gate.cpp
 
 # A sequence that is learned and followed, ops below autocast, an op that differs, and one that needs room.
 _SELF_TEST: Final = """
@@ -170,8 +172,11 @@ def load_gate() -> Any:
     if is_switched_off():
         return NativeError("TORCHDELTA_NATIVE disables it")
     module = loaded(MODULE)
-    if not isinstance(module, NativeError) and not module.install():
+    if isinstance(module, NativeError):
+        return module
+    if not module.install():
         return NativeError("the dispatch key of the gate is in use")
+    let_higher_order_pass(_KEY)
     return module
 
 

@@ -14,9 +14,8 @@ import torch
 from torchdelta._torch.compiled import is_in_compiled_region
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import DispatchMode, num_modes
-from torchdelta._torch.ops import execute
+from torchdelta._torch.ops import HigherOrderOperator, execute
 from torchdelta._torch.storages import storage_address, storage_behind
-from torchdelta._torch.tensors import version_of
 from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.interrupts import enter, leave
@@ -26,6 +25,7 @@ from torchdelta.runtime.record.composites import run_parts, runs_as_parts
 from torchdelta.runtime.record.late import LateParameters
 from torchdelta.runtime.record.needs import Predictor
 from torchdelta.runtime.record.subclasses import Way
+from torchdelta.runtime.record.versions import bump_missing, versions_of
 from torchdelta.runtime.state.buffer import Stays
 from torchdelta.runtime.state.kinds import runs_own_ops
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, generator_of
@@ -86,6 +86,8 @@ class Recorder(DispatchMode):
         # latest backward that freed its graph. What a backward takes depends on sizes that no saved tensor shows.
         self.forward_hash = 0
 
+    supports_higher_order_operators = True  # see `_run_higher_order`
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -113,6 +115,8 @@ class Recorder(DispatchMode):
         try:
             facts = func._torchdelta_facts
         except AttributeError:
+            if isinstance(func, HigherOrderOperator):
+                return self._run_higher_order(func, args, kwargs)
             facts = facts_of(func)
         if types or num_modes():
             way = self.subclasses.way_of(func, types)
@@ -182,7 +186,7 @@ class Recorder(DispatchMode):
         # 3. Run it, with time and memory measured.
         before_bytes = ledger.usage.live_bytes
         self.device.mark(need, ledger.usage)
-        versions = _versions(targets) if facts.bumps_inside and not ledger.surveys else []
+        versions = versions_of(targets) if facts.bumps_inside and not ledger.surveys else []
         mark = self.timer.start(need)
         try:
             out = self.execute(func, facts, args, kwargs)
@@ -190,13 +194,13 @@ class Recorder(DispatchMode):
             run = partial(self._run_anew, need, func, facts, args, kwargs)
             may = may_retry(error, facts, args, entry, self.room)
             if not (may and prepare_retry(error, facts, self.room, run)):
-                self._reinstate(overwritten)
+                self._note_failed(overwritten, facts)
                 raise
             out = run_again(error, facts, self.room, run)
         time_s = self.timer.stop(mark, entry)
         self.counters.op_time_s += time_s
         if versions and not self.subclasses.is_inside:
-            _bump_missing(versions)
+            bump_missing(versions)
 
         # 4. Note what it wrote and made, and learn its need.
         if counts_only and not writes:
@@ -250,12 +254,25 @@ class Recorder(DispatchMode):
         self.device.mark(need, self.ledger.usage)  # evictions since the first mark are not part of the op
         return self.execute(func, facts, args, kwargs)
 
+    def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op that calls functions, such as `torch.cond`, and count its outputs: torch allows no mode inside."""
+        out = func(*args, **(kwargs or {}))
+        if self.only_counts or (graph_task_id() != -1 and not _records_gradients()):
+            self._know(out)
+        else:
+            self._note_made(out, None, str(func))
+        return out
+
     def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""
         targets = written_tensors(facts, args, kwargs) if facts.writes_content else []
         plain = [tensor for tensor in targets if not runs_own_ops(tensor.__class__)]
         before = [(tensor, self.end_content(tensor)) for tensor in plain if self.ledger.find(tensor) is not None]
-        out = self.subclasses.call(self, func, args, kwargs)
+        try:
+            out = self.subclasses.call(self, func, args, kwargs)
+        except BaseException:
+            self._note_failed(before, facts)
+            raise
         for tensor, old in before:
             self._write(tensor, old, None, facts, 0)
         return out
@@ -280,18 +297,22 @@ class Recorder(DispatchMode):
                 try:
                     overwritten[address] = (tensor, self.end_content(tensor))
                 except BaseException:
-                    self._reinstate(list(overwritten.values()))
+                    self._note_failed(list(overwritten.values()), facts)
                     raise
         if self.counters.num_copies_before_write > num_copies and need.total_bytes:
-            self.room.make(need.total_bytes, facts.name)  # copies of old contents may have used the room
+            try:
+                self.room.make(need.total_bytes, facts.name)  # copies of old contents may have used the room
+            except BaseException:
+                self._note_failed(list(overwritten.values()), facts)
+                raise
         return list(overwritten.values())
 
-    def _reinstate(self, overwritten: _Overwritten) -> None:
-        """Give storages their contents back: the op that was to overwrite them raised, and eager would read them."""
+    def _note_failed(self, overwritten: _Overwritten, facts: OpFacts) -> None:
+        """Give storages new contents: the op that was to overwrite them raised, and may have written a part of them."""
         for tensor, old in overwritten:
             record = self.ledger.find(tensor)
-            if record is not None and old is not None:
-                self.ledger.reinstate(record, old, tensor)
+            if record is not None and record.current is None and old is not None:
+                self._write(tensor, old, None, facts, 0)
 
     def end_content(self, tensor: torch.Tensor) -> Buffer | None:
         """End the content of a storage that is about to be written. Return it."""
@@ -377,19 +398,3 @@ class Recorder(DispatchMode):
 
 def _records_gradients() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-# [Note: ops on lists of tensors]
-# The in-place `_foreach` ops do not bump versions themselves. On CPU the ops that they run for each tensor do, but
-# below a dispatch mode these no longer reach the kernel that bumps. Without a bump autograd would not notice that a
-# saved parameter was stepped.
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    return [(tensor, version_of(tensor)) for tensor in tensors if not tensor.is_inference()]
-
-
-def _bump_missing(versions: list[tuple[torch.Tensor, int]]) -> None:
-    """Bump the version of tensors that an op wrote without bumping it."""
-    for tensor in [tensor for tensor, before in versions if version_of(tensor) == before]:
-        torch.autograd.graph.increment_version(tensor)

@@ -181,8 +181,8 @@ class Contents(Storages):
         """Undo `invalidate`, unless that was done already: the storage was not written after all."""
         if record.current is not None:
             return
-        if buffer.record is not None:  # the copy that was made in between
-            self.release(buffer)
+        self.release(buffer)  # the copy that was made in between
+        if buffer.record is not None:  # else the copy's storage has died with its last holder
             self._vacate(buffer.record)
         record.current, buffer.record = buffer, record
         buffer.move(Residence.RESIDENT)
