@@ -10,7 +10,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from torchdelta._torch.ops import let_higher_order_pass
 from torchdelta.errors import NativeError
 from torchdelta.native.build import NativeModule, find, is_switched_off, loaded
 from torchdelta.native.tape import MODULE as TAPE_MODULE
@@ -24,10 +23,11 @@ if TYPE_CHECKING:
     from torchdelta.native.counting import LimitedCounter
     from torchdelta.native.tape import Tape
 
-__all__ = ["MODULE", "Gate", "Recorded", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
+__all__ = ["GATE_KEY", "MODULE", "Gate", "Recorded", "load_gate", "load_gate_soon", "new_gate", "new_sequence"]
 
+GATE_KEY: Final = "Fake"
+"""The dispatch key that it is a fallback on: `kKey` of gate.cpp."""
 _builder: threading.Thread | None = None
-_KEY: Final = "Fake"  # kKey of gate.cpp
 
 # A sequence that is learned and followed, ops below autocast, an op that differs, and one that needs room.
 _SELF_TEST: Final = """
@@ -172,11 +172,8 @@ def load_gate() -> Any:
     if is_switched_off():
         return NativeError("TORCHDELTA_NATIVE disables it")
     module = loaded(MODULE)
-    if isinstance(module, NativeError):
-        return module
-    if not module.install():
+    if not isinstance(module, NativeError) and not module.install():
         return NativeError("the dispatch key of the gate is in use")
-    let_higher_order_pass(_KEY)
     return module
 
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import insert_mode, position_of_mode, remove_mode
 from torchdelta.errors import NativeError
-from torchdelta.native.gate import load_gate_soon, new_gate, new_sequence
+from torchdelta.native.gate import new_gate, new_sequence
 from torchdelta.runtime.follow.learning import Learning
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.record.between_ops import is_between_ops, must_defer
 from torchdelta.runtime.record.garbage_guard import GarbageGuard
 from torchdelta.runtime.record.known_backward import KnownBackwards
 from torchdelta.runtime.record.native_lane import NativeLane
-from torchdelta.runtime.record.partial_conditions import MOST_OTHERS, Phase, is_quiet, may_begin
+from torchdelta.runtime.record.partial_conditions import MOST_OTHERS, Phase, is_quiet, load_gate_module, may_begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,7 +150,7 @@ class PartialRecording:
     def _has_gate(self) -> bool:
         """Return whether there is a gate. Its module may still be built on another thread."""
         if self._gate is None and self._can_have_gate:
-            module = load_gate_soon()
+            module = load_gate_module()
             if isinstance(module, NativeError):
                 self._can_have_gate = False
                 _logger.debug("followed steps are recorded as a whole: %s", module)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import enum
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchdelta._torch.compiled import is_in_compiled_call
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import position_of_mode
+from torchdelta._torch.ops import let_higher_order_pass
+from torchdelta.errors import NativeError
+from torchdelta.native.gate import GATE_KEY, load_gate_soon
 
 if TYPE_CHECKING:
     from torchdelta.runtime.follow.follower import EndedStep
     from torchdelta.runtime.record.recorder import Recorder
 
-__all__ = ["MOST_OTHERS", "Phase", "is_quiet", "may_begin"]
+__all__ = ["MOST_OTHERS", "Phase", "is_quiet", "load_gate_module", "may_begin"]
 
 MOST_OTHERS = 3  # steps that were not like the outline of their program, before it is given up
 
@@ -27,6 +30,14 @@ class Phase(enum.Enum):
     LEARNING = "every op is recorded, and the outline of a program is learned"
     OUTLINED = "what the outline names is recorded"
     PAUSED = "nothing is recorded, until the optimizer has stepped"
+
+
+def load_gate_module() -> Any:
+    """Return what `load_gate_soon` returns. Ops that call functions of the program, such as `torch.cond`, pass it."""
+    module = load_gate_soon()
+    if module is not None and not isinstance(module, NativeError):
+        let_higher_order_pass(GATE_KEY)
+    return module
 
 
 def is_quiet(recorder: Recorder) -> bool:
