@@ -127,6 +127,26 @@ def test_the_forward_reads_a_gradient_that_the_backward_adds_to(detaches: bool) 
     assert_same_bits(step)
 
 
+@pytest.mark.parametrize("detaches", [True, False], ids=["data", "itself"])
+@pytest.mark.parametrize("start", [torch.Tensor.backward, torch.autograd.backward], ids=["method", "function"])
+def test_the_forward_reads_a_gradient_that_a_backward_in_a_hook_adds_to(start: Any, *, detaches: bool) -> None:
+    """A replay that comes after the hook reads what was there before."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        p, q = torch.randn(NUM, requires_grad=True), torch.ones(NUM, requires_grad=True)
+        p.grad = torch.randn(NUM)
+        with scope():
+            other = (p * p).sum()
+            read = torch.sigmoid(p.grad.data if detaches else p.grad)
+            product = read * q
+            del read
+            product.register_hook(lambda _: start(other))
+            product.sum().backward()
+        return {"p": p.grad, "q": q.grad}
+
+    assert_same_bits(step)
+
+
 @pytest.mark.parametrize("way", ["penalty", "double backward"])
 def test_a_gradient_that_the_forward_saves(way: str) -> None:
     """It is saved before the backward adds to it, and its parameter is reached through two nodes."""

@@ -277,14 +277,14 @@ class Backward:
         """Run a backward that Python code starts where the recorder is off, perhaps in a gap of another backward."""
         if not self.python_writes.num_backwards:
             return call_outside(original, outputs, *args, **kwargs)
+        leaves = Graph(roots_of(outputs)).leaves if kwargs.get("accumulate_grad", True) else []
+        is_on = top_function_mode() is self.python_writes  # it is not where a torch function has started the backward
+        with self.python_writes.off():
+            self._gradients.end_read(leaves)
         nested: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._gap_reads is not None:
-            nested = self._gap_reads.nested(
-                outputs,
-                args[0] if args else kwargs.get("grad_tensors"),
-                accumulates=kwargs.get("accumulate_grad", True),
-                is_on=top_function_mode() is self.python_writes,
-            )
+            gradients = args[0] if args else kwargs.get("grad_tensors")
+            nested = self._gap_reads.nested(gradients, leaves, is_on=is_on)
         with nested, self.python_writes.on():
             return call_outside(original, outputs, *args, **kwargs)
 

@@ -27,7 +27,6 @@ from torchdelta._torch.modes import (
 )
 from torchdelta.runtime.interrupts import call_outside, enter, leave
 from torchdelta.runtime.memory.in_use import arguments_in
-from torchdelta.runtime.record.headroom import Graph
 from torchdelta.runtime.record.known_backward import roots_of
 from torchdelta.runtime.record.mode_sensitive import makes_mode_sensitive_node
 from torchdelta.runtime.state.kinds import tensors_in
@@ -126,18 +125,16 @@ class GapReads(FunctionMode):
             pop_function_mode()
 
     @contextlib.contextmanager
-    def nested(self, outputs: Any, gradients: Any, *, accumulates: bool, is_on: bool) -> Generator[None]:
+    def nested(self, gradients: Any, leaves: Iterable[torch.Tensor], *, is_on: bool) -> Generator[None]:
         """Bring back what a backward reads that Python code starts in a gap.
 
         Args:
-            outputs: Where it starts.
             gradients: Those of the outputs.
-            accumulates: Whether it accumulates into the gradients of leaves.
+            leaves: Into whose gradients it accumulates.
             is_on: Whether this mode is on already. It is not where a torch function has started the backward.
         """
         in_use, read = self._persistents.in_use, list(tensors_in(gradients))
-        if accumulates:
-            read += [leaf.grad for leaf in Graph(roots_of(outputs)).leaves if leaf.grad is not None]
+        read += [leaf.grad for leaf in leaves if leaf.grad is not None]
         outer_leaves = self._leaves
         in_use.begin_backward(read)
         self._num_nested += 1
