@@ -272,6 +272,37 @@ def test_forward_mode_derivative() -> None:
     assert_same_bits(step)
 
 
+def _by_grad(outputs: torch.Tensor, leaf: torch.Tensor) -> None:
+    (leaf.grad,) = torch.autograd.grad(outputs, leaf)
+
+
+STARTS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "method": lambda loss, _leaf: loss.backward(),
+    "function": lambda loss, _leaf: torch.autograd.backward(loss),
+    "grad": _by_grad,
+}
+
+
+@pytest.mark.parametrize("is_in_hook", [False, True], ids=["alone", "in-a-hook"])
+@pytest.mark.parametrize("start", STARTS)
+def test_ways_to_start_a_backward(start: str, *, is_in_hook: bool) -> None:
+    """Each one runs the formulas that no mode changes, and adds gradients up in place."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        x, y = torch.rand(64, 64, requires_grad=True), torch.rand(64, 64, requires_grad=True)
+        with scope():
+            loss = (x * 2).prod(0).sum() + (x.sin().exp() * x).sum()
+            if is_in_hook:
+                product = y.sin() * y
+                product.register_hook(lambda _: STARTS[start](loss, x))
+                product.sum().backward()
+            else:
+                STARTS[start](loss, x)
+        return {"x": x.grad, "y": y.grad}
+
+    assert_same_bits(step)
+
+
 def test_users_own_saved_tensor_hooks() -> None:
     """Hooks that the user pushes inside the scope win for their region."""
 

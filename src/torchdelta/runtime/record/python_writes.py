@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["PythonWrites"]
 
 # They start a backward: a dispatch mode would change how the engine accumulates there. See `Backward.run_nested`.
-_RUNS_ENGINE: Final = frozenset({torch.Tensor.backward, torch.autograd.grad})
+_RUNS_ENGINE: Final = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class PythonWrites(FunctionMode):
