@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.collector import give_back, leave_out
-from tests.runtime.parts import engine_doors, num_saved_hooks
+from tests.runtime.parts import engine_door, num_saved_hooks
 from torchdelta._torch.modes import num_modes
 from torchdelta.runtime.current import current_session
 
@@ -37,10 +37,10 @@ def _one_thread() -> Iterator[None]:
 def _clean() -> Iterator[None]:
     """Check that no test leaves a session, a dispatch mode, a saved-tensor hook or a patch behind."""
     torch.manual_seed(0)
-    doors = engine_doors()
+    door = engine_door()
     yield
     torch.set_num_threads(1)
     assert current_session() is None
     assert num_modes() == 0
     assert num_saved_hooks() == 0
-    assert engine_doors() == doors
+    assert engine_door() is door

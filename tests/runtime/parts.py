@@ -33,7 +33,7 @@ __all__ = [
     "buffer_of",
     "descriptor_of",
     "empty_everything",
-    "engine_doors",
+    "engine_door",
     "is_emptied",
     "module_hooks",
     "num_saved_hooks",
@@ -41,7 +41,7 @@ __all__ = [
     "pausing_until",
     "running_session",
     "scoped_library",
-    "set_engine_doors",
+    "set_engine_door",
     "set_pause_limit",
 ]
 
@@ -67,9 +67,9 @@ def descriptor_of(tier: DiskTier) -> int:
     return tier.medium.descriptor
 
 
-def engine_doors() -> tuple[Any, Any]:
-    """Return what is called where Python enters the autograd engine: in `torch.autograd.graph` and `torch.autograd`."""
-    return torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward
+def engine_door() -> Any:
+    """Return the object whose `run_backward` is called where Python enters the autograd engine."""
+    return cast("Any", torch.autograd.Variable)._execution_engine
 
 
 @contextlib.contextmanager
@@ -106,10 +106,9 @@ def set_pause_limit(limit_bytes: int) -> None:
     running_session().pause._set_limit(limit_bytes)
 
 
-def set_engine_doors(in_graph: Any, in_module: Any) -> None:
-    """Replace both."""
-    torch.autograd.graph._engine_run_backward = in_graph
-    torch.autograd._engine_run_backward = in_module
+def set_engine_door(engine: Any) -> None:
+    """Replace it."""
+    cast("Any", torch.autograd.Variable)._execution_engine = engine
 
 
 def num_saved_hooks() -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.parts import engine_doors, set_engine_doors
+from tests.runtime.parts import engine_door, set_engine_door
 from tests.runtime.programs import UNLIMITED
 from torchdelta import Config, MemoryBudget
 
@@ -86,7 +86,7 @@ def test_what_compiled_code_writes_is_seen_wherever_it_is(name: str) -> None:
 
 
 class Other:
-    """Another library that patches the door to the engine, in both places."""
+    """Another library that puts itself into the door to the engine."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -94,19 +94,17 @@ class Other:
 
     def put_on(self) -> None:
         """Patch."""
-        self._below = engine_doors()
-        below = self._below[0]
+        self._below = engine_door()
+        set_engine_door(self)
 
-        def mine(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return below(*args, **kwargs)
-
-        self.mine = mine
-        set_engine_doors(mine, mine)
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the call, and pass it on."""
+        self.calls += 1
+        return self._below.run_backward(*args, **kwargs)
 
     def take_off(self) -> None:
         """Put back what was there."""
-        set_engine_doors(*self._below)
+        set_engine_door(self._below)
 
 
 def train() -> torch.Tensor:
@@ -120,9 +118,9 @@ def train() -> torch.Tensor:
 @pytest.fixture
 def engine() -> Any:
     """Put torch's own door back after the test."""
-    doors = engine_doors()
-    yield doors[0]
-    set_engine_doors(*doors)
+    door = engine_door()
+    yield door
+    set_engine_door(door)
 
 
 def test_a_patch_of_another_library_survives_the_end_of_a_scope(engine: Any) -> None:
@@ -131,18 +129,29 @@ def test_a_patch_of_another_library_survives_the_end_of_a_scope(engine: Any) -> 
     with MemoryBudget(UNLIMITED):
         other.put_on()
         assert torch.equal(train(), plain)
-    assert engine_doors() == (other.mine, other.mine)
+    assert engine_door() is other
     assert torch.equal(train(), plain)
     for _ in range(3):
         with MemoryBudget(UNLIMITED) as budget:
             assert torch.equal(train(), plain)
         assert len(budget.summary().steps) == 1
-        assert engine_doors() == (other.mine, other.mine)
+        assert engine_door() is other
     assert other.calls == 5
     other.take_off()
     with MemoryBudget(UNLIMITED):
         assert torch.equal(train(), plain)
-    assert engine_doors() == (engine, engine)
+    assert engine_door() is engine
+
+
+def test_a_backward_that_the_program_starts_at_the_engine_ends_a_step() -> None:
+    """It passes through the door, like any other."""
+    with MemoryBudget(UNLIMITED) as budget:
+        for _ in range(3):
+            x = torch.arange(4.0, requires_grad=True)
+            engine_door().run_backward(((x * x).sum(),), (torch.ones(()),), False, False, accumulate_grad=True)
+            assert x.grad is not None
+            assert x.grad.tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert len(budget.summary().steps) == 3
 
 
 def test_layers_do_not_pile_up(engine: Any) -> None:
@@ -154,7 +163,7 @@ def test_layers_do_not_pile_up(engine: Any) -> None:
         other.take_off()
         with MemoryBudget(UNLIMITED):
             train()
-        assert engine_doors() == (engine, engine)
+        assert engine_door() is engine
 
 
 def test_a_patch_of_storages_survives_the_end_of_a_scope() -> None:

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from tests.runtime.parts import engine_doors
+from tests.runtime.parts import engine_door
 from tests.runtime.programs import UNLIMITED
 from torchdelta import MemoryBudget
 from torchdelta.runtime import patches
@@ -15,7 +15,7 @@ from torchdelta.runtime import patches
 
 def test_a_patch_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scope does not open, torch is as it was, handlers too, and the next scope has all patches."""
-    doors, handler = engine_doors(), signal.getsignal(signal.SIGINT)
+    door, handler = engine_door(), signal.getsignal(signal.SIGINT)
 
     def fail(_make: object) -> None:
         raise RuntimeError("no such thing in this torch")
@@ -24,10 +24,10 @@ def test_a_patch_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         patched.setattr(patches, "patch_compiled_call", fail)
         with pytest.raises(RuntimeError, match="no such thing"):
             MemoryBudget(UNLIMITED).start()
-    assert engine_doors() == doors
+    assert engine_door() is door
     assert signal.getsignal(signal.SIGINT) is handler
     guard = torch.autograd.graph.disable_saved_tensors_hooks
     with MemoryBudget(UNLIMITED):
-        assert not set(engine_doors()) & set(doors)
+        assert engine_door() is not door
         assert torch.autograd.graph.disable_saved_tensors_hooks is not guard
-    assert engine_doors() == doors
+    assert engine_door() is door

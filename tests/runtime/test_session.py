@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.parts import engine_doors, module_hooks, optimizer_hooks
+from tests.runtime.parts import engine_door, module_hooks, optimizer_hooks
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta._torch.modes import mode_stack, num_modes
@@ -97,14 +97,14 @@ def test_python_objects_do_not_grow() -> None:
 
 def test_everything_is_taken_off_again() -> None:
     """Hooks, patches, modes and the thread's session are gone after the stop."""
-    doors, guard = engine_doors(), torch.autograd.graph.disable_saved_tensors_hooks
+    door, guard = engine_door(), torch.autograd.graph.disable_saved_tensors_hooks
     num_hooks = len(optimizer_hooks)
     with MemoryBudget(UNLIMITED, Config(decisions=lambda _: "keep")):
-        assert not set(engine_doors()) & set(doors)
+        assert engine_door() is not door
         assert current_session() is not None
         assert num_modes() == 1
         assert not module_hooks
-    assert engine_doors() == doors
+    assert engine_door() is door
     assert torch.autograd.graph.disable_saved_tensors_hooks is guard
     assert current_session() is None
     assert num_modes() == 0
@@ -113,7 +113,7 @@ def test_everything_is_taken_off_again() -> None:
 
 def test_patches_stay_until_the_last_session() -> None:
     """Two threads' sessions share them; whoever stops last takes them off."""
-    doors = engine_doors()
+    door = engine_door()
     first_in, second_out = threading.Event(), threading.Event()
     seen: list[bool] = []
 
@@ -121,7 +121,7 @@ def test_patches_stay_until_the_last_session() -> None:
         with MemoryBudget(UNLIMITED):
             first_in.set()
             assert second_out.wait(timeout=60)
-            seen.append(engine_doors() == doors)
+            seen.append(engine_door() is door)
 
     thread = threading.Thread(target=other)
     with MemoryBudget(UNLIMITED):
@@ -130,7 +130,7 @@ def test_patches_stay_until_the_last_session() -> None:
     second_out.set()
     thread.join()
     assert seen == [False]
-    assert engine_doors() == doors
+    assert engine_door() is door
 
 
 def test_tier_is_closed_when_the_last_graph_is_gone() -> None:

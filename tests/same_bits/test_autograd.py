@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -276,10 +276,31 @@ def _by_grad(outputs: torch.Tensor, leaf: torch.Tensor) -> None:
     (leaf.grad,) = torch.autograd.grad(outputs, leaf)
 
 
+def _by_the_engine(outputs: torch.Tensor, leaf: torch.Tensor, *, names: bool) -> None:
+    """Call it as some programs do (Megatron-LM in its `custom_backward`)."""
+    del leaf
+    run: Any = cast("Any", torch.autograd.Variable)._execution_engine.run_backward  # noqa: SLF001 - what they call
+    start = (outputs,), (torch.ones(()),)
+    if names:
+        run(
+            tensors=start[0],
+            grad_tensors=start[1],
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    else:
+        run(*start, False, False, (), True, True)
+
+
 STARTS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "method": lambda loss, _leaf: loss.backward(),
     "function": lambda loss, _leaf: torch.autograd.backward(loss),
     "grad": _by_grad,
+    "engine": partial(_by_the_engine, names=False),
+    "engine, by name": partial(_by_the_engine, names=True),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,10 @@ from torchdelta._torch.engine import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def _engine() -> Any:
+    return cast("Any", torch.autograd.Variable)._execution_engine
 
 
 def test_engine_accumulates_in_place_where_one_holds() -> None:
@@ -70,9 +74,9 @@ def test_graph_task_id() -> None:
     assert graph_task_id() == -1
 
 
-@pytest.mark.parametrize("way", ["Tensor.backward", "autograd.backward", "autograd.grad", "checkpoint"])
+@pytest.mark.parametrize("way", ["Tensor.backward", "autograd.backward", "autograd.grad", "checkpoint", "engine"])
 def test_one_door_to_the_engine(way: str) -> None:
-    """Every way into backward passes through the function that is replaced, and none does after the undoing."""
+    """Every way into backward passes through what is replaced, once, and none does after the undoing."""
     num_calls = 0
 
     def make(original: Any) -> Any:
@@ -91,6 +95,8 @@ def test_one_door_to_the_engine(way: str) -> None:
             torch.autograd.backward((x * 2).sum())
         elif way == "autograd.grad":
             torch.autograd.grad((x * 2).sum(), x)
+        elif way == "engine":
+            _engine().run_backward(((x * 2).sum(),), (torch.ones(()),), False, False, (x,))
         else:
             torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
 
@@ -103,6 +109,62 @@ def test_one_door_to_the_engine(way: str) -> None:
     assert seen == (2 if way == "checkpoint" else 1)
     run()
     assert num_calls == seen
+
+
+def test_the_engine_is_as_before_but_for_its_backwards() -> None:
+    """What takes its place is an engine for Dynamo, too, and the other methods act on the only one there is."""
+    before, calls = _engine(), []
+    undo = patch_run_backward(lambda original: original)
+    try:
+        assert isinstance(_engine(), type(before))
+        assert {name for name in dir(_engine()) if not name.startswith("_")} == {
+            *{name for name in dir(before) if not name.startswith("_")},
+            *{"below", "run"},
+        }
+        assert _engine().is_checkpoint_valid() == before.is_checkpoint_valid()
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda _: _engine().queue_callback(lambda: calls.append(1)))
+        y.sum().backward()
+    finally:
+        undo()
+    assert calls == [1]
+    assert _engine() is before
+
+
+def test_names_of_the_arguments_of_the_engine() -> None:
+    """A program may name all of them, and leave out the last ones. The replacement gets them as from torch."""
+    told: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def make(original: Any) -> Any:
+        def replacement(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            told.append((args, kwargs))
+            return original(outputs, gradients, *args, **kwargs)
+
+        return replacement
+
+    def run(**others: Any) -> str:
+        y = x * 2
+        returned = _engine().run_backward(
+            tensors=(y,), grad_tensors=(x,), keep_graph=True, create_graph=False, **others
+        )
+        gradient, x.grad = x.grad, None
+        return f"{returned} {gradient}"
+
+    x = torch.ones(2, requires_grad=True)
+    flags = {"allow_unreachable": True, "accumulate_grad": True}
+    plain = [run(inputs=(x,)), run(**flags)]
+    undo = patch_run_backward(make)
+    try:
+        assert [run(inputs=(x,)), run(**flags)] == plain
+        torch.sum(x).backward(retain_graph=True)
+    finally:
+        undo()
+    (args, given), *usual = told
+    assert args[:2] == (True, False)
+    assert args[2][0] is x
+    assert given == dict.fromkeys(flags, False)
+    assert usual == [((True, False, ()), flags)] * 2
 
 
 def test_signature_of_the_engine() -> None:

@@ -62,14 +62,55 @@ def together(undos: list[Callable[[], None]]) -> Callable[[], None]:
     return undo
 
 
+class _Engine(torch._C._ImperativeEngine):
+    """Is where Python finds torch's engine, and has its backwards run by a function. Mutable.
+
+    What else it inherits acts on the one engine of the process.
+
+    Args:
+        below: What was there before.
+        run: Runs backwards, until it is None: then `below` does.
+    """
+
+    def __init__(self, below: Any, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.below = below
+        self.run: Callable[..., Any] | None = run
+
+    def run_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Any = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        """Run a backward. The signature is torch's; `run` gets the arguments as torch's own code gives them."""
+        run = self.run or self.below.run_backward
+        flags = {"allow_unreachable": allow_unreachable, "accumulate_grad": accumulate_grad}
+        return run(tensors, grad_tensors, keep_graph, create_graph, inputs, **flags)
+
+
 def patch_run_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace the one Python door to the autograd engine by `make(original)`; returns what undoes it.
 
-    `Tensor.backward`, `autograd.backward`, `autograd.grad` and reentrant checkpointing all pass through
-    `_engine_run_backward`.
+    `Tensor.backward`, `autograd.backward`, `autograd.grad` and reentrant checkpointing all call the engine's method
+    `run_backward`, and some programs do so themselves. As with `replace`, what somebody else puts there later stays.
     """
-    modules = (torch.autograd.graph, torch.autograd)
-    return together([replace(module, "_engine_run_backward", make) for module in modules])
+    variable: Any = torch.autograd.Variable
+    below = variable._execution_engine
+    while isinstance(below, _Engine) and below.run is None:
+        below = below.below
+    engine = variable._execution_engine = _Engine(below, make(below.run_backward))
+
+    def undo() -> None:
+        engine.run = None
+        if variable._execution_engine is engine:
+            variable._execution_engine = below
+
+    return undo
 
 
 def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -92,7 +92,7 @@ class Backward:
 
     @shielded
     def run(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `_engine_run_backward(outputs, grad_outputs, keep_graph, create_graph, ...)`."""
+        """Stand in for the engine's `run_backward(outputs, gradients, keep_graph, create_graph, ...)`."""
         self.observing.observer.on_backward_start(args[0] if args else kwargs.get("grad_tensors"))
         num_before = num_modes()
         keeps_graph = any(args[1:3]) or bool(kwargs.get("keep_graph") or kwargs.get("create_graph"))
