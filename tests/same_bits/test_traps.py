@@ -120,6 +120,26 @@ def test_replay_under_other_settings() -> None:
     assert_same_bits(step)
 
 
+def test_replay_of_an_op_whose_denormal_numbers_were_flushed() -> None:
+    """Replays flush them where the forward did, and only there."""
+
+    def step(scope: Scope) -> dict[str, Any]:
+        x, w = torch.full((4096,), 1e-30), torch.ones(4096, requires_grad=True)
+        with scope():
+            torch.set_flush_denormal(True)
+            try:
+                flushed = x * 1e-10
+            finally:
+                torch.set_flush_denormal(False)
+            kept = x * 1e-10
+            loss = (flushed * w).sum() + (kept * w * 2).sum()
+            del flushed, kept
+            loss.backward()
+        return {"w": w.grad}
+
+    assert_same_bits(step)
+
+
 def test_statistics_are_written_once() -> None:
     """Trap 5: batch norm writes its running statistics without saying so; a replay must not write them again."""
 

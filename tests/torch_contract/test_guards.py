@@ -103,3 +103,21 @@ def test_numeric_environment() -> None:
     finally:
         torch_device.set_numeric_environment(before)
     assert torch_device.numeric_environment() == before
+
+
+def test_flushes_denormals() -> None:
+    """What torch sets for its kernels holds for Python's floats, by which it is told; it is set again like the rest."""
+    before = torch_device.numeric_environment()
+    least_normal = torch.tensor([torch.finfo(torch.float32).tiny] * 64)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush them")
+    try:
+        assert torch_device.flushes_denormals()
+        assert not (least_normal * 0.5).any()
+        assert torch_device.numeric_environment() != before
+        torch_device.set_numeric_environment(before)
+        assert not torch_device.flushes_denormals()
+        assert (least_normal * 0.5).all()
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch_device.numeric_environment() == before

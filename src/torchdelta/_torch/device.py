@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -80,6 +80,17 @@ def _unless_mixed(read: Callable[[], Any]) -> Any:
 warns_only: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
 
 
+_LEAST_NORMAL: Final = sys.float_info.min
+
+
+def flushes_denormals() -> bool:
+    """Return whether this thread takes denormal numbers for 0 (`torch.set_flush_denormal`), Python's floats included.
+
+    torch sets this, but does not tell it.
+    """
+    return _LEAST_NORMAL * 0.5 == 0.0
+
+
 def numeric_environment() -> tuple[Any, ...]:
     """Return the global settings that kernels read besides their arguments: a replay runs under the recorded ones."""
     try:
@@ -88,7 +99,7 @@ def numeric_environment() -> tuple[Any, ...]:
         precision = _unless_mixed(_cublas_tf32)
     common = (
         *(_default_dtype(), is_mkldnn_enabled(), _is_deterministic(), _num_threads()),
-        *(precision, tuple([read() for read in _fp32_readers.values()])),
+        *(precision, tuple([read() for read in _fp32_readers.values()]), flushes_denormals()),
     )
     if not reads_cuda_settings:
         return common
@@ -96,13 +107,15 @@ def numeric_environment() -> tuple[Any, ...]:
 
 
 def set_numeric_environment(environment: tuple[Any, ...]) -> None:
-    """Set what `numeric_environment` returned; the number of threads only where it differs (it is slow to set)."""
-    dtype, mkldnn, deterministic, num_threads, precision, precisions, *others = environment
+    """Set what `numeric_environment` returned; some only where they differ (they are slow to set)."""
+    dtype, mkldnn, deterministic, num_threads, precision, precisions, flushes, *others = environment
     torch.set_default_dtype(dtype)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch._C._set_deterministic_algorithms(deterministic, warn_only=warns_only())
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
+    if flushes_denormals() != flushes:
+        torch.set_flush_denormal(flushes)
     if isinstance(precision, str):
         torch._C._set_float32_matmul_precision(precision)
     elif precision is not None:

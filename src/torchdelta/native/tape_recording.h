@@ -13,6 +13,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <unordered_map>
@@ -270,7 +271,10 @@ class NativeTape final : public Tape, private ChainOwner {
     add(context.userEnabledMkldnn());
     add(context.deterministicAlgorithms());
     if (device.is_cpu()) {
-      add(at::get_num_threads());  // each thread has its own number, and a backward on the CPU runs where it was started
+      // Each thread has its own, and a backward on the CPU runs where it was started.
+      add(at::get_num_threads());
+      const volatile double least_normal = std::numeric_limits<double>::min();
+      add(least_normal * 0.5 == 0.0);  // whether denormal numbers are flushed, which torch sets, but does not tell
       return all;
     }
     for (const Op op : {Op::MATMUL, Op::CONV, Op::RNN}) add(context.float32Precision(Backend::CUDA, op));

@@ -210,6 +210,27 @@ def test_settings_that_differ_around_a_write_in_forward() -> None:
     assert counts[CHANGES_AT - 1] > 0
 
 
+def test_denormal_numbers_that_a_part_of_the_forward_flushes() -> None:
+    """The tape does not record what runs under that setting."""
+
+    def body(loop: Loop, index: int) -> None:
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer not in {2, 3}:
+                return x
+            torch.set_flush_denormal(index >= CHANGES_AT)
+            try:
+                denormal = x * 1e-30 * 1e-10
+            finally:
+                torch.set_flush_denormal(False)
+            return x + nn.functional.gelu(denormal * 1e30 * 1e10)
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[CHANGES_AT - 1] > 0
+
+
 def test_the_forward_reads_a_gradient_that_the_backward_adds_to() -> None:
     """The engine adds to the gradient of the last layer before a replay for an earlier layer reads it."""
 
