@@ -121,6 +121,14 @@ def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any
     return replace(torch.autograd.graph, "disable_saved_tensors_hooks", make)
 
 
+def patch_inference_mode(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the exit of `torch.inference_mode` by `make(original)`; returns what undoes it.
+
+    A `with` block that was entered before keeps the original.
+    """
+    return replace(torch.inference_mode, "__exit__", make)
+
+
 def patch_storage_resize(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace `UntypedStorage.resize_`, by which FSDP frees and fills parameters, by `make(original)`.
 

@@ -38,6 +38,10 @@ AUTOCAST_KEYS = (
 # In `torch.autograd.grad(is_grads_batched=True)`, another key refuses random ops.
 _OTHER_KEYS = [key for key in map(torch._C._parse_dispatch_key, ("Fake", "VmapMode")) if key is not None]
 _UNSEEN_BY = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _OTHER_KEYS), AUTOCAST_KEYS)
+# By these an op reaches the modes of a thread's stack, or the gate; they are switched on and off with these.
+_MODE_KEYS = [
+    key for key in map(torch._C._parse_dispatch_key, ("Python", "PythonTLSSnapshot", "Fake")) if key is not None
+]
 _AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 
@@ -166,6 +170,22 @@ class Quietly:
 def outside_inference_mode() -> contextlib.AbstractContextManager[Any]:
     """Return a context outside of inference mode; it does nothing where that is off."""
     return torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def keeping_mode_keys() -> Generator[None]:
+    """Return a context after which ops reach the modes and the gate as they did when it began.
+
+    See [Note: the end of inference mode] in runtime/patches.py.
+    """
+    is_included = torch._C._dispatch_tls_is_dispatch_key_included
+    were_on = [is_included(key) for key in _MODE_KEYS]
+    try:
+        yield
+    finally:
+        for key, was_on in zip(_MODE_KEYS, were_on, strict=True):
+            if is_included(key) != was_on:
+                torch._C._dispatch_tls_set_dispatch_key_included(key, was_on)
 
 
 def remove_mode(mode: object) -> None:

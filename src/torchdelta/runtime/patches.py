@@ -1,4 +1,11 @@
-"""Replaces functions of torch from the first session's start to the last one's stop; no effect on other threads."""
+"""Replaces functions of torch from the first session's start to the last one's stop; no effect on other threads.
+
+[Note: the end of inference mode]
+`torch.inference_mode` notes all dispatch keys of the thread when it begins, and puts them back when it ends. Recording
+may pause or resume inside of it: an optimizer steps there, or the budget's limit is passed. The key by which ops reach
+dispatch modes would then no longer agree with their stack: without a mode the next op fails, and with one the recorder
+sees no op. The gate's key likewise. So the keys of both stay as they are right before the end.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +19,20 @@ from torchdelta._torch.compiled import keep_out_of_compiled_code, patch_compiled
 from torchdelta._torch.doors import (
     patch_fsdp_backward,
     patch_functorch_guard,
+    patch_inference_mode,
     patch_run_backward,
     patch_swap_tensors,
 )
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import mode_stack, pop_mode, push_mode, top_mode, without_mode, without_saved_hooks
+from torchdelta._torch.modes import (
+    keeping_mode_keys,
+    mode_stack,
+    pop_mode,
+    push_mode,
+    top_mode,
+    without_mode,
+    without_saved_hooks,
+)
 from torchdelta._torch.tensors import identity_of
 from torchdelta.notices import warn_once
 from torchdelta.runtime.current import current_session
@@ -57,6 +73,7 @@ def patch() -> None:
                 _undo.append(keep_out_of_compiled_code("torchdelta"))
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
                 _undo.append(patch_swap_tensors(_make_swap_tensors))
+                _undo.append(patch_inference_mode(_make_end_of_inference_mode))
             except BaseException:
                 _remove_patches()
                 raise
@@ -222,6 +239,20 @@ def _swap_tensors(session: Any, original: Callable[..., None], t1: torch.Tensor,
     finally:
         if identity_of(t1) != identity:
             session.ledger.exchange_witnesses(t1, t2)
+
+
+def _make_end_of_inference_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the keys of dispatch modes and of the gate. See [Note: the end of inference mode]."""
+
+    @shielded  # recording does not resume in between
+    @functools.wraps(original)
+    def end_inference_mode(*args: Any) -> Any:
+        if current_session() is None:
+            return original(*args)
+        with keeping_mode_keys():
+            return original(*args)
+
+    return end_inference_mode
 
 
 def _leave_child() -> None:
