@@ -113,7 +113,8 @@ class Backward:
         if graph is not None and follows:
             grads = tuple(leaf.grad is None for leaf in graph.leaves)
             follows_as = hash((graph.signature, grads, self.recorder.forward_hash))
-            is_watched = graph.has_hooks or self.observing.observer.wants_every_op
+            needs_a_mode = self.recorder.subclasses.need_a_mode
+            is_watched = graph.has_hooks or needs_a_mode or self.observing.observer.wants_every_op
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes, follower.leaving_bytes()):
                 follower.on_unwatched()
                 self.latest_known = KnownBackward(graph, grads, follows_as)
@@ -205,7 +206,7 @@ class Backward:
     @shielded
     def runs_known(self, known: KnownBackward) -> bool:
         """Return whether the backward that begins, which is a known one, fits unwatched."""
-        return known.fits(self.usage, self.follower, self.room.transfers)
+        return not self.recorder.subclasses.need_a_mode and known.fits(self.usage, self.follower, self.room.transfers)
 
     @shielded
     def run_known(
@@ -222,6 +223,7 @@ class Backward:
             self.room.budget_bytes is not None
             and not self.ledger.surveys
             and not self.observing.observer.wants_every_op
+            and not self.recorder.subclasses.need_a_mode
             and (self.persistents is None or not self.persistents.is_active)
             and not self.room.costs.misses_saved()  # bringing buffers back would exceed the measured growth
         )

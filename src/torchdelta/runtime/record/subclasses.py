@@ -10,6 +10,9 @@ like any others. Autograd saves the subclass itself, which stays on the device; 
 A subclass that does not override `__torch_dispatch__` (`as_subclass`, `_make_subclass`, `__torch_function__` only) is a
 plain tensor with another class. When autograd saves it, it is handled like a plain tensor and gets its class back at
 unpack. One that carries attributes stays: they could be anything.
+
+If such a tensor has a graph, autograd makes another tensor of what the unpack hook returns. That one has the class only
+where a dispatch mode is on. So once such a tensor was saved, no backward runs without the recorder.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ class Subclasses:
         self._passing: Any = None  # the op that was dispatched a second time and is to be declined
         self._logged: set[str] = set()
         self.were_met = False
+        self.need_a_mode = False  # autograd has saved tensors whose class comes back only under a dispatch mode
         self.is_inside = False  # inside the `__torch_dispatch__` of a subclass
 
     def log_once(self, kind: type, reason: str) -> None:
@@ -134,8 +138,11 @@ class Subclasses:
                 if kind is not FakeTensor:
                     self.log_once(kind, "runs its own ops")
                 return PackedSubclass(let_stay(tensor))
-            is_opaque = tensor.layout is not torch.strided or tensor.is_nested
-            if is_opaque or is_trained_leaf(tensor):
+            if is_trained_leaf(tensor):
+                return PackedSubclass(let_stay(tensor))
+            if tensor.requires_grad and kind is not torch.Tensor:
+                self.were_met = self.need_a_mode = True
+            if tensor.layout is not torch.strided or tensor.is_nested:
                 return PackedSubclass(let_stay(tensor))
             if tensor.__dict__:
                 self.log_once(kind, "carries attributes")
