@@ -69,6 +69,8 @@ _CONJUGATES_INSIDE: Final = frozenset({"linalg_pinv", "linalg_lstsq"})
 # `linalg.eigh`, so nothing here can tell them apart. With gradients the bits are equal. A test compares the set with
 # torch's own op database.
 _REPLACE: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+# Those of them after which a storage is larger where it was too small.
+_RESIZE: Final = _REPLACE - {"set_"}
 # Ops that overwrite all of their first argument without reading it, so that they do not depend on the old content.
 _OVERWRITE: Final = frozenset(
     {
@@ -121,6 +123,7 @@ class OpFacts:
         "is_constant",
         "is_random",
         "is_recomputable",
+        "is_sized_by_memory",
         "keeps_statistics",
         "kind",
         "may_race",
@@ -128,6 +131,7 @@ class OpFacts:
         "order_varies",
         "overwrites",
         "reorders",
+        "resizes",
         "writes_content",
         "written_keywords",
         "written_positions",
@@ -153,6 +157,9 @@ class OpFacts:
         self.is_constant = base in _CONSTANT
         self.reorders = base in _REORDERS
         self.copies_strided = base in _COPIES_STRIDED
+        self.resizes = func.namespace == "aten" and base in _RESIZE
+        # Whether what it allocates depends on more of its arguments than their shapes: strides, or the storage's size.
+        self.is_sized_by_memory = self.copies_strided or self.resizes
         self.bumps_inside = bool(written) and base.startswith("_foreach_")
         self.casts_inside = base in _CASTS_INSIDE
         self.conjugates_inside = base in _CONJUGATES_INSIDE

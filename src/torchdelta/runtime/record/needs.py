@@ -2,11 +2,13 @@
 
 The need is learned once for each key: the op, the shapes and dtypes of its tensors, and its other arguments. Workspace
 bytes are learned where the allocator is counted. The first prediction for a key runs the op on meta tensors; where that
-is impossible (a data-dependent output) it is a guess from above. The measured need replaces either.
+is impossible (a data-dependent output) it is a guess. The measured need replaces either; for outputs that depend on
+data, room for their bound is made as well where that is possible (`VaryingNeed`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,9 +19,10 @@ from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address, storage_behind
 from torchdelta._torch.tensors import storage_of
 from torchdelta.aten.facts import Kind, OpFacts
+from torchdelta.runtime.record.bounds import most_bytes
 from torchdelta.runtime.record.convolution_workspaces import reordered_bytes
 from torchdelta.runtime.record.workspaces import copied_matrix_bytes, estimated_bytes, possible_bytes
-from torchdelta.runtime.state.need import Need
+from torchdelta.runtime.state.need import Need, VaryingNeed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +67,8 @@ class Predictor:
                 parts.append(_plain(a))
                 if self.accelerator is not None and a.__class__ is list and a and isinstance(a[0], torch.Tensor):
                     parts.append(a[0].device)
-        if facts.copies_strided:
-            parts.append(copied_matrix_bytes(args))
+        if facts.is_sized_by_memory:
+            parts.append(copied_matrix_bytes(args) if facts.copies_strided else _spare_bytes(args[0]))
         if kwargs:
             for name, a in kwargs.items():
                 parts.append(name)
@@ -93,9 +96,10 @@ class Predictor:
             return Need(0, 0)
         if facts.written_keywords and not facts.keeps_statistics:
             return self._need_of_growth(facts, func, args, kwargs)
+        if facts.resizes:
+            return _need_of_resize(args)
         predicted_bytes = self._predict(facts, func, args, kwargs)
-        need = Need(_guess(args) if predicted_bytes is None else predicted_bytes, 0)
-        need.is_guess = predicted_bytes is None
+        need = _varying_need(facts, args) if predicted_bytes is None else Need(predicted_bytes, 0)
         need.workspace_bytes = estimated_bytes(facts, args, need.output_bytes)
         need.possible_bytes = possible_bytes(facts, args, need.output_bytes)
         return need
@@ -113,8 +117,7 @@ class Predictor:
                 func(*meta_args, **meta_kwargs)
                 grown_bytes = _growth_bytes(buffers, _out_buffers(facts, meta_kwargs))
         except NotImplementedError:  # the output's size depends on data
-            need = Need(max(0, _guess(args) - held_bytes), 0)
-            need.is_guess = True
+            need = _varying_need(facts, args, held_bytes)
         except Exception:  # noqa: BLE001 - the op will raise the same error, which the user should see
             need = Need(0, 0)
         else:
@@ -191,8 +194,33 @@ def _each(values: tuple[Any, ...]) -> Iterator[Any]:
             yield value
 
 
-def _guess(args: tuple[Any, ...]) -> int:
-    return sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
+def _varying_need(facts: OpFacts, args: tuple[Any, ...], held_bytes: int = 0) -> VaryingNeed:
+    """Return what an op will take whose output size is not known before: as much as its inputs, if it may.
+
+    Args:
+        facts: Of the op.
+        args: Its inputs.
+        held_bytes: What its `out` has already, and what is copied if that does not suffice.
+    """
+    guess_bytes = sum(a.numel() * a.element_size() for a in args if isinstance(a, torch.Tensor))
+    most = most_bytes(facts, args)
+    if most is None:
+        return VaryingNeed(max(0, guess_bytes - held_bytes), 0, held_bytes)
+    grown_bytes = max(0, most[0] - held_bytes)
+    return VaryingNeed(
+        min(max(0, guess_bytes - held_bytes), grown_bytes), grown_bytes, most[1] + (held_bytes if grown_bytes else 0)
+    )
+
+
+def _need_of_resize(args: tuple[Any, ...]) -> Need:
+    """Return what a resize will take: the growth of the storage, and the old one, which is freed after it is copied."""
+    tensor, size = args[:2]
+    num_elements = size.numel() if isinstance(size, torch.Tensor) else math.prod(size)
+    grown_bytes = max(0, num_elements * tensor.element_size() - _spare_bytes(tensor))
+    if not grown_bytes or tensor.layout is not torch.strided:
+        return Need(0, 0)
+    offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+    return Need(grown_bytes, offset_bytes + _spare_bytes(tensor))
 
 
 def new_bytes(outputs: Any, args: tuple[Any, ...]) -> int:

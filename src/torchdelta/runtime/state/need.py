@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from torchdelta.runtime.state.buffer import OpEntry
 
-__all__ = ["Need", "Timing"]
+__all__ = ["Need", "Timing", "VaryingNeed"]
 
 
 class Timing:
@@ -67,3 +67,45 @@ class Need:
             self.workspace_bytes = size_bytes
             self.possible_bytes = 0
         return self.workspace_bytes
+
+
+class VaryingNeed(Need):
+    """What an op needs whose output size depends on the content of its inputs: one run does not tell the next.
+
+    Room for the size of the latest output is required. Up to the most that the op may take, room is made only as far as
+    anything can leave (`possible_bytes`), because a bound that is never reached must not refuse a budget.
+
+    Args:
+        output_bytes: A guess, until the first output is measured.
+        most_output_bytes: The most that the outputs may be; 0 if nothing limits them: then the largest one so far.
+        most_workspace_bytes: The most that the op may allocate besides.
+    """
+
+    __slots__ = ("_estimated_bytes", "_latest_bytes", "_most_output_bytes", "_most_workspace_bytes")
+
+    def __init__(self, output_bytes: int, most_output_bytes: int, most_workspace_bytes: int) -> None:
+        self._most_output_bytes = 0
+        self._most_workspace_bytes = most_workspace_bytes
+        super().__init__(output_bytes, 0)
+        self._most_output_bytes = most_output_bytes  # a guess is not among the outputs so far
+        self.is_guess = True
+
+    @property
+    def output_bytes(self) -> int:
+        """The bytes of the latest output."""
+        return self._latest_bytes
+
+    @output_bytes.setter
+    def output_bytes(self, size_bytes: int) -> None:
+        self._latest_bytes = size_bytes
+        self._most_output_bytes = max(self._most_output_bytes, size_bytes)
+
+    @property
+    def possible_bytes(self) -> int:
+        """What the next run may take beyond the latest output and the largest workspace so far."""
+        more_bytes = self._most_output_bytes - self.output_bytes
+        return max(0, more_bytes) + max(self._estimated_bytes, self._most_workspace_bytes - self.workspace_bytes)
+
+    @possible_bytes.setter
+    def possible_bytes(self, size_bytes: int) -> None:
+        self._estimated_bytes = size_bytes
