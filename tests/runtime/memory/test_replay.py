@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,16 @@ import torch
 from torch import nn
 
 from tests.runtime.parts import buffer_of, scoped_library
-from tests.runtime.programs import mlp, running
+from tests.runtime.programs import UNLIMITED, mlp, running
+from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import ReplayError
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchdelta.runtime.session import Session
     from torchdelta.runtime.state.buffer import Buffer
 
@@ -285,3 +289,53 @@ def test_room_is_made_for_outputs_that_nobody_wants_any_more() -> None:
     replays = [size_bytes for size_bytes, why in asked if why == "aten.sort.default (replayed)"]
     assert replays
     assert min(replays) >= 256 * 256 * (4 + 8)
+
+
+def _set(tensor: torch.Tensor) -> None:
+    tensor.set_(torch.full_like(tensor, 5.0))
+
+
+def _assign(tensor: torch.Tensor) -> None:
+    tensor.data = torch.full_like(tensor, 5.0)
+
+
+def _assign_and_write(tensor: torch.Tensor) -> None:
+    tensor.data = torch.full_like(tensor, 5.0)
+    tensor.add_(1)
+
+
+def _assign_nothing_and_write(tensor: torch.Tensor) -> None:
+    tensor.data = torch.empty(0)
+    tensor.add_(1)
+
+
+def _assign_another_element(tensor: torch.Tensor) -> None:
+    tensor.data = torch.empty(0).set_(tensor.untyped_storage(), 1, tensor.shape, tensor.stride())
+
+
+@pytest.mark.parametrize(
+    "exchange", [_set, _assign, _assign_and_write, _assign_nothing_and_write, _assign_another_element]
+)
+@pytest.mark.parametrize("shape", [(), (64, 64)])
+def test_a_source_that_has_exchanged_its_storage(
+    shape: tuple[int, ...], exchange: Callable[[torch.Tensor], None]
+) -> None:
+    """What the op has read is replayed. What the tensor sees now is neither read nor taken for a change of that."""
+
+    def gradient(scope: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        values, weight = torch.randn(64, 64), torch.ones(64, 64, requires_grad=True)
+        source = torch.randn(64 * 64 + 1 if shape else 2)[:-1].view(shape)
+        with scope:
+            scaled = values * source
+            loss = (scaled * weight).sum()
+            del scaled
+            exchange(source)
+            loss.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    budget = MemoryBudget(UNLIMITED, Config(decisions="recompute", tier="memory"))
+    expected = gradient(contextlib.nullcontext())
+    assert torch.equal(expected, gradient(budget))
+    assert budget.summary().recomputed_bytes > 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.storages import storage_behind
+from torchdelta._torch.storages import storage_address, storage_behind
 from torchdelta._torch.tensors import storage_of, version_of
 from torchdelta.aten.facts import Kind
 from torchdelta.errors import ReplayError, SavedTensorError
@@ -25,6 +25,7 @@ from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.retry import may_retry_replay, prepare_retry, run_again
 from torchdelta.runtime.memory.room import digest_of
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
+from torchdelta.runtime.state.contents import is_same_number
 from torchdelta.runtime.state.tape import Fresh, Scratch, replay_op, sources, written_sources
 
 if TYPE_CHECKING:
@@ -267,9 +268,25 @@ def _creation_order(buffer: Buffer) -> int:
 
 
 def _check_version(buffer: Buffer) -> None:
-    """Raise ReplayError if code that is not recorded has changed a source."""
-    if buffer.witness is not None and version_of(buffer.witness) != buffer.witness_version:
-        raise_changed(buffer.size_bytes, version_of(buffer.witness), buffer.witness_version)
+    """Raise ReplayError if code that is not recorded has changed a source.
+
+    A witness that has exchanged its storage since (`set_`, `.data = other`) counts that, and writes to the other one.
+    """
+    witness = buffer.witness
+    if witness is None or version_of(witness) == buffer.witness_version:
+        return
+    if storage_address(witness) == buffer.witness_address:
+        raise_changed(buffer.size_bytes, version_of(witness), buffer.witness_version)
+
+
+def _is_as_seen(tensor: torch.Tensor, view: View) -> bool:
+    """Return whether a number that was passed to an op is still what the op has seen: nobody exchanged its storage."""
+    buffer = view.buffer
+    if tensor is buffer.strong:
+        return True
+    return (
+        tensor is buffer.witness and storage_address(tensor) == buffer.witness_address and is_same_number(tensor, view)
+    )
 
 
 def raise_changed(size_bytes: int, version: int, expected: int) -> None:
@@ -316,7 +333,7 @@ class _Arguments:
         buffer = view.buffer
         if view.tensor is not None and buffer.strong is not None:
             # Scalars are passed through unless overwritten. Then their old content is in a copy.
-            if view.tensor is buffer.witness or view.tensor is buffer.strong:
+            if _is_as_seen(view.tensor, view):
                 _check_version(buffer)
                 return view.tensor
             return view.on(storage_behind(buffer.strong))

@@ -112,6 +112,7 @@ class Buffer:
         "strong",
         "successor",
         "witness",
+        "witness_address",
         "witness_version",
     )
 
@@ -134,6 +135,7 @@ class Buffer:
         self.strong: torch.Tensor | None = None  # an alias that keeps the storage alive
         self.witness: torch.Tensor | None = None  # its version counter shows writes that were not recorded
         self.witness_version = 0
+        self.witness_address = 0  # of its storage; with another one it tells nothing of this content any more
         self.releaser: Releaser | None = None  # set with `strong`: releases it
         self.num_saved = 0  # handles of saved tensors on it
         self.has_left = False  # whether it was evicted since it was first saved

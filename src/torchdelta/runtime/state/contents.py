@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.journal import Journal
     from torchdelta.runtime.state.observer import Observing
 
-__all__ = ["Contents"]
+__all__ = ["Contents", "is_same_number"]
 
 WRAPPED_NUMBER_BYTES = 16
 _DROPPED: Final = Residence.DROPPED
@@ -101,7 +101,7 @@ class Contents(Storages):
             view.tensor = buffer.strong
         elif not view.shape and buffer.op is None and buffer.size_bytes <= WRAPPED_NUMBER_BYTES:
             held = buffer.witness if buffer.witness is not None else buffer.strong
-            if held is not None and _is_same_number(held, view):  # else it is another element, or the whole of a vector
+            if held is not None and is_same_number(held, view):  # else it is another element, or the whole of a vector
                 view.tensor = held
         return view
 
@@ -220,6 +220,7 @@ class Contents(Storages):
         buffer.strong = alias
         buffer.witness = witness if has_version else None
         buffer.witness_version = counted_version_of(witness) if has_version else 0
+        buffer.witness_address = storage_address(witness) if has_version else 0
         buffer.releaser = self
         self.held[id(buffer)] = buffer
 
@@ -227,6 +228,7 @@ class Contents(Storages):
         """Use another tensor's version to detect unrecorded writes."""
         self._note(buffer)
         buffer.witness, buffer.witness_version = witness, version
+        buffer.witness_address = storage_address(witness)
 
     def exchange_witnesses(self, t1: torch.Tensor, t2: torch.Tensor) -> None:
         """Follow the version counters of two tensors that `torch.utils.swap_tensors` has exchanged."""
@@ -372,7 +374,7 @@ class Contents(Storages):
             self._vacate(record)
 
 
-def _is_same_number(held: torch.Tensor, view: View) -> bool:
+def is_same_number(held: torch.Tensor, view: View) -> bool:
     """Return whether a tensor on a view's storage is the number that the view sees."""
     is_plain = not held.is_conj() and not held.is_neg() and not any(view.flags or ())
     return is_plain and held.dim() == 0 and held.dtype is view.dtype and held.storage_offset() == view.offset

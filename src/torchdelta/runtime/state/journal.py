@@ -23,6 +23,7 @@ _FIELDS: Final = (
     "strong",
     "successor",
     "witness",
+    "witness_address",
     "witness_version",
 )
 _STRONG: Final = _FIELDS.index("strong")
