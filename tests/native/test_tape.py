@@ -273,3 +273,41 @@ def test_a_long_chain_is_freed_without_recursion(taped: Taped) -> None:
     assert torch.equal(gradient, expected)
     del y
     assert taped.hooks.num_handles() == 0
+
+
+def _set(tensor: torch.Tensor) -> None:
+    tensor.set_(torch.zeros(1000))
+
+
+def _assign_and_write(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(1000)
+    tensor.add_(1)
+
+
+@pytest.mark.parametrize("exchange", [_set, _assign_and_write])
+def test_a_source_that_has_exchanged_its_storage(taped: Taped, exchange: Callable[[torch.Tensor], None]) -> None:
+    """What the op has read is replayed, and described: the tensor counts writes to another storage."""
+    source, weight = torch.randn(1000), torch.ones(1000, requires_grad=True)
+    expected = source.exp().tanh()
+
+    def step() -> torch.Tensor:
+        return (source.exp().tanh() * weight).sum()
+
+    def forward() -> torch.Tensor:
+        recorded = [_COMPUTES, _COMPUTES, _COMPUTES, Recorded(0)]
+        return taped.follow(step, recorded, [4000], drops={0: [0]}, replays={})
+
+    loss, values = forward(), source.clone()
+    exchange(source)
+    loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, expected)
+    assert taped.tape.take_counts()[0] == 2
+
+    source.set_(values)
+    loss = forward()
+    exchange(source)
+    taped.hand_over()
+    name, _, size_bytes, version = taped.builder.described[0]
+    assert (name, size_bytes, version) == ("resident", 4000, 0)
+    del loss

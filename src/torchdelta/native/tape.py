@@ -52,7 +52,7 @@ class Builder(Protocol):
     """Makes in Python what a tape describes. Contents are named by whole numbers, and come before what sees them."""
 
     def resident(self, name: int, tensor: torch.Tensor, version: int) -> None:
-        """Take a content that is in a storage, seen as bytes; the version is the one that it should have."""
+        """Take a content that is in a storage, seen by a tensor; the version is the one that it should have."""
 
     def made(
         self,

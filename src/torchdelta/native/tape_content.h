@@ -12,6 +12,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/intrusive_ptr.h>
@@ -35,6 +36,7 @@ struct Entry;
 using ContentPtr = c10::intrusive_ptr<Content>;
 using WeakContent = c10::weak_intrusive_ptr<Content>;
 using EntryPtr = c10::intrusive_ptr<Entry>;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 // Held where a storage enters or leaves a content: a garbage collection on another thread may free saved tensors.
 inline std::mutex& storage_mutex() {
@@ -170,6 +172,7 @@ struct Content : c10::intrusive_ptr_target {
   std::atomic<int64_t> num_saved{0};  // saved tensors that see it
   std::optional<c10::VariableVersion> counter;  // shows writes that the tape does not see
   uint32_t version = 0;
+  std::optional<WeakTensor> witness;  // the program's tensor with this counter, if the content has no op
 
   // A storage that has it, or an empty one.
   c10::Storage resident() const {
@@ -222,8 +225,27 @@ struct Content : c10::intrusive_ptr_target {
     std::swap(last_successor, successor);
   }
 
-  // Return whether a write was missed that changed it.
-  bool is_changed() const { return counter.has_value() && counter->enabled() && counter->current_version() != version; }
+  // Let the version of a tensor on it show writes.
+  void watch(const at::Tensor& tensor) {
+    counter = tensor.unsafeGetTensorImpl()->version_counter();
+    version = counter->current_version();
+    witness.emplace(tensor.getIntrusivePtr());
+  }
+
+  // Return the tensor by whose version it is watched; an undefined one if there is none, or it has died.
+  at::Tensor watched() const { return witness.has_value() ? at::Tensor(witness->lock()) : at::Tensor(); }
+
+  // Return whether a write was missed that changed it. A tensor that has exchanged its storage since (`set_`,
+  // `.data = other`) counts that, and writes to the other one.
+  bool is_changed() const {
+    if (!counter.has_value() || !counter->enabled() || counter->current_version() == version) return false;
+    const at::Tensor tensor = watched();
+    return !tensor.defined() || is_on(tensor, resident());
+  }
+
+  static bool is_on(const at::Tensor& tensor, const c10::Storage& storage) {
+    return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+  }
 
   void release_resources() override {
     strong_ = successor = c10::Storage();

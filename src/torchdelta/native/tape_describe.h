@@ -30,7 +30,7 @@ class Describer {
       if (seen_.count(content) != 0) continue;
       if (const c10::Storage storage = content->resident()) {
         seen_.insert(content);
-        builder_.attr("resident")(name_of(content), tensor_of(*content, storage), content->version);
+        describe_resident(*content, storage);
       } else if (is_ready) {
         describe_made(*content);
       } else {
@@ -66,11 +66,21 @@ class Describer {
         reinterpret_cast<PyObject*>(torch::getTHPDtype(c10::typeMetaToScalarType(view.dtype))));
   }
 
-  // Return the bytes of a storage, with the version counter that shows writes to the content.
-  static py::object tensor_of(const Content& content, const c10::Storage& storage) {
-    at::Tensor tensor = bytes_of(storage, static_cast<int64_t>(storage.nbytes()));
-    if (content.counter.has_value()) tensor.unsafeGetTensorImpl()->set_version_counter(*content.counter);
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+  // Describe a content by a tensor on its storage: the one by whose version it is watched, else one of bytes with the
+  // version counter that shows writes to the content.
+  void describe_resident(const Content& content, const c10::Storage& storage) const {
+    at::Tensor tensor = content.watched();
+    uint32_t version = content.version;
+    if (!tensor.defined() || !Content::is_on(tensor, storage)) {
+      const bool is_exchanged = tensor.defined();
+      tensor = bytes_of(storage, static_cast<int64_t>(storage.nbytes()));
+      if (is_exchanged) {
+        version = 0;
+      } else if (content.counter.has_value()) {
+        tensor.unsafeGetTensorImpl()->set_version_counter(*content.counter);
+      }
+    }
+    builder_.attr("resident")(name_of(&content), py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)), version);
   }
 
   py::object value(const Argument& argument, int64_t size_bytes) const {

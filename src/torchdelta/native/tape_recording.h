@@ -347,10 +347,7 @@ class NativeTape final : public Tape, private ChainOwner {
       if (is_outside(tensor)) return std::nullopt;
       content = new_content(storage);
       content->hold(storage);
-      if (tensor.is_leaf()) {  // of another tensor the version may be that of an alias
-        content->counter = tensor.unsafeGetTensorImpl()->version_counter();
-        content->version = content->counter->current_version();
-      }
+      if (tensor.is_leaf()) content->watch(tensor);  // of another tensor the version may be that of an alias
     }
     return View(std::move(content), tensor);
   }

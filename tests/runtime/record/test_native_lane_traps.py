@@ -251,3 +251,20 @@ def test_the_forward_reads_a_gradient_that_the_backward_adds_to() -> None:
             parameter.grad.mul_(0.5)
 
     assert same_bits(body, num_steps=30)[-1] > 0
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_inputs_that_exchange_their_storages_before_the_backward(*, is_written: bool) -> None:
+    """Ops on the tape have read the storages that they had."""
+
+    def body(loop: Loop, _index: int) -> None:
+        gain = loop.__dict__.setdefault("gain", torch.tensor(1.0))
+        loss = loop.forward(lambda _layer, x: x * gain)
+        for tensor in (loop.read, gain):
+            tensor.data = tensor.data * 0.9
+        if is_written:
+            loop.read.add_(0.05)
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[-1] > 0
