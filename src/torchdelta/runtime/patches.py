@@ -231,6 +231,7 @@ def _swap_tensors(session: Any, original: Callable[..., None], t1: torch.Tensor,
     if session.survey is not None:
         raise session.take_error()  # the program would be left with what the survey made
     session.backward.headroom.forget(t1, t2)
+    session.partial.leave_tape()  # torch refuses tensors with weak references, and the tape has some
     session.partial.forget_leaves()
     session.ledger.watch_storages_of(t1, t2)
     identity = identity_of(t1)

@@ -268,3 +268,15 @@ def test_inputs_that_exchange_their_storages_before_the_backward(*, is_written: 
         loop.update(loss)
 
     assert same_bits(body)[-1] > 0
+
+
+def test_inputs_that_are_swapped_with_other_tensors_before_the_backward() -> None:
+    """`torch.utils.swap_tensors` refuses tensors with weak references, also those of the tape."""
+
+    def body(loop: Loop, _index: int) -> None:
+        loss = loop.forward()
+        torch.utils.swap_tensors(loop.read, torch.full((ROWS, WIDTH), 0.5))
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)
