@@ -17,18 +17,19 @@ from torchdelta._torch.compiled import is_in_compiled_call, is_in_compiled_regio
 from torchdelta._torch.device import has_graph_trees
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import without_mode
-from torchdelta._torch.tensors import storage_of, version_of
+from torchdelta._torch.tensors import storage_of
 from torchdelta.runtime.device.memory import PeakMeter
 from torchdelta.runtime.interrupts import call_outside, shielded
-from torchdelta.runtime.state.buffer import Residence, Stays
-from torchdelta.runtime.state.kinds import runs_own_ops, tensors_in
+from torchdelta.runtime.record.unseen_writes import UnseenWrites, buffers_behind, statistics_in
+from torchdelta.runtime.state.buffer import Stays
+from torchdelta.runtime.state.kinds import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from torchdelta._torch.modes import TorchDispatchMode
     from torchdelta.runtime.errors import BudgetError
     from torchdelta.runtime.memory.room import Room
+    from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.state.steps import StepTracker
 
 _MAX_REGIONS: Final = 1024  # pairs of region and input shapes; beyond that the oldest is forgotten
@@ -47,7 +48,7 @@ class CompiledRegions:
     """
 
     def __init__(
-        self, recorder: TorchDispatchMode, room: Room, steps: StepTracker, take_error: Callable[[], BudgetError]
+        self, recorder: Recorder, room: Room, steps: StepTracker, take_error: Callable[[], BudgetError]
     ) -> None:
         self._recorder = recorder
         self._take_error = take_error
@@ -99,12 +100,15 @@ class CompiledRegions:
         """Make room for a compiled function, as far as something can leave. Return what ends its call.
 
         Unlike a region it is recorded, because it may have eager parts. Those make room on their own, so nothing is
-        refused here.
+        refused here. What its kernels write is looked for at its end.
         """
+        args, kwargs = inputs
+        writable = [*tensors_in(inputs), *buffers_behind(function, (*args, *kwargs.values()))]
         if self._depth or graph_task_id() != -1 or not self._ledger.usage.sees_peaks:
-            return None
+            return shielded(UnseenWrites(self._recorder, writable).end)
         key = (self._number_of(function), tuple(a.shape for a in tensors_in(inputs)))
         self._try_to_make(key)
+        unseen = UnseenWrites(self._recorder, writable)
         meter = PeakMeter(self._ledger.device, self._ledger.usage, nests=True)
         meter.__enter__()
         self._depth += 1
@@ -114,6 +118,7 @@ class CompiledRegions:
             self._depth -= 1
             meter.__exit__()
             self._learn(key, meter.extra_bytes)
+            unseen.end()
 
         return end
 
@@ -184,8 +189,10 @@ class CompiledRegions:
         observer.on_opaque_start(tensors)
         num_calls = self._num_calls[key] = self._num_calls.get(key, 0) + 1
         resets = num_calls <= _NUM_MEASURED_CALLS
+        others = (*args[1:], *kwargs.values())
+        writable = [*tensors, *buffers_behind(args[0], others)]
         with without_mode(self._recorder), PeakMeter(ledger.device, ledger.usage, resets=resets) as meter:
-            unseen = _UnseenWrites(room, tensors)
+            unseen = UnseenWrites(self._recorder, writable, statistics_in((args[0], *others)))
             out = call_outside(original, *args, **kwargs)
             unseen.end()
         before_bytes = ledger.usage.live_bytes
@@ -223,32 +230,3 @@ class CompiledRegions:
                 ledger.know(storage)
                 if has_graph_trees():  # a CUDA graph owns the memory and reuses it: evicting would free nothing
                     ledger.stay(ledger.buffer_of(tensor), Stays.NOT_OURS)
-
-
-class _UnseenWrites:
-    """Finds the plain tensors that unrecorded code wrote: compares their versions before and after it."""
-
-    def __init__(self, room: Room, arguments: list[torch.Tensor]) -> None:
-        self._ledger = room.ledger
-        self._costs = room.costs
-        self._before: list[tuple[torch.Tensor, int]] = []
-        for argument in arguments:
-            if runs_own_ops(argument.__class__) or argument.layout is not torch.strided or argument.is_inference():
-                continue
-            record = self._ledger.find(argument)
-            if record is not None and record.current is not None:
-                room.transfers.finish_copy(record.current)
-                self._before.append((argument, version_of(argument)))
-
-    def end(self) -> None:
-        """Invalidate the recorded content of arguments whose version changed.
-
-        The old content is recomputed if a recorded op made it; otherwise reading it is an error.
-        """
-        for tensor, version in self._before:
-            record = self._ledger.find(tensor)
-            if version_of(tensor) == version or record is None:
-                continue
-            old = self._ledger.invalidate(record)
-            if old is not None and old.residence is Residence.GONE:
-                self._costs.note_lost(old)
