@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts"),
 ]
 
-_COMPUTES = Recorded.IN_PYTHON | Recorded.ON_TAPE
+COMPUTES = Recorded.IN_PYTHON | Recorded.ON_TAPE
 _UNLIMITED_BYTES = 1 << 60
 
 
@@ -134,7 +134,7 @@ class Taped:
         """Run the forward of a step whose two saved tensors are dropped together, and come back together."""
         return self.follow(
             lambda: _step(x),
-            [_COMPUTES, _COMPUTES, Recorded(0)],
+            [COMPUTES, COMPUTES, Recorded(0)],
             [x.nbytes] * 2,
             drops={1: [0, 1]},
             replays={1: [[0, 1]]},
@@ -229,7 +229,7 @@ def test_a_write_in_place_is_replayed_on_a_copy(taped: Taped) -> None:
         return (x.exp() * 1).sigmoid_().sum()
 
     (expected,) = torch.autograd.grad(step(), x)
-    recorded = [_COMPUTES, _COMPUTES, _COMPUTES | Recorded.WRITES, Recorded(0)]
+    recorded = [COMPUTES, COMPUTES, COMPUTES | Recorded.WRITES, Recorded(0)]
     loss = taped.follow(step, recorded, [4000] * 2, drops={1: [0, 1]}, replays={})
     loss.backward()
     assert x.grad is not None
@@ -267,7 +267,7 @@ def test_a_long_chain_is_freed_without_recursion(taped: Taped) -> None:
             y = y + 1
         return y.exp()
 
-    y = taped.follow(step, [_COMPUTES] * (num_ops + 1), [32], drops={0: [0]}, replays={})
+    y = taped.follow(step, [COMPUTES] * (num_ops + 1), [32], drops={0: [0]}, replays={})
     expected = y.detach().clone()
     (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert torch.equal(gradient, expected)

@@ -38,7 +38,9 @@ using WeakContent = c10::weak_intrusive_ptr<Content>;
 using EntryPtr = c10::intrusive_ptr<Entry>;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// Held where a storage enters or leaves a content: a garbage collection on another thread may free saved tensors.
+// Held where a storage enters or leaves a content: a garbage collection on another thread may free saved tensors. Who
+// holds it must not wait for Python's lock, whose holder may wait for it: nothing is freed meanwhile, and no weak
+// reference is locked. Both may change the references of a storage's Python object.
 inline std::mutex& storage_mutex() {
   static std::mutex mutex;
   return mutex;
@@ -176,9 +178,11 @@ struct Content : c10::intrusive_ptr_target {
 
   // A storage that has it, or an empty one.
   c10::Storage resident() const {
-    const std::lock_guard<std::mutex> guard(storage_mutex());
+    std::unique_lock<std::mutex> guard(storage_mutex());
     if (strong_) return strong_;
-    auto storage = weak.lock();
+    const auto seen = weak;
+    guard.unlock();
+    auto storage = seen.lock();
     return storage ? c10::Storage(std::move(storage)) : c10::Storage();
   }
 
@@ -208,11 +212,11 @@ struct Content : c10::intrusive_ptr_target {
 
   // The storage gets another content. Saved tensors see that one: `successor`.
   void end() {
-    c10::Storage storage = resident();  // lives until the mutex is free again
+    c10::Storage storage = resident(), last;  // freed after the mutex
     counter.reset();
     const std::lock_guard<std::mutex> guard(storage_mutex());
-    if (num_saved > 0) successor = storage;
-    strong_ = c10::Storage();
+    if (num_saved > 0) std::swap(successor, storage);
+    std::swap(last, strong_);
     weak.reset();
   }
 
