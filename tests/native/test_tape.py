@@ -237,6 +237,20 @@ def test_a_write_in_place_is_replayed_on_a_copy(taped: Taped) -> None:
     assert taped.tape.take_counts()[0] == 3
 
 
+def test_a_copy_without_room_is_made_before_the_next_write(taped: Taped) -> None:
+    """The first write fails, and does not run. The next one finds room."""
+    x = torch.randn(1000, requires_grad=True)
+    expected = _gradient(x)
+    has_room = iter([False])
+    taped.use_tape_with(lambda _size_bytes, _is_optional: next(has_room, True))
+    loss = taped.forward(x, most_bytes=-1)
+    with pytest.raises(RuntimeError, match="there is no room to keep a tensor"):
+        taped.tape.before_write(x)
+    taped.tape.before_write(x)
+    x.data.add_(1)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
 def test_a_graph_outlives_its_tape() -> None:
     """Handles keep the hooks alive, and these the tape."""
     x = torch.randn(1000, requires_grad=True)

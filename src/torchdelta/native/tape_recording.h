@@ -461,18 +461,16 @@ class NativeTape final : public Tape, private ChainOwner {
 
   void end_content(const c10::IValue& value) {
     if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
-      const auto found = slots_.find(value.toTensor().storage().unsafeGetStorageImpl());
-      if (found == slots_.end()) return;
-      const ContentPtr content = found->second.content.lock();
-      slots_.erase(found);
-      if (!content) return;
-      if (content->op) {
+      const c10::StorageImpl* storage = value.toTensor().storage().unsafeGetStorageImpl();
+      const ContentPtr content = find(storage);
+      if (content && content->op) {
         content->end();
-      } else {  // replays read it, and it cannot be made again
+      } else if (content) {  // replays read it, and it cannot be made again
         ensure(content->size_bytes, false);
         stream_.run_at_home([&content] { content->hold(copy_of(content->resident(), content->size_bytes)); });
         content->counter.reset();
       }
+      slots_.erase(storage);  // last: where the copy failed, the next write tries again
     } else if (value.isList() && holds_tensor(value)) {
       for (const c10::IValue& item : value.toListRef()) end_content(item);
     }
