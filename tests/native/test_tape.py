@@ -251,6 +251,24 @@ def test_a_copy_without_room_is_made_before_the_next_write(taped: Taped) -> None
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
+def test_running_out_of_memory_keeps_its_type(taped: Taped) -> None:
+    """So that programs which catch it, and try with less, go on. The next write is seen as well."""
+    x = torch.randn(1000, requires_grad=True)
+    expected = _gradient(x)
+    loss = taped.forward(x)
+    taped.counter.start()
+    try:
+        taped.counter.set_limit(_UNLIMITED_BYTES, 0, lambda: None)  # any allocation is refused
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            taped.tape.before_write(x)
+    finally:
+        taped.counter.clear_limit()
+        taped.counter.stop()
+    taped.tape.before_write(x)
+    x.data.add_(1)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
 def test_a_graph_outlives_its_tape() -> None:
     """Handles keep the hooks alive, and these the tape."""
     x = torch.randn(1000, requires_grad=True)

@@ -15,13 +15,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
 #include <vector>
 
 #include "above_autograd.h"
+#include "errors.h"
 #include "graph_leaves.h"
 #include "lists.h"
 #include "saved_handles.h"
@@ -188,7 +188,7 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
   const Packing packing;
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Fake);  // gate.cpp sees the ops of the program only
   const bool is_tensor = THPVariable_Check(argument);
-  try {
+  return with_errors([hooks, argument, is_tensor]() -> PyObject* {
     const int64_t size_bytes = is_tensor ? size_of(THPVariable_Unpack(argument)) : 0;
     if (hooks->is_compared) {
       bool failed = false;
@@ -209,12 +209,7 @@ PyObject* hooks_pack(PyObject* self, PyObject* argument) {
     }
     compare_size(hooks, size_bytes);
     return pack_handle(hooks, argument);
-  } catch (python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 PyObject* raise_modified(Hooks* hooks, const at::Tensor& tensor, uint32_t version) {
@@ -245,19 +240,14 @@ PyObject* hooks_unpack(PyObject* self, PyObject* packed) {
   if (Py_TYPE(packed) != handle_type) return PyObject_CallOneArg(hooks->unpack, packed);
   Handle* handle = handle_of(packed);
   if (handle->packed != nullptr) return PyObject_CallOneArg(hooks->unpack, handle->packed);
-  try {
+  return with_errors([hooks, handle]() -> PyObject* {
     const bool is_kept = handle->tensor.defined();
     if (is_kept && handle->tensor.unsafeGetTensorImpl()->version_counter().current_version() != handle->version) {
       return raise_modified(hooks, handle->tensor, handle->version);
     }
     if (handle->save) return unpack_from_tape(hooks, handle);
     return THPVariable_Wrap(handle->tensor);
-  } catch (python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 PyObject* hooks_pause(PyObject* self, PyObject*) {

@@ -8,13 +8,13 @@
 // needed, as if Python had recorded it (runtime/record/handover.py).
 #include <Python.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
 #include <utility>
 #include <vector>
 
+#include "errors.h"
 #include "lists.h"
 #include "tape.h"
 #include "tape_chain.h"
@@ -103,19 +103,6 @@ PyObject* tape_begin(PyObject* self, PyObject* arguments) {
 PyObject* tape_end_forward(PyObject* self, PyObject*) {
   tape_of(self)->tape->end_forward();
   Py_RETURN_NONE;
-}
-
-// Run a function, and return what it returns; null, with Python's error, if it throws.
-template <typename Function>
-PyObject* with_errors(const Function& function) {
-  try {
-    return function();
-  } catch (python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
 }
 
 PyObject* tape_before_write(PyObject* self, PyObject* tensor) {
