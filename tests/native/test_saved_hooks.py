@@ -317,6 +317,27 @@ def test_leaves_are_found_in_the_order_in_which_python_finds_them() -> None:
     assert sizes == [6, 5, 7, 2, 0, 0, 7, 2]
 
 
+def test_hooks_may_adopt_while_they_pack() -> None:
+    """The call inside packs all that is left; the outer one packs nothing twice."""
+
+    class Adopting(Recorded):
+        def pack(self, tensor: torch.Tensor) -> Any:
+            packed = super().pack(tensor)
+            if len(self.packed) == 1:
+                assert self.hooks.adopt() == 3
+            return packed
+
+    python = Adopting()
+    python.hooks.pause()
+    x = torch.randn(3, requires_grad=True)
+    y = forward(python.hooks, x)
+    assert python.hooks.adopt() == 1
+    assert len(python.packed) == 4
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(x.exp().tanh().square().sum(), x)[0])
+    assert python.num_unpacked == 3
+
+
 def _are_same(roots: tuple[object, ...], leaves: list[torch.Tensor]) -> bool | None:
     return are_same_leaves(roots, [weakref.ref(leaf) for leaf in leaves], tuple(leaf.grad is None for leaf in leaves))
 

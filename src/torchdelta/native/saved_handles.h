@@ -173,7 +173,15 @@ bool is_modified(const Handle* handle) {
   return handle->tensor.unsafeGetTensorImpl()->version_counter().current_version() != handle->version;
 }
 
+// Return whether a handle still holds a tensor: not once it was adopted, or cleared by the garbage collector.
+bool is_open(const Handle* handle) { return handle->tensor.defined() || handle->save; }
+
+// Let a handle hold what the Python hook made of its tensor, unless a call inside that hook was faster. Takes it.
 void set_packed(Handle* handle, PyObject* packed) {
+  if (!is_open(handle)) {
+    Py_DECREF(packed);
+    return;
+  }
   handle->packed = packed;
   handle->tensor.reset();
   handle->save.reset();

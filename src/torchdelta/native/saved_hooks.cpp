@@ -17,6 +17,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -280,12 +281,16 @@ PyObject* hooks_sizes(PyObject* self, PyObject*) { return lists::to_python(*hook
 PyObject* hooks_num_sizes(PyObject* self, PyObject*) { return PyLong_FromSize_t(hooks_of(self)->sizes->size()); }
 
 // Let Python pack what was dropped on the tape. Return false if that failed.
-bool adopt_dropped(Hooks* hooks, const std::vector<Handle*>& handles) {
+bool adopt_dropped(Hooks* hooks, std::vector<Handle*> handles) {
+  handles.erase(std::remove_if(handles.begin(), handles.end(), [](const Handle* handle) { return !is_open(handle); }),
+                handles.end());
   if (handles.empty()) return true;
+  std::vector<tape::SavePtr> held;  // the capsules own nothing, and what Python does here may adopt the handles
+  for (const Handle* handle : handles) held.push_back(handle->save);
   PyObject* saves = PyList_New(0);
   if (saves == nullptr) return false;
-  for (const Handle* handle : handles) {
-    PyObject* capsule = PyCapsule_New(handle->save.get(), tape::kSaveCapsule, nullptr);
+  for (const tape::SavePtr& save : held) {
+    PyObject* capsule = PyCapsule_New(save.get(), tape::kSaveCapsule, nullptr);
     if (capsule != nullptr) PyList_Append(saves, capsule);
     Py_XDECREF(capsule);
   }
@@ -313,7 +318,7 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
   hooks->is_partial = true;  // this step equals no other one
   std::vector<Handle*> handles;
   for (Handle* handle = hooks->newest; handle != nullptr; handle = handle->next) {
-    if (handle->packed == nullptr) {
+    if (is_open(handle)) {
       Py_INCREF(handle);
       handles.push_back(handle);
     }
@@ -323,8 +328,8 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
   bool failed = false;
   for (auto handle = handles.rbegin(); handle != handles.rend() && !failed; ++handle) {  // in the order of saving
     // The last reference but ours may have died in a callback. A tensor that was modified since it was saved stays as
-    // it is: its unpack raises.
-    if (Py_REFCNT(*handle) == 1 || is_modified(*handle)) continue;
+    // it is: its unpack raises. The hook may call `adopt` as well.
+    if (Py_REFCNT(*handle) == 1 || !is_open(*handle) || is_modified(*handle)) continue;
     ++num_adopted;
     const at::Tensor tensor = resident_tensor(*handle);
     if (!tensor.defined()) {
