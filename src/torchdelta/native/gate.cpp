@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "above_autograd.h"
+#include "errors.h"
 #include "home_stream.h"
 #include "known_storages.h"
 #include "lists.h"
@@ -439,9 +440,11 @@ PyObject* gate_follow(PyObject* self, PyObject* arguments) {
   Py_XSETREF(gate->sequence, reinterpret_cast<Sequence*>(Py_NewRef(sequence)));
   gate->most_bytes = most_bytes;
   gate->position = 0;
-  gate->stream->begin();
-  turn(gate, State::kFollowing);
-  Py_RETURN_NONE;
+  return with_errors([gate] {
+    gate->stream->begin();
+    turn(gate, State::kFollowing);
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* gate_end(PyObject* self, PyObject*) {

@@ -9,7 +9,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_set>
+#include <utility>
 #include <vector>
+
+#include "errors.h"
 
 namespace graph_leaves {
 
@@ -45,6 +48,21 @@ inline int is_referent(const at::Tensor& leaf, PyObject* reference) {
   return is_same;
 }
 
+// Compare leaves with what `are_same` is given.
+inline PyObject* compare(const std::vector<at::Tensor>& leaves, PyObject* references, PyObject* has_no_gradient) {
+  const auto num_leaves = static_cast<Py_ssize_t>(leaves.size());
+  if (num_leaves != PyList_GET_SIZE(references) || num_leaves != PyTuple_GET_SIZE(has_no_gradient)) Py_RETURN_FALSE;
+  for (Py_ssize_t index = 0; index < num_leaves; ++index) {
+    const at::Tensor& leaf = leaves[static_cast<size_t>(index)];
+    const int is_same = is_referent(leaf, PyList_GET_ITEM(references, index));
+    if (is_same < 0) return nullptr;
+    if (is_same == 0) Py_RETURN_FALSE;
+    if (torch::autograd::impl::post_acc_grad_hooks(leaf) != nullptr) Py_RETURN_NONE;  // they may have been removed
+    if (leaf.grad().defined() == (PyTuple_GET_ITEM(has_no_gradient, index) == Py_True)) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
 // A method of a module: takes a tuple of outputs, a list of weak references to leaves, and a tuple that says of each leaf
 // whether it has no gradient. Returns whether a backward from the outputs has these leaves, and they are so; None if
 // Python has to find out.
@@ -63,18 +81,9 @@ inline PyObject* are_same(PyObject*, PyObject* arguments) {
     } catch (const std::exception&) {  // a view of which torch refuses to tell what made it
     }
   }
-  const std::vector<at::Tensor> leaves = below(std::move(roots));
-  const auto num_leaves = static_cast<Py_ssize_t>(leaves.size());
-  if (num_leaves != PyList_GET_SIZE(references) || num_leaves != PyTuple_GET_SIZE(has_no_gradient)) Py_RETURN_FALSE;
-  for (Py_ssize_t index = 0; index < num_leaves; ++index) {
-    const at::Tensor& leaf = leaves[static_cast<size_t>(index)];
-    const int is_same = is_referent(leaf, PyList_GET_ITEM(references, index));
-    if (is_same < 0) return nullptr;
-    if (is_same == 0) Py_RETURN_FALSE;
-    if (torch::autograd::impl::post_acc_grad_hooks(leaf) != nullptr) Py_RETURN_NONE;  // they may have been removed
-    if (leaf.grad().defined() == (PyTuple_GET_ITEM(has_no_gradient, index) == Py_True)) Py_RETURN_FALSE;
-  }
-  Py_RETURN_TRUE;
+  return with_errors([&roots, references, has_no_gradient] {
+    return compare(below(std::move(roots)), references, has_no_gradient);
+  });
 }
 
 }  // namespace graph_leaves

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "above_autograd.h"
@@ -309,6 +310,29 @@ bool adopt_dropped(Hooks* hooks, std::vector<Handle*> handles) {
   return true;
 }
 
+// Let Python pack what handles hold, the newest first, in the order of saving. Return their number; negative if that failed.
+long adopt_all(Hooks* hooks, const std::vector<Handle*>& handles) {
+  std::vector<Handle*> dropped;
+  long num_adopted = 0;
+  for (auto handle = handles.rbegin(); handle != handles.rend(); ++handle) {
+    // The last reference but ours may have died in a callback. A tensor that was modified since it was saved stays as
+    // it is: its unpack raises. The hook may call `adopt` as well.
+    if (Py_REFCNT(*handle) == 1 || !is_open(*handle) || is_modified(*handle)) continue;
+    ++num_adopted;
+    const at::Tensor tensor = resident_tensor(*handle);
+    if (!tensor.defined()) {
+      dropped.push_back(*handle);
+      continue;
+    }
+    PyObject* wrapped = THPVariable_Wrap(tensor);
+    PyObject* packed = wrapped != nullptr ? PyObject_CallOneArg(hooks->pack, wrapped) : nullptr;
+    Py_XDECREF(wrapped);
+    if (packed == nullptr) return -1;
+    set_packed(*handle, packed);
+  }
+  return adopt_dropped(hooks, std::move(dropped)) ? num_adopted : -1;
+}
+
 PyObject* hooks_adopt(PyObject* self, PyObject*) {
   Hooks* hooks = hooks_of(self);
   const AboveAutograd guard_of_keys;
@@ -323,31 +347,15 @@ PyObject* hooks_adopt(PyObject* self, PyObject*) {
       handles.push_back(handle);
     }
   }
-  std::vector<Handle*> dropped;
-  long num_adopted = 0;
-  bool failed = false;
-  for (auto handle = handles.rbegin(); handle != handles.rend() && !failed; ++handle) {  // in the order of saving
-    // The last reference but ours may have died in a callback. A tensor that was modified since it was saved stays as
-    // it is: its unpack raises. The hook may call `adopt` as well.
-    if (Py_REFCNT(*handle) == 1 || !is_open(*handle) || is_modified(*handle)) continue;
-    ++num_adopted;
-    const at::Tensor tensor = resident_tensor(*handle);
-    if (!tensor.defined()) {
-      dropped.push_back(*handle);
-      continue;
-    }
-    PyObject* wrapped = THPVariable_Wrap(tensor);
-    PyObject* packed = wrapped != nullptr ? PyObject_CallOneArg(hooks->pack, wrapped) : nullptr;
-    Py_XDECREF(wrapped);
-    failed = packed == nullptr;
-    if (!failed) set_packed(*handle, packed);
-  }
-  failed = failed || !adopt_dropped(hooks, dropped);
+  PyObject* answer = with_errors([hooks, &handles] {
+    const long num_adopted = adopt_all(hooks, handles);
+    return num_adopted < 0 ? nullptr : PyLong_FromLong(num_adopted);
+  });
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   for (Handle* handle : handles) Py_DECREF(handle);
   PyErr_Restore(type, value, traceback);
-  return failed ? nullptr : PyLong_FromLong(num_adopted);
+  return answer;
 }
 
 PyObject* hooks_use_tape(PyObject* self, PyObject* arguments) {

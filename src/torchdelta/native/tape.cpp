@@ -94,10 +94,12 @@ PyObject* tape_begin(PyObject* self, PyObject* arguments) {
   PyObject *drops, *replays;
   long long most_bytes;
   if (!PyArg_ParseTuple(arguments, "O!O!L", &PyDict_Type, &drops, &PyDict_Type, &replays, &most_bytes)) return nullptr;
-  Lane lane;
-  if (!read_lane(drops, replays, &lane)) return nullptr;
-  tape_of(self)->tape->begin(std::move(lane), most_bytes);
-  Py_RETURN_NONE;
+  return with_errors([self, drops, replays, most_bytes]() -> PyObject* {
+    Lane lane;
+    if (!read_lane(drops, replays, &lane)) return nullptr;
+    tape_of(self)->tape->begin(std::move(lane), most_bytes);
+    Py_RETURN_NONE;
+  });
 }
 
 PyObject* tape_end_forward(PyObject* self, PyObject*) {
