@@ -1,10 +1,13 @@
-"""The tape and who shares its process: threads that free what it has saved."""
+"""The tape and who shares its process: threads that free what it has saved, and forked children."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -64,5 +67,46 @@ def record_while_another_thread_frees() -> None:
         thread.join()
         kept.clear()
         is_recording.clear()
+    taped.gate.close()
+    taped.tape.clear()
+
+
+def test_a_forked_child_frees_what_the_tape_has_saved() -> None:
+    """Another thread may be recording at the fork. It does not exist in the child."""
+    taped, other = Taped(), Taped()
+    graphs = [other.forward(torch.randn(8, requires_grad=True))]
+    x = torch.randn(1, requires_grad=True)
+    num_ops = 5000
+    statuses: list[int] = []
+    num_recorded = 0
+    is_recording = threading.Event()
+
+    def step() -> torch.Tensor:
+        nonlocal num_recorded
+        results = [x]
+        for _ in range(num_ops):
+            results.append(results[-1] + 1)
+            num_recorded += 1
+            if num_recorded == num_ops * 2 - 2000:  # the first run of the step is not recorded
+                is_recording.set()
+        return results[-1].exp()
+
+    def fork() -> None:
+        is_recording.wait()
+        while num_recorded < num_ops * 2 and len(statuses) < 20:
+            time.sleep(0)  # until the next op, after which the tape looks at all that it holds
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                graphs.clear()
+                os._exit(0)
+            statuses.append(os.waitpid(child, 0)[1])
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    taped.follow(step, [COMPUTES] * (num_ops + 1), [4], drops={0: [0]}, replays={})
+    thread.join()
+    assert statuses
+    assert not any(statuses)
     taped.gate.close()
     taped.tape.clear()

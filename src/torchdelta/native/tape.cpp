@@ -7,6 +7,7 @@
 // Whatever happens that is not in the lane, Python takes over: `describe` tells it all that was recorded and is still
 // needed, as if Python had recorded it (runtime/record/handover.py).
 #include <Python.h>
+#include <pthread.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -175,9 +176,15 @@ PyType_Spec tape_spec = {"torchdelta_tape.Tape", sizeof(PyTape), 0, Py_TPFLAGS_D
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_tape", nullptr, -1, nullptr};
 
+void take_lock() { storage_mutex().lock(); }
+void give_lock() { storage_mutex().unlock(); }
+
 }  // namespace
 
 PyMODINIT_FUNC PyInit_torchdelta_tape() {
+  // A child that is forked while another thread has the mutex would wait for it forever.
+  static const int failed = pthread_atfork(take_lock, give_lock, give_lock);
+  if (failed != 0) return PyErr_NoMemory();
   PyObject* self = PyModule_Create(&module);
   if (self == nullptr) return nullptr;
   PyObject* type = PyType_FromSpec(&tape_spec);
