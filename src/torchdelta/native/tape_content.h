@@ -186,6 +186,12 @@ struct Content : c10::intrusive_ptr_target {
     return storage ? c10::Storage(std::move(storage)) : c10::Storage();
   }
 
+  // Return whether a storage has it, without a reference to that.
+  bool is_resident() const {
+    const std::lock_guard<std::mutex> guard(storage_mutex());
+    return strong_ || !weak.expired();
+  }
+
   bool is_held() const {
     const std::lock_guard<std::mutex> guard(storage_mutex());
     return static_cast<bool>(strong_);

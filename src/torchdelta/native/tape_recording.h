@@ -455,7 +455,7 @@ class NativeTape final : public Tape, private ChainOwner {
   // Give up contents whose storages have died, unless something still needs them.
   void prune() {
     pinned_.erase(std::remove_if(pinned_.begin(), pinned_.end(),
-                                 [](const ContentPtr& content) { return !content->resident(); }),
+                                 [](const ContentPtr& content) { return !content->is_resident(); }),
                   pinned_.end());
   }
 
