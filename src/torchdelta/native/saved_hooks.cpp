@@ -310,7 +310,8 @@ bool adopt_dropped(Hooks* hooks, std::vector<Handle*> handles) {
   return true;
 }
 
-// Let Python pack what handles hold, the newest first, in the order of saving. Return their number; negative if that failed.
+// Let Python pack what handles hold, in the order of saving: the newest is the first of them. Return how many it packed;
+// negative if that failed.
 long adopt_all(Hooks* hooks, const std::vector<Handle*>& handles) {
   std::vector<Handle*> dropped;
   long num_adopted = 0;
