@@ -33,7 +33,10 @@ def test_without_the_module() -> None:
     """Steps follow their program, none is recorded in part, and the bits are plain's."""
     plain = train()
     none = NativeError("there is no compiler")
-    with mock.patch("torchdelta.runtime.record.partial_conditions.load_gate_soon", return_value=none), following_drawn() as budget:
+    with (
+        mock.patch("torchdelta.runtime.record.partial_conditions.load_gate_soon", return_value=none),
+        following_drawn() as budget,
+    ):
         running_session().pause.forbid()
         followed = train()
         num_partial = running_session().partial.num_steps
