@@ -326,7 +326,7 @@ def test_a_source_that_has_exchanged_its_storage(taped: Taped, exchange: Callabl
         return (source.exp().tanh() * weight).sum()
 
     def forward() -> torch.Tensor:
-        recorded = [_COMPUTES, _COMPUTES, _COMPUTES, Recorded(0)]
+        recorded = [COMPUTES, COMPUTES, COMPUTES, Recorded(0)]
         return taped.follow(step, recorded, [4000], drops={0: [0]}, replays={})
 
     loss, values = forward(), source.clone()
