@@ -124,9 +124,18 @@ def patch_functorch_guard(make: Callable[[Callable[..., Any]], Callable[..., Any
 def patch_inference_mode(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace the exit of `torch.inference_mode` by `make(original)`; returns what undoes it.
 
-    A `with` block that was entered before keeps the original.
+    A `with` block keeps the exit that it was entered with: what was made acts at the end of such a block also after
+    it was undone. As with `replace`, what somebody else puts there later stays.
     """
-    return replace(torch.inference_mode, "__exit__", make)
+    owner, original = torch.inference_mode, torch.inference_mode.__exit__
+    made: Any = make(original)
+    owner.__exit__ = made
+
+    def undo() -> None:
+        if owner.__exit__ is made:
+            owner.__exit__ = original
+
+    return undo
 
 
 def patch_storage_resize(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -42,7 +42,7 @@ def let_higher_order_pass(key_name: str) -> None:
     always = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
     if key not in always:
         always.append(key)  # for those that are made later
-        for op in torch._ops._higher_order_ops.values():
+        for op in list(torch._ops._higher_order_ops.values()):
             op.fallthrough(key)
 
 

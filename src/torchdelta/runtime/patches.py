@@ -243,13 +243,14 @@ def _swap_tensors(session: Any, original: Callable[..., None], t1: torch.Tensor,
 
 
 def _make_end_of_inference_mode(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the keys of dispatch modes and of the gate. See [Note: the end of inference mode]."""
+    """Keep the keys of dispatch modes and of the gate, also where the scope was stopped inside.
+
+    See [Note: the end of inference mode].
+    """
 
     @shielded  # recording does not resume in between
     @functools.wraps(original)
     def end_inference_mode(*args: Any) -> Any:
-        if current_session() is None:
-            return original(*args)
         with keeping_mode_keys():
             return original(*args)
 

@@ -155,3 +155,14 @@ def test_recording_in_part_that_ends_inside() -> None:
 
     assert same_bits(body)[CHANGES_AT - 1] > 0
     assert num_ops[1] - num_ops[0] >= NUM_LAYERS - 1
+
+
+def test_a_scope_that_stops_inside() -> None:
+    """The keys of dispatch modes are off after the block as well: the next op runs."""
+    layer, budget = torch.nn.Linear(8, 8), MemoryBudget("1GiB")
+    budget.start()
+    with torch.inference_mode():
+        layer(torch.randn(4, 8))
+        budget.stop()
+    layer(torch.randn(4, 8)).sum().backward()
+    assert layer.weight.grad is not None

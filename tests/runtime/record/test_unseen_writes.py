@@ -185,3 +185,23 @@ def test_a_compiled_batch_norm_writes_statistics_that_were_read(backend: Any) ->
 
     expected, found = gradients(step, decisions="recompute")
     assert torch.equal(found, expected)
+
+
+def test_statistics_that_have_no_storage() -> None:
+    """A compiled module below `vmap` sees batched tensors in place of its statistics."""
+    norm = nn.BatchNorm1d(8)
+    compiled = torch.compile(norm, backend="eager")
+    x = torch.randn(3, 4, 8)
+
+    def forward(parameters: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.func.functional_call(compiled, (parameters, buffers), (x,))
+        return output
+
+    stacked = [
+        {f"_orig_mod.{name}": tensor.detach().expand(3, *tensor.shape).clone() for name, tensor in tensors}
+        for tensors in (norm.named_parameters(), norm.named_buffers())
+    ]
+    expected = torch.vmap(forward)(*stacked, x)
+    stacked[1] = {f"_orig_mod.{n}": t.detach().expand(3, *t.shape).clone() for n, t in norm.named_buffers()}
+    with MemoryBudget("1TiB", Config(tier="memory")):
+        assert torch.equal(torch.vmap(forward)(*stacked, x), expected)

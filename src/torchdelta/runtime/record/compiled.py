@@ -62,6 +62,7 @@ class CompiledRegions:
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # of the functions, by id
         self._next_number = itertools.count()
         self._depth = 0  # of regions and functions that run in one another
+        self._num_regions = 0  # of these
 
     def is_running(self) -> bool:
         """Return whether compiled code runs. A survey must not begin then: the next kernel would read fake tensors."""
@@ -91,9 +92,11 @@ class CompiledRegions:
             room.make(self._needed_bytes.get(key, 0), "a compiled region")
             self.end_survey()
             self._depth += 1
+            self._num_regions += 1
             try:
                 return self._call(original, key, tensors, args, kwargs)
             finally:
+                self._num_regions -= 1
                 self._depth -= 1
 
     def begin_function(self, function: Any, inputs: Any) -> Callable[[], None] | None:
@@ -102,6 +105,8 @@ class CompiledRegions:
         Unlike a region it is recorded, because it may have eager parts. Those make room on their own, so nothing is
         refused here. What its kernels write is looked for at its end.
         """
+        if self._num_regions:  # nothing inside is recorded, and what it writes is looked for at the end of the region
+            return None
         args, kwargs = inputs
         writable = [*tensors_in(inputs), *buffers_behind(function, (*args, *kwargs.values()))]
         if self._depth or graph_task_id() != -1 or not self._ledger.usage.sees_peaks:

@@ -18,7 +18,7 @@ from torchdelta._torch.ops import HigherOrderOperator, execute
 from torchdelta._torch.storages import storage_address, storage_behind
 from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
-from torchdelta.runtime.interrupts import enter, leave
+from torchdelta.runtime.interrupts import call_outside, enter, leave
 from torchdelta.runtime.memory.retry import may_retry, prepare_retry, run_again
 from torchdelta.runtime.record.capture import Capturer, is_differentiated, statistics_of
 from torchdelta.runtime.record.composites import run_parts, runs_as_parts
@@ -256,7 +256,7 @@ class Recorder(DispatchMode):
 
     def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that calls functions, such as `torch.cond`, and count its outputs: torch allows no mode inside."""
-        out = func(*args, **(kwargs or {}))
+        out = call_outside(func, *args, **(kwargs or {}))
         if self.only_counts or (graph_task_id() != -1 and not _records_gradients()):
             self._know(out)
         else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchdelta._torch.tensors import version_of
+from torchdelta._torch.tensors import storage_of, version_of
 from torchdelta.runtime.state.buffer import Residence
 from torchdelta.runtime.state.kinds import runs_own_ops
 
@@ -43,18 +43,13 @@ class UnseenWrites:
         self, recorder: Recorder, tensors: Iterable[torch.Tensor], statistics: Iterable[torch.Tensor] = ()
     ) -> None:
         self._recorder = recorder
-        self._statistics = list(statistics)
+        self._ledger = recorder.ledger
+        self._statistics = [tensor for tensor in statistics if _is_plain(tensor)]
         for tensor in self._statistics:
             recorder.end_content(tensor)
-        self._ledger = recorder.ledger
         self._before: list[tuple[torch.Tensor, int, Buffer]] = []
-        for tensor in tensors:
-            if runs_own_ops(tensor.__class__) or tensor.layout is not torch.strided or tensor.is_inference():
-                continue
-            try:
-                record = self._ledger.find(tensor)
-            except RuntimeError:  # it has no storage
-                continue
+        for tensor in filter(_is_plain, tensors):
+            record = self._ledger.find(tensor)
             if record is not None and record.current is not None:
                 recorder.room.transfers.finish_copy(record.current)
                 self._before.append((tensor, version_of(tensor), record.current))
@@ -81,6 +76,13 @@ class UnseenWrites:
         buffer = self._ledger.written(tensor, old, None, _ORIGIN, 0)
         if buffer.num_saved:
             self._recorder.saved.on_resaved(buffer)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a storage and a version; inside `vmap`, for example, it has no storage."""
+    if runs_own_ops(tensor.__class__) or tensor.layout is not torch.strided or tensor.is_inference():
+        return False
+    return storage_of(tensor) is not None
 
 
 def buffers_behind(function: Any, arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
