@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Seen = list[Any]
 
 NUM_STEPS = CHANGES_AT + 4
+_MOST_TRIES = 3
 
 
 @pytest.fixture
@@ -99,8 +101,16 @@ def budget_of_usual_steps() -> int:
 
 
 def same_bits(body: Any, *, num_steps: int = NUM_STEPS) -> list[int]:
-    """Check that a loop gives plain's bits in a budget. Return how many steps had used the tape after each."""
+    """Check that a loop gives plain's bits in a budget. Return how many steps had used the tape after each.
+
+    Where no step has used it, the loop runs again: on a busy machine the first steps may have to wait for room.
+    """
     plain, _ = outcome(body, None, num_steps)
-    seen, counts = outcome(body, budget_of_usual_steps(), num_steps)
-    assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []
+    counts: list[int] = []
+    for _ in range(_MOST_TRIES):
+        gc.collect()
+        seen, counts = outcome(body, budget_of_usual_steps(), num_steps)
+        assert [index for index in range(len(plain)) if plain[index] != seen[index]] == []
+        if counts[-1]:
+            break
     return counts
