@@ -8,22 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compilation import QUIET, fresh_compiler  # noqa: F401 - a fixture
 from tests.same_bits.judge import UNLIMITED, Scope, assert_same_bits, inside_budget, state_of
 from torchdelta import Config, MemoryBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-# Compilation warns about itself and about what it imports.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Forget compiled code, so that no test runs what another one compiled."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = QUIET
 
 
 def has_compiler() -> bool:

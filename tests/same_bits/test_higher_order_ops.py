@@ -60,6 +60,27 @@ def test_loops_and_attention_run() -> None:
     assert_same_bits(step)
 
 
+def test_a_branch_that_writes_what_an_op_has_made() -> None:
+    """That op no longer makes the content: the operator is called itself, without `torch.cond`, which compiles."""
+
+    def update(x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x.sum()
+
+    def step(scope: Scope) -> dict[str, Any]:
+        base, weight = torch.randn(16, 16), torch.randn(16, 16, requires_grad=True)
+        with scope():
+            source = base * 3
+            with torch.no_grad():
+                total = torch.ops.higher_order.cond(torch.tensor(True), update, torch.sum, (source,))
+            loss = ((source + 1) * weight).exp().sum() + (source * weight).sum()
+            del source
+            loss.backward()
+        return {"gradient": weight.grad, "total": total}
+
+    assert_same_bits(step)
+
+
 def test_cond_in_steps_that_are_recorded_in_part() -> None:
     """Also where it is first called in such a step."""
     if isinstance(error := load_gate(), NativeError):

@@ -9,24 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compilation import QUIET, fresh_compiler  # noqa: F401 - a fixture
 from tests.runtime.programs import UNLIMITED, running
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import NoDispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 SIZE = 4096
-# Compilation warns about itself and about what it imports.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Forget compiled code, so that no test runs what another one compiled."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = QUIET
 
 
 def unseen(graph: Callable[..., Any], _inputs: Any) -> Callable[..., Any]:

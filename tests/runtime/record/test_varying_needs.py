@@ -9,7 +9,7 @@ import torch
 
 from tests.runtime.parts import scoped_library
 from tests.runtime.programs import UNLIMITED, running
-from tests.runtime.record.test_workspaces import SLACK_BYTES, allocated_bytes, needs_counter
+from tests.runtime.record.test_workspaces import SLACK_BYTES, need_and_taken_bytes, needs_counter
 from torchdelta.aten.facts import facts_of
 from torchdelta.runtime.record.needs import Predictor, new_bytes
 
@@ -64,13 +64,7 @@ def test_what_depends_on_data_is_bounded_before_its_first_run(name: str, num_thr
     """The content that makes the most outputs takes no more than was foreseen."""
     func, make = WORST[name]
     args = make()
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        need = Predictor().need(facts_of(func), func, args, None)
-        taken_bytes = allocated_bytes(func, args)
-    finally:
-        torch.set_num_threads(before)
+    need, taken_bytes = need_and_taken_bytes(func, args, num_threads)
     assert new_bytes(func(*args), args) <= taken_bytes <= need.total_bytes + need.possible_bytes + SLACK_BYTES
 
 

@@ -20,6 +20,8 @@ from torchdelta.runtime.record.workspaces import possible_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchdelta.runtime.state.need import Need
+
 aten = torch.ops.aten
 needs_counter = pytest.mark.skipif(not counting_status().is_on, reason="needs the native counter")
 # Every allocation is of at least 64 bytes or so; small buffers of a reduction for each thread come on top.
@@ -34,6 +36,16 @@ def allocated_bytes(func: Any, args: tuple[Any, ...]) -> int:
     counter.mark()
     func(*args)
     return counter.growth_bytes()
+
+
+def need_and_taken_bytes(func: Any, args: tuple[Any, ...], num_threads: int) -> tuple[Need, int]:
+    """Return what is foreseen for the first run of an op on so many threads, and the most that it then allocates."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return Predictor().need(facts_of(func), func, args, None), allocated_bytes(func, args)
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_counter
@@ -84,13 +96,7 @@ def test_the_backward_of_a_convolution_of_few_rows_is_foreseen(
     func = aten.convolution_backward.default
     spread = ([1, 1], [padding, padding], [dilation, dilation])
     args = (grad, x, weight, None, *spread, False, [0, 0], 1, [True, True, False])
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        need = Predictor().need(facts_of(func), func, args, None)
-        taken_bytes = allocated_bytes(func, args)
-    finally:
-        torch.set_num_threads(before)
+    need, taken_bytes = need_and_taken_bytes(func, args, num_threads)
     assert taken_bytes <= need.total_bytes + need.possible_bytes
 
 

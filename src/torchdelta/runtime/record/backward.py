@@ -30,7 +30,7 @@ from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
 from torchdelta.runtime.record.gaps import Gaps
-from torchdelta.runtime.record.headroom import Graph, Headroom
+from torchdelta.runtime.record.headroom import Graph, Headroom, leaves_of
 from torchdelta.runtime.record.known_backward import KnownBackward, roots_of
 from torchdelta.runtime.record.leaf_gradients import LeafGradients
 from torchdelta.runtime.record.mode_sensitive import is_mode_sensitive
@@ -279,7 +279,7 @@ class Backward:
         """Run a backward that Python code starts where the recorder is off, perhaps in a gap of another backward."""
         if not self.python_writes.num_backwards:
             return call_outside(original, outputs, *args, **kwargs)
-        leaves = Graph(roots_of(outputs)).leaves if kwargs.get("accumulate_grad", True) else []
+        leaves = list(leaves_of(roots_of(outputs))) if kwargs.get("accumulate_grad", True) else []
         is_on = top_function_mode() is self.python_writes  # it is not where a torch function has started the backward
         with self.python_writes.off():
             self._gradients.end_read(leaves)

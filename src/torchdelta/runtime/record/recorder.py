@@ -18,10 +18,11 @@ from torchdelta._torch.ops import HigherOrderOperator, execute
 from torchdelta._torch.storages import storage_address, storage_behind
 from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
-from torchdelta.runtime.interrupts import call_outside, enter, leave
+from torchdelta.runtime.interrupts import enter, leave
 from torchdelta.runtime.memory.retry import may_retry, prepare_retry, run_again
 from torchdelta.runtime.record.capture import Capturer, is_differentiated, statistics_of
 from torchdelta.runtime.record.composites import run_parts, runs_as_parts
+from torchdelta.runtime.record.higher_order import run_higher_order
 from torchdelta.runtime.record.late import LateParameters
 from torchdelta.runtime.record.needs import Predictor
 from torchdelta.runtime.record.subclasses import Way
@@ -86,7 +87,7 @@ class Recorder(DispatchMode):
         # latest backward that freed its graph. What a backward takes depends on sizes that no saved tensor shows.
         self.forward_hash = 0
 
-    supports_higher_order_operators = True  # see `_run_higher_order`
+    supports_higher_order_operators = True  # see higher_order.py
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,7 +117,12 @@ class Recorder(DispatchMode):
             facts = func._torchdelta_facts
         except AttributeError:
             if isinstance(func, HigherOrderOperator):
-                return self._run_higher_order(func, args, kwargs)
+                out = run_higher_order(self, func, args, kwargs)
+                if self.only_counts or (graph_task_id() != -1 and not _records_gradients()):
+                    self._know(out)
+                else:
+                    self._note_made(out, None, str(func))
+                return out
             facts = facts_of(func)
         if types or num_modes():
             way = self.subclasses.way_of(func, types)
@@ -253,15 +259,6 @@ class Recorder(DispatchMode):
     ) -> Any:
         self.device.mark(need, self.ledger.usage)  # evictions since the first mark are not part of the op
         return self.execute(func, facts, args, kwargs)
-
-    def _run_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op that calls functions, such as `torch.cond`, and count its outputs: torch allows no mode inside."""
-        out = call_outside(func, *args, **(kwargs or {}))
-        if self.only_counts or (graph_task_id() != -1 and not _records_gradients()):
-            self._know(out)
-        else:
-            self._note_made(out, None, str(func))
-        return out
 
     def _run_subclass(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Let a subclass run its op, and note writes to plain arguments: it may write them below the mode."""

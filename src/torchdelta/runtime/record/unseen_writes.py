@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchdelta._torch.tensors import storage_of, version_of
+from torchdelta._torch.tensors import version_of
 from torchdelta.runtime.state.buffer import Residence
 from torchdelta.runtime.state.kinds import runs_own_ops
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torchdelta.runtime.record.recorder import Recorder
-    from torchdelta.runtime.state.buffer import Buffer, StorageRecord
+    from torchdelta.runtime.state.buffer import Buffer
 
 __all__ = ["UnseenWrites", "buffers_behind", "statistics_in"]
 
@@ -44,15 +44,16 @@ class UnseenWrites:
     ) -> None:
         self._recorder = recorder
         self._ledger = recorder.ledger
-        self._statistics = [tensor for tensor in statistics if _is_plain(tensor)]
+        self._statistics = list(statistics)
         for tensor in self._statistics:
-            recorder.end_content(tensor)
+            if self._content_of(tensor) is not None:
+                recorder.end_content(tensor)
         self._before: list[tuple[torch.Tensor, int, Buffer]] = []
-        for tensor in filter(_is_plain, tensors):
-            record = self._ledger.find(tensor)
-            if record is not None and record.current is not None:
-                recorder.room.transfers.finish_copy(record.current)
-                self._before.append((tensor, version_of(tensor), record.current))
+        for tensor in tensors:
+            content = self._content_of(tensor)
+            if content is not None:
+                recorder.room.transfers.finish_copy(content)
+                self._before.append((tensor, version_of(tensor), content))
 
     def end(self) -> None:
         """End the recorded content of tensors whose version changed.
@@ -60,29 +61,32 @@ class UnseenWrites:
         The old content is recomputed if a recorded op made it; otherwise reading it is an error.
         """
         for tensor, version, before in self._before:
-            record = self._ledger.find(tensor)
-            if version_of(tensor) == version or record is None or record.current is not before:
-                continue
-            self._end_content(tensor, record, before)
+            if version_of(tensor) != version and self._content_of(tensor) is before:
+                self._end_content(tensor, before)
         for tensor in self._statistics:
-            record = self._ledger.find(tensor)
-            if record is not None and record.current is not None:  # autograd saved it, perhaps before it was written
-                self._end_content(tensor, record, record.current)
+            content = self._content_of(tensor)
+            if content is not None:  # autograd saved it, perhaps before it was written
+                self._end_content(tensor, content)
 
-    def _end_content(self, tensor: torch.Tensor, record: StorageRecord, old: Buffer) -> None:
-        self._ledger.invalidate(record)
+    def _content_of(self, tensor: torch.Tensor) -> Buffer | None:
+        """Return what is recorded of a plain tensor's content; None if nothing is."""
+        try:
+            record = self._ledger.find(tensor)
+        except RuntimeError:  # it has no storage, inside `vmap` for example
+            return None
+        if record is None or record.current is None:
+            return None
+        is_plain = not runs_own_ops(tensor.__class__) and tensor.layout is torch.strided and not tensor.is_inference()
+        return record.current if is_plain else None
+
+    def _end_content(self, tensor: torch.Tensor, old: Buffer) -> None:
+        if old.record is not None:
+            self._ledger.invalidate(old.record)
         if old.residence is Residence.GONE:
             self._recorder.room.costs.note_lost(old)
         buffer = self._ledger.written(tensor, old, None, _ORIGIN, 0)
         if buffer.num_saved:
             self._recorder.saved.on_resaved(buffer)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a storage and a version; inside `vmap`, for example, it has no storage."""
-    if runs_own_ops(tensor.__class__) or tensor.layout is not torch.strided or tensor.is_inference():
-        return False
-    return storage_of(tensor) is not None
 
 
 def buffers_behind(function: Any, arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
