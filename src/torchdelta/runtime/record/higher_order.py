@@ -9,12 +9,12 @@ from torchdelta.runtime.record.unseen_writes import UnseenWrites
 from torchdelta.runtime.state.kinds import tensors_in
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.record.recorder import Recorder
+    from torchdelta.runtime.record.unseen_writes import RecordsWrites
 
 __all__ = ["run_higher_order"]
 
 
-def run_higher_order(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def run_higher_order(recorder: RecordsWrites, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run the op without the recorder, and end the contents of the arguments that it has written."""
     unseen = UnseenWrites(recorder, tensors_in((args, kwargs)))
     try:

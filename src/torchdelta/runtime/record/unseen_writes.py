@@ -9,7 +9,7 @@ through `.data` inside of it, which no version shows, and those to a tensor that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -21,13 +21,38 @@ from torchdelta.runtime.state.kinds import runs_own_ops
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torchdelta.runtime.record.recorder import Recorder
+    from torchdelta.runtime.memory.room import Room
+    from torchdelta.runtime.record.saved import SavedTensors
     from torchdelta.runtime.state.buffer import Buffer
+    from torchdelta.runtime.state.ledger import Ledger
 
-__all__ = ["UnseenWrites", "buffers_behind", "statistics_in"]
+__all__ = ["RecordsWrites", "UnseenWrites", "buffers_behind", "statistics_in"]
 
 _ORIGIN: Final = "torchdelta.compiled"
 _STATISTICS: Final = "running_mean"  # of torch's norms, and of what imitates them
+
+
+class RecordsWrites(Protocol):
+    """What is needed of the recorder here."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Knows the contents of storages."""
+        ...
+
+    @property
+    def room(self) -> Room:
+        """Knows the transfers, and what replays need."""
+        ...
+
+    @property
+    def saved(self) -> SavedTensors:
+        """The saved tensors, which follow writes."""
+        ...
+
+    def end_content(self, tensor: torch.Tensor, /) -> Buffer | None:
+        """End the content of a storage that is about to be written."""
+        ...
 
 
 class UnseenWrites:
@@ -40,7 +65,7 @@ class UnseenWrites:
     """
 
     def __init__(
-        self, recorder: Recorder, tensors: Iterable[torch.Tensor], statistics: Iterable[torch.Tensor] = ()
+        self, recorder: RecordsWrites, tensors: Iterable[torch.Tensor], statistics: Iterable[torch.Tensor] = ()
     ) -> None:
         self._recorder = recorder
         self._ledger = recorder.ledger
