@@ -7,7 +7,6 @@ times stands what the caching allocator holds and moves.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,11 @@ from benchmarks import models
 from benchmarks.disk import measure_disk
 from benchmarks.launch import run_worker
 from benchmarks.outcome import Outcome, format_table
+from benchmarks.plain_process import PlainProcess
 from benchmarks.turns import timed_steps
 
 if TYPE_CHECKING:
     import argparse
-    from multiprocessing.connection import Connection
 
 BUDGET_SHARE = 0.5
 NUM_BLOCKS, BLOCK_STEPS = 12, 10
@@ -78,14 +77,10 @@ def train(model: str, budget_bytes: int, num_blocks: int) -> dict[str, Any]:
     from torchdelta.native.caching import caching_figures
     from torchdelta.runtime.current import current_session
 
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    plain = context.Process(target=_train_plain, args=(theirs, model), daemon=True)
-    plain.start()
     workload = models.build(model)
     optimizer = models.build_optimizer("sgd", workload.model)
     blocks: list[dict[str, Any]] = []
-    with MemoryBudget(budget_bytes, Config(planner="torchdelta")) as budget:
+    with PlainProcess(model, "sgd") as plain, MemoryBudget(budget_bytes, Config(planner="torchdelta")) as budget:
         for _ in range(3):
             workload.train(optimizer)
         session: Any = current_session()
@@ -93,16 +88,13 @@ def train(model: str, budget_bytes: int, num_blocks: int) -> dict[str, Any]:
         for _ in range(num_blocks):
             times_s = timed_steps(lambda: workload.train(optimizer), BLOCK_STEPS)["times_s"][-NUM_TIMED:]
             figures = caching_figures()
-            ours.send(NUM_TIMED)
             blocks.append(
                 {
                     "times_s": times_s,
-                    "plain_s": ours.recv(),
+                    "plain_s": plain.times_s(NUM_TIMED),
                     "caching": {name: getattr(figures, name) for name in figures.__slots__},
                 }
             )
-    ours.send(0)
-    plain.join()
     summary = budget.summary()
     num_followed = summary.follow.num_followed_steps if summary.follow is not None else 0
     return {
@@ -111,12 +103,3 @@ def train(model: str, budget_bytes: int, num_blocks: int) -> dict[str, Any]:
         "num_followed_steps": num_followed,
         "blocks": blocks,
     }
-
-
-def _train_plain(connection: Connection, model: str) -> None:
-    """Train as many plain steps as asked for, whenever asked; 0 is the end."""
-    workload = models.build(model)
-    optimizer = models.build_optimizer("sgd", workload.model)
-    workload.train(optimizer)
-    while num_steps := connection.recv():
-        connection.send(timed_steps(lambda: workload.train(optimizer), num_steps)["times_s"])

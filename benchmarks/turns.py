@@ -5,7 +5,8 @@ block against another's of the same round. Slow drifts of a shared machine (othe
 both sides. The first step of a block opens the scope and its tier; it is kept apart.
 
 Where a machine changes its speed within a round, plain steps run right after each block, and are kept in the block as
-`BESIDE`. A block counts as its median step over the median of these.
+`BESIDE`. A block counts as its median step over the median of these. Where they alternate with the steps of the block
+(`IN_PAIRS`), it counts as the median of the ratios of each pair.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ NUM_RESAMPLES = 2000
 FEWEST_SAMPLES = 6  # the lowest and the highest of n samples enclose the median with a probability of 1 - 2 ** (1 - n)
 PLAIN = "plain"
 BESIDE = "beside"
+IN_PAIRS = "in_pairs"
 
 Block = dict[str, Any]
 
@@ -111,11 +113,17 @@ def ratios(
     def median_s(block: Block) -> float:
         return statistics.median(block[key][num_warm_steps:])
 
+    def over_plain(block: Block) -> float:
+        beside = block[BESIDE]
+        if not beside.get(IN_PAIRS):
+            return median_s(block) / median_s(beside)
+        pairs = list(zip(block[key], beside[key], strict=True))[num_warm_steps:]
+        return statistics.median(own / plain for own, plain in pairs)
+
     def ratio(block: Block, other: Block) -> float:
         if BESIDE not in block:
             return median_s(block) / median_s(other)
-        over_plain = median_s(block) / median_s(block[BESIDE])
-        return over_plain if baseline == PLAIN else over_plain * median_s(other[BESIDE]) / median_s(other)
+        return over_plain(block) if baseline == PLAIN else over_plain(block) / over_plain(other)
 
     return [
         ratio(blocks[contender], blocks[baseline]) for blocks in rounds if contender in blocks and baseline in blocks

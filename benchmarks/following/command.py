@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budgets", "--shares", nargs="+", type=float, default=list(SHARES), help="of the plain peak")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="beside plain")
-    parser.add_argument("--steps", type=int, default=4, help="of a block; the first one does not count")
+    parser.add_argument("--steps", type=int, default=7, help="of a block; the first one does not count")
     parser.add_argument("--optimizer", choices=models.OPTIMIZERS, help="(default: sgd, and adamw for the large models)")
     parser.add_argument("--planner", default="torchdelta")
     parser.add_argument("--compiled", action="store_true", help="torch.compile's memory budget in place of all others")

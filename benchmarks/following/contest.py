@@ -5,7 +5,8 @@ run of many steps would: the first ones are watched, and recorded as a whole, an
 with its prediction. If the step is planned again, as many more steps run. The other contenders, which learn nothing,
 also run some steps first: a disk, for one, is slower where a file is written for the first time. A block without
 prefetch carries out the same plan, but for its swap-ins: each begins when its tensor is used. So the followed block of
-the same budget runs before it, whatever order was drawn.
+the same budget runs before it, whatever order was drawn. Each measured step is followed by a plain one in a second
+process.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 
 from benchmarks import models
 from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, PEERS, RECORD_ONLY, in_budget, scope, split
+from benchmarks.plain_process import PlainProcess
 from benchmarks.settling import may_change
-from benchmarks.turns import BESIDE, PLAIN, take_turns, timed_steps
+from benchmarks.turns import PLAIN, take_turns, timed_steps
 from torchdelta import Config, MemoryBudget
 from torchdelta.bounds.lp_bound import bound
 from torchdelta.errors import PlanError
@@ -67,26 +69,30 @@ def contest(
     budgets: dict[str, int],
     planner: str = "torchdelta",
     seed: int = 0,
-    num_steps: int = 4,
+    num_steps: int = 7,
     *,
     with_bound: bool = False,
 ) -> dict[str, Any]:
     """Run one round: a block of steps of each contender, in an order drawn from the seed."""
-    race = Race(model, optimizer, budgets, planner, num_steps)
-    timed_steps(race.train, num_steps)
-    (blocks,) = take_turns(contenders, 1, race.run_block_beside_plain, seed)
+    with PlainProcess(model, optimizer) as plain:
+        race = Race(model, optimizer, budgets, planner, num_steps, plain)
+        timed_steps(race.train, num_steps)
+        (blocks,) = take_turns(contenders, 1, race.run_in_order, seed)
     return {"blocks": blocks, "refused": race.refused, "bounds": race.bounds() if with_bound else {}}
 
 
 class Race:
     """One model with its budgets, by label."""
 
-    def __init__(self, model: str, optimizer: str, budgets: dict[str, int], planner: str, num_steps: int) -> None:
+    def __init__(
+        self, model: str, optimizer: str, budgets: dict[str, int], planner: str, num_steps: int, plain: PlainProcess
+    ) -> None:
         self.workload = models.build(model)
         self.optimizer = models.build_optimizer(optimizer, self.workload.model)
         self.budgets = budgets
         self.planner = planner
         self.num_steps = num_steps
+        self.plain = plain
         self.refused: dict[str, dict[str, Any]] = {}
         self._programs: dict[str, Program] = {}
         self._followed: set[str] = set()  # budgets whose followed block has run
@@ -97,18 +103,19 @@ class Race:
         """Run one step."""
         self.workload.train(self.optimizer)
 
-    def run_block_beside_plain(self, contender: str) -> Block | None:
-        """Run the block of one contender, and right after it plain steps."""
+    def timed_pairs(self) -> Block:
+        """Run the measured steps of a block, each with a plain one after it."""
+        return self.plain.timed_pairs(self.train, self.num_steps)
+
+    def run_in_order(self, contender: str) -> Block | None:
+        """Run the block of one contender, and before it the block that it needs."""
         if contender in self._run_early:
             return self._run_early.pop(contender)
         name, label = split(contender)
         if name == NO_PREFETCH and label not in self._followed:
             followed = in_budget(FOLLOWED, label)
-            self._run_early[followed] = self.run_block_beside_plain(followed)
-        block = self.run_block(contender)
-        if block is not None and contender != PLAIN:
-            block[BESIDE] = timed_steps(self.train, self.num_steps)
-        return block
+            self._run_early[followed] = self.run_block(followed)
+        return self.run_block(contender)
 
     def run_block(self, contender: str) -> Block | None:
         """Run the block of one contender; None if it cannot train so."""
@@ -122,11 +129,11 @@ class Race:
             if label or name == RECORD_ONLY:
                 with MemoryBudget(self.budgets[label] if label else UNBOUNDED_BYTES, Config(planner=None)) as budget:
                     self._settle()
-                    block = timed_steps(self.train, self.num_steps)
+                    block = self.timed_pairs()
                 return block | _done(budget, self.num_steps)
             with scope(name, self.workload.model):
                 self._settle()
-                return timed_steps(self.train, self.num_steps)
+                return self.timed_pairs()
         except (torch.OutOfMemoryError, RuntimeError) as error:
             self.refused[contender] = {
                 "type": type(error).__name__,
@@ -168,7 +175,7 @@ class Race:
                 raise RuntimeError(programs.why_no_plan or "no plan was asked for")
             num_settling, trace = self._settle_followed(programs)
             program = _newest(programs)
-            block = timed_steps(self.train, self.num_steps)
+            block = self.timed_pairs()
             block |= _done(budget, self.num_steps, num_settling)
             block |= _followed(session)
             if program is not None and trace is not None:
@@ -194,7 +201,7 @@ class Race:
                 session.follower.programs.add(without_fetches(program))
             self.train()
             self._settle()
-            block = timed_steps(self.train, self.num_steps)
+            block = self.timed_pairs()
             return block | _done(budget, self.num_steps) | _followed(session)
 
     def bounds(self) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -28,7 +29,7 @@ from benchmarks.following.picture import svg
 from benchmarks.following.report import tables
 from benchmarks.networks import vision
 from benchmarks.outcome import Outcome
-from benchmarks.turns import PLAIN
+from benchmarks.turns import BESIDE, IN_PAIRS, PLAIN
 from torchdelta import MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import new_counter
@@ -217,15 +218,33 @@ def test_a_plan_that_is_missing_is_no_step_that_fits(data):
 
 def test_a_block_without_prefetch_follows_the_plan_of_its_budgets_followed_block(monkeypatch):
     """That block runs first, once, whichever of the two is drawn first."""
-    race = contest.Race("gpt2-nano", "sgd", {"50%": MIB}, "torchdelta", 1)
+    plain: Any = None  # no step is measured
+    race = contest.Race("gpt2-nano", "sgd", {"50%": MIB}, "torchdelta", 1, plain)
     ran: list[str] = []
 
-    monkeypatch.setattr(race, "_follow", lambda _label: {"plan": ran.append("followed")})
-    monkeypatch.setattr(race, "_follow_without_prefetch", lambda _label: {"plan": ran.append("no-prefetch")})
+    def run(name: str) -> dict[str, Any]:
+        ran.append(name)
+        return {"name": name}
+
+    monkeypatch.setattr(race, "_follow", lambda _label: run("followed"))
+    monkeypatch.setattr(race, "_follow_without_prefetch", lambda _label: run("no-prefetch"))
     names = [in_budget(NO_PREFETCH, "50%"), in_budget(FOLLOWED, "50%")]
-    blocks = [race.run_block_beside_plain(name) for name in names]
+    assert [race.run_in_order(name) for name in names] == [{"name": "no-prefetch"}, {"name": "followed"}]
     assert ran == ["followed", "no-prefetch"]
-    assert all(block is not None and "beside" in block for block in blocks)
+
+
+def test_each_measured_step_has_a_plain_one_after_it():
+    """In rounds of plain alone, of recording and of a followed plan; the plain steps of a block are those of pairs."""
+    names = [PLAIN, RECORD_ONLY, in_budget(FOLLOWED, "85%")]
+    peak_bytes = contest.peaks("gpt2-nano", "sgd", [PLAIN])[PLAIN]
+    found = contest.contest("gpt2-nano", "sgd", names, {"85%": int(0.85 * peak_bytes)}, num_steps=3)
+    assert found["refused"] == {}
+    for name in names:
+        block = found["blocks"][name]
+        assert len(block["times_s"]) == len(block[BESIDE]["times_s"]) == 3
+        assert block[BESIDE][IN_PAIRS]
+        assert all(time_s > 0 for time_s in block[BESIDE]["times_s"])
+    assert found["blocks"][names[-1]]["num_followed_steps"] >= 3
 
 
 @pytest.mark.parametrize(

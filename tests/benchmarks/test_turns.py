@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.turns import BESIDE, FEWEST_SAMPLES, PLAIN, Block, median_interval, name_of_interval, ratios
+from benchmarks.turns import BESIDE, FEWEST_SAMPLES, IN_PAIRS, PLAIN, Block, median_interval, name_of_interval, ratios
 
 
 def block(step_s: float, beside_s: float | None = None) -> Block:
@@ -27,6 +27,15 @@ def test_plain_steps_beside_a_block_take_a_change_of_speed_out() -> None:
     assert ratios(rounds, "a") == [pytest.approx(1.2)]
     assert ratios(rounds, "a", "b") == [pytest.approx(1.2 / 1.5)]
     assert ratios(rounds, PLAIN) == [1.0]
+
+
+def test_steps_that_alternate_with_plain_ones_are_compared_pair_by_pair() -> None:
+    """The machine changed its speed twice within the block; the first pair does not count."""
+    pairs: Block = {"times_s": [5.0, 1.2, 2.4, 3.6], BESIDE: {"times_s": [1.0, 1.0, 2.0, 3.0], IN_PAIRS: True}}
+    other: Block = {"times_s": [5.0, 3.0, 3.0, 1.5], BESIDE: {"times_s": [1.0, 2.0, 2.0, 1.0], IN_PAIRS: True}}
+    rounds = [{PLAIN: block(1.0), "a": pairs, "b": other}]
+    assert ratios(rounds, "a") == [pytest.approx(1.2)]
+    assert ratios(rounds, "a", "b") == [pytest.approx(1.2 / 1.5)]
 
 
 def test_the_interval_holds_the_median() -> None:
