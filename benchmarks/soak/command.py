@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QUICK_MINUTES = 1.0
+# Resident memory rises for about 30 episodes, plain's by 8 % and ours by 12 %, and then stays where it is. In a run of
+# so many episodes, the second quarter is mostly after that.
+FEWEST_EPISODES = 80
 MOST_KEPT = 20  # of what failed, in the results file
 RSS_TOLERANCE = 0.03
 OBJECTS_TOLERANCE = 0.002
@@ -32,7 +35,9 @@ COUNTED_TOLERANCE_BYTES = 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help=f"at least, and {FEWEST_EPISODES} episodes at least"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--planner", choices=PLANNERS, help="follow the plans of this planner")
 
@@ -95,6 +100,7 @@ def _worker(options: argparse.Namespace, minutes: float, *, plain: bool = False)
             threads=options.threads,
             seed=options.seed,
             seconds=seconds,
+            least_episodes=0 if options.quick else FEWEST_EPISODES,
             plain=plain,
             planner=None if plain else options.planner,
         ),

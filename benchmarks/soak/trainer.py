@@ -63,11 +63,11 @@ class Trainer:
         step_bytes, rest_bytes = self.measured[episode.model]
         return rest_bytes + int(episode.share * step_bytes)
 
-    def run(self, seconds: float) -> int:
-        """Train until the time is over, at the end of an episode. Returns the number of episodes."""
+    def run(self, seconds: float, least_episodes: int) -> int:
+        """Train until the time is over, at the end of an episode, and for so many at least. Return how many."""
         end_s = time.monotonic() + seconds
         index = first_step = 0
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s or index < least_episodes:
             episode = schedule.draw(self.seed, index, first_step)
             self._run_episode(episode)
             index += 1
@@ -320,7 +320,10 @@ def say(record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)
 
 
-def run(seed: int, seconds: float, planner: str | None = None, *, plain: bool) -> dict[str, Any]:
+def run(
+    seed: int, seconds: float, planner: str | None = None, least_episodes: int = 0, *, plain: bool
+) -> dict[str, Any]:
     """Train, with budgets or plainly. The returned record is the last one."""
     with tempfile.TemporaryDirectory(prefix="torchdelta-soak-") as swap_dir:
-        return {"kind": "end", "num_episodes": Trainer(seed, swap_dir, planner, plain=plain).run(seconds)}
+        trainer = Trainer(seed, swap_dir, planner, plain=plain)
+        return {"kind": "end", "num_episodes": trainer.run(seconds, least_episodes)}
