@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import statistics
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,6 +176,8 @@ class Race:
                 raise RuntimeError(programs.why_no_plan or "no plan was asked for")
             num_settling, trace = self._settle_followed(programs)
             program = _newest(programs)
+            if program is not None:
+                program.num_corrections = sys.maxsize  # the session counts the plain steps between as time of its own
             block = self.timed_pairs()
             block |= _done(budget, self.num_steps, num_settling)
             block |= _followed(session)
