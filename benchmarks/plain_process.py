@@ -5,7 +5,7 @@ speed. So a measured step and a plain one can alternate: the two of each pair ar
 steps run in a process of their own, because a scope of the measured process would change them.
 
 While one of the two runs, the other one waits for a message and takes no processor time, except for copies between the
-tiers that go on after a step has returned.
+tiers that go on after a step has returned. The second process takes as much memory as plain training.
 """
 
 from __future__ import annotations

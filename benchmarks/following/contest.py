@@ -177,7 +177,7 @@ class Race:
             num_settling, trace = self._settle_followed(programs)
             program = _newest(programs)
             if program is not None:
-                program.num_corrections = sys.maxsize  # the session counts the plain steps between as time of its own
+                program.num_corrections = sys.maxsize  # the session counts the plain steps in between as its own time
             block = self.timed_pairs()
             block |= _done(budget, self.num_steps, num_settling)
             block |= _followed(session)

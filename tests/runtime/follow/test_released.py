@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.following import follow_anyway, planned_here
+from tests.runtime.follow.all_away import all_away
 from tests.runtime.programs import UNLIMITED, running
-from torchdelta.plan.model import Absence, Plan, PlanHeader
 from torchdelta.runtime.memory.transfers import Transfers
 from torchdelta.runtime.tiers.copier import Copier
-from torchdelta.simulate.gaps import find_gaps
-
-if TYPE_CHECKING:
-    from torchdelta.machine.model import Machine
-    from torchdelta.trace.model import Trace
 
 pytestmark = pytest.mark.usefixtures("needs_counter")
 
 WIDTH, NUM_ROWS, DEPTH, NUM_STEPS = 64, 256, 6, 5
-
-
-def _swap_all(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
-    """Return a plan in which all saved tensors have left when backward begins, and return one by one."""
-    gaps = find_gaps(trace, decision_class="saved", min_size_bytes=4096)
-    first = min(gap.next_use_op for gap in gaps)
-    absences = [
-        Absence(
-            buffer_id=gap.buffer_id,
-            last_use_op=gap.last_use_op,
-            next_use_op=gap.next_use_op,
-            action="swap",
-            out_op=gap.last_use_op,
-            leave_op=first,
-            return_op=gap.next_use_op,
-        )
-        for gap in gaps
-    ]
-    header = PlanHeader(
-        planner="all", machine="", budget_bytes=0, num_ops=len(trace.ops), num_buffers=len(trace.buffers)
-    )
-    return Plan(header=header, absences=tuple(absences))
 
 
 def test_copies_out_have_ended_before_copies_in_begin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +47,10 @@ def test_copies_out_have_ended_before_copies_in_begin(monkeypatch: pytest.Monkey
     rows = torch.randn(NUM_ROWS, WIDTH)
     model(rows).square().mean().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    with planned_here(_swap_all), running(UNLIMITED, planner="torchdelta", tier="memory") as (_, session):
+    with (
+        planned_here(lambda trace, _machine, _budget_bytes: all_away(trace, "swap", at_use=True)),
+        running(UNLIMITED, planner="torchdelta", tier="memory") as (_, session),
+    ):
         follow_anyway(session)
         session.pause.forbid()
         for step in range(NUM_STEPS):

@@ -9,41 +9,19 @@ import torch
 from torch import nn
 
 from tests.following import planned_here
+from tests.runtime.follow.all_away import all_away
 from tests.runtime.programs import UNLIMITED, running
-from torchdelta.plan.model import Absence, Plan, PlanHeader
 from torchdelta.runtime.memory.replay import Replayer
-from torchdelta.simulate.gaps import find_gaps
 
 if TYPE_CHECKING:
     from torchdelta.machine.model import Machine
+    from torchdelta.plan.model import Plan
     from torchdelta.trace.model import Trace
 
 pytestmark = pytest.mark.usefixtures("needs_counter")
 
 WIDTH, NUM_ROWS, DEPTH = 64, 256, 10
 NUM_STEPS = 5
-
-
-def _all_at_once(action: str, trace: Trace) -> Plan:
-    """Return a program in which all saved tensors leave, and are back before the first op of backward."""
-    gaps = find_gaps(trace, decision_class="saved", min_size_bytes=4096)
-    first = min(gap.next_use_op for gap in gaps)
-    absences = [
-        Absence(
-            buffer_id=gap.buffer_id,
-            last_use_op=gap.last_use_op,
-            next_use_op=gap.next_use_op,
-            action=action,
-            out_op=gap.last_use_op if action == "swap" else None,
-            leave_op=gap.last_use_op + 1,
-            return_op=first,
-        )
-        for gap in gaps
-    ]
-    header = PlanHeader(
-        planner="early", machine="", budget_bytes=0, num_ops=len(trace.ops), num_buffers=len(trace.buffers)
-    )
-    return Plan(header=header, absences=tuple(absences))
 
 
 def _train(budget: int | str, **options: str) -> tuple[list[torch.Tensor], int, int]:
@@ -70,7 +48,7 @@ def test_what_there_is_no_room_for_yet_comes_when_it_is_used(action: str) -> Non
     assert peak_bytes <= budget
 
     def choose(trace: Trace, _machine: Machine, _budget_bytes: int) -> Plan:
-        return _all_at_once(action, trace)
+        return all_away(trace, action)
 
     with planned_here(choose):
         found, peak_bytes, num_followed = _train(budget, policy="recompute-only", planner="torchdelta")
@@ -92,7 +70,7 @@ def test_a_replay_that_fails_ahead_of_its_use_is_made_again_there(monkeypatch: p
         raise ReplayError("injected")
 
     monkeypatch.setattr(Replayer, "recompute_group", fail)
-    with planned_here(lambda trace, _machine, _budget_bytes: _all_at_once("recompute", trace)):
+    with planned_here(lambda trace, _machine, _budget_bytes: all_away(trace, "recompute")):
         found, _, num_followed = _train(plain_bytes * 8 // 10, policy="recompute-only", planner="torchdelta")
     assert failed
     assert num_followed >= 2

@@ -103,7 +103,7 @@ def budget_of_usual_steps() -> int:
 def same_bits(body: Any, *, num_steps: int = NUM_STEPS) -> list[int]:
     """Check that a loop gives plain's bits in a budget. Return how many steps had used the tape after each.
 
-    Where no step has used it, the loop runs again: on a busy machine the first steps may have to wait for room.
+    Where no step has used it, the loop runs again. That happened once in CI, and its cause is not known.
     """
     plain, _ = outcome(body, None, num_steps)
     counts: list[int] = []
