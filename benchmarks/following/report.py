@@ -11,7 +11,7 @@ from benchmarks.following.figures import Cell, Data, blocks_of, cell, ratio, ste
 from benchmarks.following.picture import svg
 from benchmarks.launch import REPOSITORY
 from benchmarks.outcome import format_table
-from benchmarks.turns import PLAIN, name_of_interval
+from benchmarks.turns import BESIDE, PLAIN, name_of_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,12 +40,22 @@ def tables(models: dict[str, Data]) -> str:
         recorded = ratio(data, RECORD_ONLY)
         parts.append(
             f"**{model}**, {data['optimizer']}: plain {plain_bytes / 2**20:.0f} MiB, {plain_s:.2f} s a step "
-            f"(best round); recording alone {recorded or '-'}; {len(data['rounds'])} rounds\n"
+            f"(best round); recording alone {recorded or '-'}{_control(data)}; {len(data['rounds'])} rounds\n"
         )
         rows = [_row(data, cell(data, label)) for label in data["budgets"]]
         rows += [_idle_row(data, peer) for peer in PEERS if peer in data["peaks"] and peer not in data["budgets"]]
         parts.append(format_table(HEADER, rows) + "\n")
     return "\n".join(parts)
+
+
+def _control(data: Data) -> str:
+    """Return what plain steps of the measured process take over those of the second process, where there is one.
+
+    It is 1 if nothing but the measured way to train makes a difference.
+    """
+    if not all(BESIDE in block for block in blocks_of(data, PLAIN)):
+        return ""
+    return f"; plain steps of the measured process {ratio(data, PLAIN)}"
 
 
 def _row(data: Data, found: Cell) -> list[str]:

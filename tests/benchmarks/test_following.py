@@ -297,6 +297,15 @@ def test_a_table_and_a_picture_are_made_of_the_raw_data(data):
         assert name in picture
 
 
+def test_a_table_states_how_plain_steps_of_both_processes_compare(data):
+    """Only where plain steps ran in a second process, too."""
+    assert "of the measured process" not in tables({"small": data})
+    for blocks in data["rounds"]:
+        for each in blocks.values():
+            each[BESIDE] = {"times_s": [9.0, 0.8, 0.8], IN_PAIRS: True}
+    assert "plain steps of the measured process 1.250 [1.250, 1.250]" in tables({"small": data})
+
+
 def test_one_slow_round_does_not_flatten_the_picture(data):
     """What it shows of an interval ends in an arrow above the largest median, and the text has the whole interval."""
     data["rounds"] = [copy.deepcopy(data["rounds"][0]) for _ in range(3)]

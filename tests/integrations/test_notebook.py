@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -208,9 +209,33 @@ def test_a_forward_that_does_not_fit_says_so_at_the_end_of_its_cell(shell, run, 
     capsys.readouterr()
     assert run("outputs = [make()[0](torch.randn(9999, 64)) for _ in range(9)]").success
     assert "BudgetError: the memory budget of " in capsys.readouterr().err
-    assert run("del outputs, _").success
+    assert "outputs" not in shell.user_ns
+    assert run("del _").success
     assert run(TRAIN).success
     assert shell.user_ns["losses"] == losses
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["following cells", "one cell"])
+def test_what_a_cell_makes_beyond_its_budget_is_removed(shell, run, capsys, alone: bool) -> None:
+    """What it made before, and what it did not make, stays."""
+    cell = """\
+        few = nn.Linear(4, 4)
+        number = 3
+        many = [nn.Linear(1024, 1024) for _ in range(8)]
+        model = nn.Sequential(*many)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        nothing = torch.zeros(1024, 1024)
+    """
+    budget_bytes = held_bytes() + (6 << 20)
+    assert run("earlier = nn.Linear(4, 4)").success
+    if not alone:
+        assert run(f"%memory_budget {budget_bytes}").success
+    run((f"%%memory_budget {budget_bytes}\n" if alone else "") + textwrap.dedent(cell))
+    assert "many, model, optimizer, nothing" in capsys.readouterr().err
+    assert not {"many", "model", "optimizer", "nothing"} & set(shell.user_ns)
+    assert shell.user_ns["few"](torch.ones(4)).shape == shell.user_ns["earlier"](torch.ones(4)).shape
+    assert shell.user_ns["number"] == 3
+    assert run("del few, earlier, number").success
 
 
 def test_what_a_step_that_does_not_fit_makes_a_cell_raise_is_told_with_its_budget_error(run, plain, capsys) -> None:

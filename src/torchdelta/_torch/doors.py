@@ -168,6 +168,11 @@ def patch_swap_tensors(make: Callable[[Callable[..., Any]], Callable[..., Any]])
     return replace(torch.utils, "swap_tensors", make)
 
 
+def patch_saving(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace what `torch.save` calls before it opens its file by `make(original)`; returns what undoes it."""
+    return replace(torch.serialization, "_check_save_filelike", make)
+
+
 def patch_deep_copies(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace `Tensor.__deepcopy__(memo)`, which parameters do not use, by `make(original)`; returns what undoes it."""
     return replace(torch.Tensor, "__deepcopy__", make)

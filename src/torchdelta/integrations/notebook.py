@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import traceback
 import weakref
@@ -11,6 +12,7 @@ import torch
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from torchdelta._torch.fake import FakeTensor
 from torchdelta.budget import MemoryBudget
 from torchdelta.config import Config
 from torchdelta.errors import SizeError, TorchdeltaError
@@ -58,6 +60,7 @@ class MemoryBudgetMagics(Magics):
         super().__init__(shell)
         self._budget: MemoryBudget | None = None  # of the following cells; it runs from the magic on
         self._summary: Summary | None = None  # of the latest budget that has ended and in which a step was seen
+        self._bound: dict[str, int] = {}  # the id of what each name was bound to before the cell
 
     @line_cell_magic
     def memory_budget(self, line: str, cell: str | None = None) -> None:
@@ -91,6 +94,7 @@ class MemoryBudgetMagics(Magics):
 
     def before_cell(self, _info: Any) -> None:
         """Let the running budget delay Ctrl-C in this cell: a kernel installs its handler anew for each."""
+        self._bound = {name: id(value) for name, value in self._shell.user_ns.items()}
         if self._is_running:
             interrupts.renew()
 
@@ -103,6 +107,8 @@ class MemoryBudgetMagics(Magics):
             # The shell keeps the error for %debug, and with it every tensor that the functions held: the cell that is
             # run again would have less room each time.
             _free_variables(error)
+        if is_impossible:
+            self._remove_names_without_content()
         if self._is_running and is_impossible:
             # A forward that does not fit, without its backward: the next cell must not go on with it. An error of the
             # cell's own may come from what such a forward returns.
@@ -155,6 +161,21 @@ class MemoryBudgetMagics(Magics):
                 print(f"BudgetError: {error}", file=sys.stderr)  # noqa: T201
         self._budget.start()
 
+    def _remove_names_without_content(self) -> None:
+        """Remove the names that a cell has bound to what was made after its budget was passed: it has no memory."""
+        names = [
+            name
+            for name, value in self._shell.user_ns.items()
+            if self._bound.get(name) != id(value) and not name.startswith("_") and _lacks_content(value)
+        ]
+        for name in names:
+            del self._shell.user_ns[name]
+        if names:
+            print(  # noqa: T201
+                f"removed {', '.join(names)}: made in a cell that did not fit its memory budget, without content",
+                file=sys.stderr,
+            )
+
     def _note(self, budget: MemoryBudget) -> None:
         summary = budget.summary()
         if summary.steps or summary.num_refused_steps:
@@ -189,6 +210,19 @@ class MemoryBudgetMagics(Magics):
             print(f"memory budget of {format_bytes(self._budget.budget_bytes)}; no training step was seen")  # noqa: T201
         else:
             print(f"no memory budget: {_USAGE}")  # noqa: T201
+
+
+def _lacks_content(value: Any) -> bool:
+    """Return whether a value is, or holds, a tensor of a survey that runs."""
+    if isinstance(value, torch.nn.Module):
+        return any(isinstance(tensor, FakeTensor) for tensor in itertools.chain(value.parameters(), value.buffers()))
+    if isinstance(value, torch.optim.Optimizer):
+        return any(isinstance(tensor, FakeTensor) for group in value.param_groups for tensor in group["params"])
+    if isinstance(value, list | tuple):
+        return any(map(_lacks_content, value))
+    if isinstance(value, dict):
+        return any(map(_lacks_content, value.values()))
+    return isinstance(value, FakeTensor)
 
 
 def _free_variables(error: BaseException) -> None:

@@ -87,7 +87,7 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
                 "budget may be enough"
             )
         if self.least_freeing_gradients_bytes < _WORTH_REPORTING * least_budget_bytes:
-            bound = "at least " if is_lower_bound else ""
+            bound = "at least " if is_lower_bound else "about "
             lines.append(
                 f"  if all gradients are set to None before each forward, it needs {bound}"
                 f"{_need(self.least_freeing_gradients_bytes)}"

@@ -21,6 +21,7 @@ from torchdelta._torch.doors import (
     patch_functorch_guard,
     patch_inference_mode,
     patch_run_backward,
+    patch_saving,
     patch_swap_tensors,
 )
 from torchdelta._torch.engine import graph_task_id
@@ -73,6 +74,7 @@ def patch() -> None:
                 _undo.append(keep_out_of_compiled_code("torchdelta"))
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
                 _undo.append(patch_swap_tensors(_make_swap_tensors))
+                _undo.append(patch_saving(_make_check_of_file))
                 _undo.append(patch_inference_mode(_make_end_of_inference_mode))
             except BaseException:
                 _remove_patches()
@@ -240,6 +242,18 @@ def _swap_tensors(session: Any, original: Callable[..., None], t1: torch.Tensor,
     finally:
         if identity_of(t1) != identity:
             session.ledger.exchange_witnesses(t1, t2)
+
+
+def _make_check_of_file(original: Callable[..., None]) -> Callable[..., None]:
+    """End a survey before `torch.save` opens its file: the file that is there would be lost, for one without content."""
+
+    def check_save_filelike(file: Any) -> None:
+        session: Any = current_session()
+        if session is not None and session.survey is not None:
+            raise session.take_error()
+        original(file)
+
+    return check_save_filelike
 
 
 def _make_end_of_inference_mode(original: Callable[..., Any]) -> Callable[..., Any]:

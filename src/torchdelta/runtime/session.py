@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import enter_lowest, leave_stack, mode_stack, remove_mode, remove_saved_hooks, without_mode
+from torchdelta._torch.modes import enter_lowest, leave_stack, mode_stack, remove_mode, remove_saved_hooks
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
@@ -36,6 +34,7 @@ from torchdelta.runtime.memory.room import LEAST_EVICTION_BYTES, Room
 from torchdelta.runtime.memory.transfers import Transfers
 from torchdelta.runtime.observe.step_traces import StepTraces
 from torchdelta.runtime.observe.trace_output import TraceOutput
+from torchdelta.runtime.optimizer_steps import OptimizerSteps
 from torchdelta.runtime.policies import REGISTRY
 from torchdelta.runtime.record.backward import Backward
 from torchdelta.runtime.record.bringing import recorder_for
@@ -54,7 +53,6 @@ from torchdelta.runtime.shared_tier import shared_tier_opener
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.state.steps import StepTracker
-from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes, is_trial
 from torchdelta.runtime.survey.program_state import drop_fake_gradients
 from torchdelta.runtime.survey.survey import Survey
 
@@ -112,6 +110,14 @@ class Session:
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
         self.partial = PartialRecording(self.recorder, self.saved, self.backward, self.pause)
         self.room.find_more = self.partial.find_more
+        self.optimizers = OptimizerSteps(
+            self.recorder,
+            self.steps,
+            self.pause,
+            self.partial,
+            is_running=lambda: current_session() is self,
+            end_survey=self._end_survey_at_optimizer,
+        )
         self.resizes = Resizes(self.restorer, self.partial.leave_tape)
         self.survey: Survey | None = None
         self.traces = StepTraces(self.ledger, self.steps, self.device, self.programs, TraceOutput(trace_out))
@@ -122,8 +128,6 @@ class Session:
             room_bytes=lambda: max(0, budget_bytes - self.ledger.usage.total_bytes),
         )
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._optimizer_hooks: list[Any] = []
-        self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # tried on fake tensors
         self._process_id = os.getpid()
 
     # -- on and off
@@ -166,10 +170,7 @@ class Session:
         self.traces.begin()
         self.room.begin()
         set_current_session(self)
-        self._optimizer_hooks = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
+        self.optimizers.start()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.pause.open_hooks())
         self._hooks.__enter__()
         self.resizes.start()
@@ -250,9 +251,7 @@ class Session:
         if self._hooks is not None:
             remove_saved_hooks(self._hooks.pack_hook, self._hooks.unpack_hook)
             self._hooks = None
-        for hook in self._optimizer_hooks:
-            hook.remove()
-        self._optimizer_hooks.clear()
+        self.optimizers.stop()
 
     def _finish(self) -> None:
         self.ledger.cut()
@@ -306,32 +305,10 @@ class Session:
             # If the backward raised an error itself, it was not surveyed to its end.
             raise self.survey.error(is_lower_bound=error is not None) from error
 
-    @shielded
-    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if current_session() is self and not is_trial(optimizer):
-            if self.survey is not None:
-                raise self.survey.error(is_lower_bound=not self.survey.had_backward, in_optimizer=True)
-            is_new = optimizer not in self._foreseen and not optimizer.state and self.room.persistents is None
-            self.pause.on_optimizer_start(is_new=is_new)
-            self.partial.garbage.before_optimizer()
-            self.steps.on_optimizer_start()
-            makes_gradients = any(args[1:]) or kwargs.get("closure") is not None  # a closure does
-            if is_new or makes_gradients:
-                self.partial.end("an optimizer's first step, or a closure")
-            if is_new and self.room.budget_bytes is not None:
-                self._foreseen.add(optimizer)
-                with without_mode(self.recorder):
-                    size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
-                if size_bytes:
-                    self.room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
-
-    @shielded
-    def _after_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if current_session() is self and not is_trial(optimizer):
-            self.steps.on_optimizer_end()
-            self.pause.on_optimizer_end()
-            self.partial.on_optimizer_end()
-            self.ledger.cut_unread()
+    def _end_survey_at_optimizer(self) -> None:
+        """Raise the BudgetError of a survey that runs: an optimizer is about to step."""
+        if self.survey is not None:
+            raise self.survey.error(is_lower_bound=not self.survey.had_backward, in_optimizer=True)
 
     def _on_step_end(self) -> None:
         self.room.digests = False

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import nn
 
 from tests.runtime.programs import running
 from torchdelta import BudgetError, MemoryBudget
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WIDTH = 128
 FEW_ROWS = 8
@@ -104,3 +109,27 @@ def test_a_refused_update_by_hand() -> None:
         with torch.no_grad(), pytest.raises(BudgetError):
             torch.kron(weight.grad, torch.ones(8, 8))
     check(budget, num_steps=0, num_refused=1)
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_a_refused_step_replaces_no_saved_file(tmp_path: Path, new_format: bool) -> None:
+    """`torch.save` raises the error before it opens its file, and the error leaves the scope as it is."""
+    weight = torch.full((WIDTH, WIDTH), 1e-3, requires_grad=True)
+    path = tmp_path / "checkpoint.pt"
+
+    def save(loss: torch.Tensor) -> None:
+        torch.save({"weight": weight, "loss": loss.detach()}, path, _use_new_zipfile_serialization=new_format)
+
+    with running(base_bytes() + ROOM_BYTES) as (budget, _):
+        loss = loss_of(weight, FEW_ROWS)
+        save(loss)
+        loss.backward()
+        before = path.read_bytes()
+        with pytest.raises(BudgetError) as raised:
+            save(loss_of(weight, TOO_MANY_ROWS))
+        assert path.read_bytes() == before
+        loss_of(weight, FEW_ROWS).backward()
+        save(weight.sum())
+    assert raised.value.is_lower_bound
+    assert torch.load(path)["weight"].equal(weight)
+    check(budget, num_steps=2, num_refused=1)
