@@ -134,6 +134,7 @@ RUNTIME_ORDER = (
     {"follow"},
     {"record"},
     {"survey", "observe"},
+    {"optimizer_steps"},
     {"report", "shared_tier"},
     {"current"},
     {"patches"},

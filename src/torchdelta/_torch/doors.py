@@ -173,6 +173,17 @@ def patch_saving(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ca
     return replace(torch.serialization, "_check_save_filelike", make)
 
 
+def patch_raw_writes(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the methods of tensors and storages that write without an op by `make(original)`; returns what undoes it.
+
+    Those of storages run an op, but no function that a function mode sees.
+    """
+    return together(
+        [replace(torch.Tensor, name, make) for name in ("apply_", "map_", "map2_")]
+        + [replace(torch.UntypedStorage, name, make) for name in ("copy_", "fill_", "__setitem__")]
+    )
+
+
 def patch_deep_copies(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace `Tensor.__deepcopy__(memo)`, which parameters do not use, by `make(original)`; returns what undoes it."""
     return replace(torch.Tensor, "__deepcopy__", make)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.record.compiled import CompiledRegions
     from torchdelta.runtime.record.partial import PartialRecording
     from torchdelta.runtime.record.pause import Pause
+    from torchdelta.runtime.record.raw_writes import RawWrites
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.record.transforms import Transforms
 
@@ -30,6 +31,7 @@ class Running(Protocol):
     device: Device
     partial: PartialRecording
     pause: Pause
+    raw_writes: RawWrites
     recorder: Recorder
     traces: StepTraces
     transforms: Transforms

@@ -20,6 +20,7 @@ from torchdelta._torch.doors import (
     patch_fsdp_backward,
     patch_functorch_guard,
     patch_inference_mode,
+    patch_raw_writes,
     patch_run_backward,
     patch_saving,
     patch_swap_tensors,
@@ -75,6 +76,7 @@ def patch() -> None:
                 _undo.append(patch_fsdp_backward(_make_fsdp_backward))
                 _undo.append(patch_swap_tensors(_make_swap_tensors))
                 _undo.append(patch_saving(_make_check_of_file))
+                _undo.append(patch_raw_writes(_make_raw_write))
                 _undo.append(patch_inference_mode(_make_end_of_inference_mode))
             except BaseException:
                 _remove_patches()
@@ -245,7 +247,7 @@ def _swap_tensors(session: Any, original: Callable[..., None], t1: torch.Tensor,
 
 
 def _make_check_of_file(original: Callable[..., None]) -> Callable[..., None]:
-    """End a survey before `torch.save` opens its file: the file that is there would be lost, for one without content."""
+    """End a survey before `torch.save` opens its file, which would replace a good one by one without content."""
 
     def check_save_filelike(file: Any) -> None:
         session: Any = current_session()
@@ -254,6 +256,20 @@ def _make_check_of_file(original: Callable[..., None]) -> Callable[..., None]:
         original(file)
 
     return check_save_filelike
+
+
+def _make_raw_write(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Record a write that is no op."""
+
+    @shielded
+    def write(written: Any, *args: Any, **kwargs: Any) -> Any:
+        session = current_session()
+        if session is None or session.pause.is_on:
+            return call_outside(original, written, *args, **kwargs)
+        with session.raw_writes.recorded(written):
+            return call_outside(original, written, *args, **kwargs)
+
+    return write
 
 
 def _make_end_of_inference_mode(original: Callable[..., Any]) -> Callable[..., Any]:

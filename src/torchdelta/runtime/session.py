@@ -43,6 +43,7 @@ from torchdelta.runtime.record.other_streams import OtherStreams
 from torchdelta.runtime.record.owners import Owners
 from torchdelta.runtime.record.partial import PartialRecording
 from torchdelta.runtime.record.pause import Pause, may_pause
+from torchdelta.runtime.record.raw_writes import RawWrites
 from torchdelta.runtime.record.readers import Readers
 from torchdelta.runtime.record.resized import Resizes
 from torchdelta.runtime.record.saved import SavedTensors
@@ -107,6 +108,7 @@ class Session:
         self.compiled = CompiledRegions(self.recorder, self.room, self.steps, self.take_error)
         self.transforms = Transforms(self.recorder, self.take_error)
         self.backward = Backward(self.recorder, self.steps, self._on_backward_end)
+        self.raw_writes = RawWrites(self.recorder, self.backward.python_writes)
         self.pause = Pause(self.recorder, self.saved, self.steps, is_allowed=plan is None and may_pause(config))
         self.partial = PartialRecording(self.recorder, self.saved, self.backward, self.pause)
         self.room.find_more = self.partial.find_more

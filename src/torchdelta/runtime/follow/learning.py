@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta._torch.device import warns_only
 from torchdelta._torch.ops import returns_tensors
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Learning"]
 
+_numbers: Final = itertools.count()
+
 
 class Learning:
     """Learns the outline of a program's steps while one of them is recorded as a whole. Mutable.
@@ -36,6 +39,7 @@ class Learning:
 
     def __init__(self, program: Program, gate: Gate, hooks: NativeHooks, first: Buffer) -> None:
         self.program = program
+        self._number = next(_numbers)
         self._gate = gate
         self._hooks = hooks
         self._needs: dict[int, int] = {}  # in bytes, by op
@@ -63,7 +67,7 @@ class Learning:
         """Note what the running op needs, what it reads, and whose content it has ended."""
         position = self._gate.position - 1
         if entry is not None:
-            entry.position = position
+            entry.position, entry.learning_number = position, self._number
             reads = tuple(source.id for source in sources(entry))
             makes = tuple(buffer.id for reference in entry.outputs if (buffer := reference()) is not None)
             if position in self._composites:
@@ -80,7 +84,7 @@ class Learning:
                 self._in_python.add(buffer.id)
             self._writes.setdefault(position, []).append(buffer.id)
             if buffer.op is not None:
-                self._makers[buffer.id] = buffer.op.position
+                self._makers[buffer.id] = self._position_of(buffer.op)
             if buffer.num_saved:
                 self._written_saved.add(buffer.id)
 
@@ -124,10 +128,15 @@ class Learning:
     def on_replay(self, entry: OpEntry) -> None:
         """Note that an op is replayed."""
         self._threads.add(threading.get_ident())
-        if entry.position >= 0:  # else it ran before, where all ops are recorded
-            self._replayed.add(entry.position)
+        position = self._position_of(entry)
+        if position >= 0:  # else it ran before, where all ops are recorded
+            self._replayed.add(position)
         else:
             self._in_python.update(buffer.id for reference in entry.outputs if (buffer := reference()) is not None)
+
+    def _position_of(self, entry: OpEntry) -> int:
+        """Return an op's position in this step; -1 if it ran before, as in a graph that lives since an earlier step."""
+        return entry.position if entry.learning_number == self._number else -1
 
     def outline(self, saved_bytes: int) -> Outline | None:
         """Return the outline of a step that has saved so much; None if it has not saved the tensors of the program."""

@@ -194,6 +194,7 @@ class OpEntry:
         "func",
         "grad_enabled",
         "kwargs",
+        "learning_number",
         "output_bytes",
         "outputs",
         "position",
@@ -215,6 +216,7 @@ class OpEntry:
         self.random_state: tuple[torch.Generator, torch.Tensor] | None = None
         self.outputs: list[weakref.ref[Buffer]] = []
         self.position = -1  # among the ops of a step whose outline is learned (follow/outline.py)
+        self.learning_number = -1  # of the `Learning` that counted this position
 
 
 class StorageRecord:
