@@ -12,7 +12,6 @@ import torch
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from torchdelta._torch.fake import FakeTensor
 from torchdelta.budget import MemoryBudget
 from torchdelta.config import Config
 from torchdelta.errors import SizeError, TorchdeltaError
@@ -20,6 +19,7 @@ from torchdelta.runtime import interrupts
 from torchdelta.runtime.current import current_session
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.session import Session
+from torchdelta.runtime.survey.survey import lacks_content
 from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
@@ -215,14 +215,14 @@ class MemoryBudgetMagics(Magics):
 def _lacks_content(value: Any) -> bool:
     """Return whether a value is, or holds, a tensor of a survey that runs."""
     if isinstance(value, torch.nn.Module):
-        return any(isinstance(tensor, FakeTensor) for tensor in itertools.chain(value.parameters(), value.buffers()))
+        return any(map(lacks_content, itertools.chain(value.parameters(), value.buffers())))
     if isinstance(value, torch.optim.Optimizer):
-        return any(isinstance(tensor, FakeTensor) for group in value.param_groups for tensor in group["params"])
+        return any(lacks_content(tensor) for group in value.param_groups for tensor in group["params"])
     if isinstance(value, list | tuple):
         return any(map(_lacks_content, value))
     if isinstance(value, dict):
         return any(map(_lacks_content, value.values()))
-    return isinstance(value, FakeTensor)
+    return lacks_content(value)
 
 
 def _free_variables(error: BaseException) -> None:

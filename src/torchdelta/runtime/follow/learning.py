@@ -67,7 +67,7 @@ class Learning:
         """Note what the running op needs, what it reads, and whose content it has ended."""
         position = self._gate.position - 1
         if entry is not None:
-            entry.position, entry.learning_number = position, self._number
+            entry.position = self._number, position
             reads = tuple(source.id for source in sources(entry))
             makes = tuple(buffer.id for reference in entry.outputs if (buffer := reference()) is not None)
             if position in self._composites:
@@ -136,7 +136,8 @@ class Learning:
 
     def _position_of(self, entry: OpEntry) -> int:
         """Return an op's position in this step; -1 if it ran before, as in a graph that lives since an earlier step."""
-        return entry.position if entry.learning_number == self._number else -1
+        number, position = entry.position
+        return position if number == self._number else -1
 
     def outline(self, saved_bytes: int) -> Outline | None:
         """Return the outline of a step that has saved so much; None if it has not saved the tensors of the program."""

@@ -194,7 +194,6 @@ class OpEntry:
         "func",
         "grad_enabled",
         "kwargs",
-        "learning_number",
         "output_bytes",
         "outputs",
         "position",
@@ -215,8 +214,7 @@ class OpEntry:
         self.workspace_bytes = 0  # what the op allocates and frees again while it runs
         self.random_state: tuple[torch.Generator, torch.Tensor] | None = None
         self.outputs: list[weakref.ref[Buffer]] = []
-        self.position = -1  # among the ops of a step whose outline is learned (follow/outline.py)
-        self.learning_number = -1  # of the `Learning` that counted this position
+        self.position: tuple[int, int] = (-1, -1)  # number of a `Learning` (follow/learning.py), and the place there
 
 
 class StorageRecord:

@@ -243,6 +243,11 @@ class Survey:
         return groups, largest
 
 
+def lacks_content(value: Any) -> bool:
+    """Return whether a value is a tensor that a survey has made."""
+    return isinstance(value, FakeTensor)
+
+
 class _BackwardStart(Observer):
     """Tells the state of the program, and the need of the run, when the backward of a survey begins."""
 
