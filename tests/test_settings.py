@@ -142,6 +142,8 @@ def test_a_swap_directory_of_a_file_is_beside_the_file(folder: Path) -> None:
         ('arena = "on"', "arena='on' is not allowed: use True or False"),
         ("host_budget = 0.5", "host_budget 0.5 is ambiguous: write '0.5GiB'"),
         ("memory_budget = 0.5", "memory_budget 0.5 is ambiguous: write '50%'"),
+        ('memory_budget = "80"', "memory_budget '80' is 80 bytes: name the unit, such as '80GiB'"),
+        ('host_budget = "auto"', "host_budget 'auto' is not a size: write a number and one of B, kB,"),
         ("memory_budget = true", "memory_budget must be an int of bytes or text such as '8GiB' or '80%', not bool"),
         ("memory_budget = 8GiB", "not TOML: "),
         ("host_budget = " + "9" * 5000, "cannot be read: Exceeds the limit (4300 digits)"),

@@ -234,7 +234,7 @@ def test_the_budget_can_come_from_the_environment(script, monkeypatch):
     [
         (["--memory-budget", "0.8"], "torchdelta run: budget 0.8 is ambiguous"),
         (["--memory-budget", "much"], "torchdelta run: budget 'much' is not a size"),
-        (["--memory-budget", "4"], "torchdelta run: a memory budget of 4 is 4 bytes: name the unit, such as 4GiB"),
+        (["--memory-budget", "4"], "torchdelta run: budget '4' is 4 bytes: name the unit, such as '4GiB'"),
         ([*BUDGET, "--policy", "belady"], "torchdelta run: policy='belady' is not allowed: use 'torchdelta'"),
         (
             [*BUDGET, "--policy", "delta2022"],

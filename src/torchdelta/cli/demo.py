@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep, broken_promises, differing_steps
 from torchdelta.cli.errors import EXIT_FAILED, EXIT_INFEASIBLE, fail, print_result
-from torchdelta.cli.options import JsonOption, a_count, number_or_text
+from torchdelta.cli.options import JsonOption, a_count
 from torchdelta.config import POLICIES, Config
 from torchdelta.host import read_host_memory
 from torchdelta.units import format_bytes, parse_size
@@ -49,7 +49,7 @@ def demo(
     with tqdm(total=2 * steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
         bar.set_description("plain")
         plain = _train(plain_run, bar)
-        budget_bytes = parse_size(number_or_text(memory_budget), total_bytes=plain.peak_bytes, name="memory budget")
+        budget_bytes = parse_size(memory_budget, total_bytes=plain.peak_bytes, name="memory budget")
         bar.set_description(f"inside {format_bytes(budget_bytes)}")
         budgeted = _train(replace(plain_run, budget_bytes=budget_bytes), bar)
     broken = broken_promises(plain, budgeted)
@@ -63,7 +63,7 @@ def demo(
 def _checked_run(memory_budget: str, policy: str, *, layers: int, width: int, batch: int, steps: int) -> DemoRun:
     """Check the options before the plain run, which takes a minute."""
     Config(policy=policy)
-    parse_size(number_or_text(memory_budget), total_bytes=2**40, name="memory budget")
+    parse_size(memory_budget, total_bytes=2**40, name="memory budget")
     if width % 64 != 0:
         near = max(64, 64 * round(width / 64))
         fail(f"--width {width} is not a multiple of 64, the size of an attention head: use {near}")

@@ -11,7 +11,6 @@ import typer
 
 from torchdelta.cli.children import hand_on
 from torchdelta.cli.errors import EXIT_INFEASIBLE, EXIT_USAGE, check_input, check_output, fail, prefix
-from torchdelta.cli.options import number_or_text
 from torchdelta.cli.progress import Progress
 from torchdelta.cli.script import Outcome, run_script, show_error
 from torchdelta.cli.stderr import print_on_stderr
@@ -140,8 +139,7 @@ def run(
         given = {key: value for key, value in arguments_given.items() if value is not None}
         settings = resolve_settings(given, file=config)
         wanted = settings.required_budget()
-        wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
-        if isinstance(wanted, int) and 0 < wanted < _LEAST_BYTES:
+        if isinstance(wanted, int) and 0 < wanted < _LEAST_BYTES:  # from a file: text is checked where it is parsed
             fail(f"a memory budget of {wanted} is {wanted} bytes: name the unit, such as {wanted}GiB", EXIT_USAGE)
         budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
         budget.start()
