@@ -64,6 +64,7 @@ def test_sizes_that_are_shown_can_be_set():
     shown = inside(*step, available_bytes).stdout
     assert "with MemoryBudget('63.89 MiB')" in shown
     assert parse_size(" ".join(shown.partition("least budget")[2].split()[:2])) >= least_bytes
+    assert f"({least_bytes} bytes)" in shown
     # Nothing is left to round away.
     assert f"with MemoryBudget({least_bytes})" in inside(*step, least_bytes).stdout
 
