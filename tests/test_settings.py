@@ -139,7 +139,7 @@ def test_a_swap_directory_of_a_file_is_beside_the_file(folder: Path) -> None:
         ('polcy = "lru"', "unknown key 'polcy': did you mean policy? Known are memory_budget, policy, planner"),
         ('policy = "lruu"', "policy='lruu' is not allowed: did you mean 'lru'?"),
         ("policy = 3", "policy=3 is not allowed: use 'torchdelta'"),
-        ('arena = "on"', "arena='on' is not allowed: use True or False"),
+        ('arena = "on"', "arena='on' is not allowed: use True or False (in TOML: true or false)"),
         ("host_budget = 0.5", "host_budget 0.5 is ambiguous: write '0.5GiB'"),
         ("memory_budget = 0.5", "memory_budget 0.5 is ambiguous: write '50%'"),
         ('memory_budget = "80"', "memory_budget '80' is 80 bytes: name the unit, such as '80GiB'"),

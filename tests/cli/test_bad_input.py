@@ -191,6 +191,7 @@ CASES = {
         "planner='delta-224' is not allowed: did you mean 'delta-2024'?",
         USAGE,
     ),
+    "no planner to run": (run("--planner", "zzz", "bad_models.py"), "or None (outside of Python: none)", USAGE),
     "a planner with a long name": (plan("step.trace", "--planner", "x" * 300), "'" + "x" * 60 + "...'", USAGE),
     "no machine at all": (("plan", "step.trace", "--memory-budget", "1GiB"), "missing option '--machine'", USAGE),
     "no machine and no plan": (("simulate", "step.trace"), "a machine is needed: --machine a100-80g", USAGE),

@@ -91,7 +91,7 @@ def test_a_batch_that_no_plan_holds_exits_with_78():
         ("small_for_fit:nowhere", "nowhere"),
         ("absent:model", "absent"),
         ("small_for_fit", "small_for_fit"),
-        ("small_for_fit:without_batch", "takes no batch size"),
+        ("small_for_fit:without_batch", "takes no batch size: give the function an argument for it"),
     ],
 )
 @pytest.mark.usefixtures("_place")
