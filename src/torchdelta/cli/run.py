@@ -179,7 +179,7 @@ def run(
 
 def _refuse_budget_after_script(target: str, arguments: list[str]) -> None:
     name = "--memory-budget"
-    for given, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for given, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if given == name or given.startswith(f"{name}="):
             budget = given.partition("=")[2] or following or "8GiB"
             fail(
