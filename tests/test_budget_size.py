@@ -71,7 +71,7 @@ def test_share_is_of_the_device() -> None:
     assert half == pytest.approx(whole / 2, abs=1)
 
 
-@pytest.mark.parametrize("written", [0.8, 8e9, True, 0, -1, "8 potatoes", "", None])
+@pytest.mark.parametrize("written", [0.8, 8e9, True, 0, -1, "8 potatoes", "80", "8G", "", None])
 def test_what_is_no_size_is_refused(written: Any) -> None:
     """A bare float is ambiguous; other sizes are not."""
     with pytest.raises(SizeError):

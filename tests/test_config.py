@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from torchdelta.budget import MemoryBudget
 from torchdelta.config import POLICIES, Config, SavedBuffer
 from torchdelta.errors import ConfigError
 
@@ -82,3 +83,13 @@ def test_a_relative_directory_is_that_of_now(tmp_path, monkeypatch):
     config = Config(swap_dir="swap")
     assert config == Config(swap_dir=str(tmp_path / "swap"))
     assert Config(swap_dir=tmp_path).swap_dir is tmp_path
+
+
+def test_an_option_outside_of_a_config_is_answered_with_what_to_write():
+    """And a name that is none of them, with the arguments that there are."""
+    with pytest.raises(TypeError) as caught:
+        MemoryBudget("8GiB", policy="lru", arena=True)
+    said = "'policy' is an option of Config: write MemoryBudget('8GiB', Config(policy='lru', arena=True))"
+    assert str(caught.value) == said
+    with pytest.raises(TypeError, match="has no option 'polcy': it takes budget, config, plan and trace_out"):
+        MemoryBudget("8GiB", polcy="lru")

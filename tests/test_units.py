@@ -20,7 +20,8 @@ BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
         (" 1.5 gib ", 3 * 2**29),
         (".5MiB", 2**19),
         ("0.1GB", 10**8),
-        ("1000", 1000),
+        ("100000", 100_000),
+        ("65536", 65536),
         ("7 b", 7),
         ("7 bytes", 7),
         ("1kb", 1000),
@@ -93,7 +94,15 @@ def test_anything_else_is_one_clear_line(size):
         ("9000000000GiB", ["largest"]),
         ("8Gib/s", ["is not a size"]),
         ("8 Gbit", ["unknown unit", "GiB"]),
-        ("8G", ["unknown unit", "GiB"]),
+        ("8G", ["'8G' has an unknown unit: did you mean '8GiB' or '8GB'?"]),
+        ("1.5 k", ["did you mean '1.5KiB' or '1.5kB'?"]),
+        ("8gi", ["did you mean '8GiB'?"]),
+        ("80", ["'80' is 80 bytes: name the unit, such as '80GiB'"]),
+        ("65535", ["name the unit"]),
+        ("0", ["at least 1 byte"]),
+        (0.5 * 24e9, ["12000000000.0 is a float", "int(...)", "12000000000 bytes"]),
+        (1024.0, ["1024 bytes"]),
+        (1023.0, ["'1023.0GiB'"]),
         ("", ["is not a size"]),
         ("101%", ["more than 100%"]),
         (True, ["not bool"]),
@@ -117,7 +126,7 @@ def test_numbers_of_numpy_are_bytes():
             parse_size(size)
 
 
-@pytest.mark.parametrize("size", [0.8, 8.0, "0.8", float("nan"), None])
+@pytest.mark.parametrize("size", [0.8, 8.0, 8e9, "0.8", "auto", "8 Gbit", float("nan"), None])
 def test_no_percentage_is_advised_where_none_is_taken(size):
     """It would be refused in turn."""
     with pytest.raises(SizeError) as caught:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from torchdelta.config import Config
 from torchdelta.errors import ConfigError, ScopeError
@@ -81,7 +82,10 @@ class MemoryBudget:
         *,
         plan: str | os.PathLike[str] | Plan | None = None,
         trace_out: str | os.PathLike[str] | None = None,
+        **misplaced: Never,
     ) -> None:
+        if misplaced:
+            raise TypeError(_misplaced_message(budget, misplaced))
         self.config: Config = config if config is not None else Config()
         _check_config(self.config)
         if plan is not None and self.config.planner not in (None, "auto"):
@@ -289,6 +293,15 @@ class MemoryBudget:
             )
             raise ScopeError(msg)
         return trace
+
+
+def _misplaced_message(budget: object, options: Mapping[str, object]) -> str:
+    known = [field.name for field in fields(Config)]
+    name = next(iter(options))
+    if name not in known:
+        return f"MemoryBudget() has no option {name!r}: it takes budget, config, plan and trace_out"
+    given = ", ".join(f"{key}={value!r}" for key, value in options.items() if key in known)
+    return f"{name!r} is an option of Config: write MemoryBudget({budget!r}, Config({given}))"
 
 
 def _check_config(config: Any) -> None:

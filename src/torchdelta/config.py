@@ -132,7 +132,7 @@ class Config:
         """Check every field."""
         _check_choice("policy", self.policy, POLICIES)
         if self.planner is not None:
-            _check_choice("planner", self.planner, ("auto", *PLANNERS), or_else="None")
+            _check_choice("planner", self.planner, ("auto", *PLANNERS), or_else="None (outside of Python: none)")
             if self.decisions is not None and self.planner != "auto":
                 raise ConfigError("planner and decisions exclude each other: leave one of them out")
         if self.decisions is not None and not callable(self.decisions):
@@ -228,7 +228,7 @@ def _check_choice(option: str, value: Any, allowed: tuple[str, ...], *, or_else:
 
 def _check_flag(option: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{option}={value!r} is not allowed: use True or False")
+        raise ConfigError(f"{option}={value!r} is not allowed: use True or False (in TOML: true or false)")
 
 
 def _check_directory(swap_dir: Any) -> None:

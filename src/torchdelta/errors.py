@@ -9,7 +9,7 @@
     |-- PoolError (ValueError)             invalid lives, or a capacity that cannot hold them
     |-- PlanError                          an unknown planner, or a plan or bound that cannot be computed
     |   `-- InfeasibleError                no plan within the budget
-    |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, used twice, or stopped before it was started
+    |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, started while it runs, or stopped while not
     |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or is lost
     |-- NativeError (RuntimeError)         native code that cannot be built or used here
     |-- ReplayError (RuntimeError)         a replay whose result differs from what was dropped
@@ -86,7 +86,7 @@ class InfeasibleError(PlanError):
 
 
 class ScopeError(TorchdeltaError, RuntimeError):
-    """A MemoryBudget is nested, used from a second thread, or stopped before its start."""
+    """A MemoryBudget is nested, started while it runs, stopped while it does not run, or used on another thread."""
 
 
 class SavedTensorError(TorchdeltaError, RuntimeError):

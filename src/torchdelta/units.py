@@ -22,7 +22,14 @@ _UNIT_BYTES: Final = {
     **{prefix + "b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
     **{prefix + "ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
 }
-_UNITS_TEXT: Final = "B, kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024) or %"
+_UNITS_TEXT: Final = "B, kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024)"
+# What people write without the final "B": "8G", "8Gi".
+_SHORT_UNITS: Final = {
+    **{prefix.lower(): (f"{prefix.upper()}iB", f"{prefix}B") for prefix in "kMGTP"},
+    **{f"{prefix.lower()}i": (f"{prefix.upper()}iB",) for prefix in "kMGTP"},
+}
+_LEAST_WITHOUT_UNIT: Final = 2**16  # a smaller number without a unit was meant in another one
+_LEAST_FLOAT_BYTES: Final = 1024  # a float from here on is a computed number of bytes
 # Twenty digits on either side are more than a size needs; without a limit a long text would take long to parse.
 _SIZE_PATTERN: Final = re.compile(r"(?P<number>[0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*(?P<unit>[a-z]*|%)")
 # A file offset and a torch size are signed 64-bit numbers.
@@ -35,6 +42,7 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
 
     Args:
         size: An int of bytes, or text such as "8GiB", "512 MB", "1.5gib" or "80%". Fractions of a byte are cut off.
+            Text without a unit is bytes, from 65536 on: "8" was hardly meant as 8 bytes, and is refused.
         total_bytes: The size that is 100 %. Without it a percentage is refused.
         name: The name of the option, for error messages.
         takes_shares: Whether a message may advise to write a percentage.
@@ -62,7 +70,7 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
     match = _SIZE_PATTERN.fullmatch(size.strip().lower())
     if match is None:
         hint = " (a size is positive)" if size.strip().startswith("-") else ""
-        raise SizeError(f"{name} {_shown(size)} is not a size{hint}: write a number and one of {_UNITS_TEXT}")
+        raise SizeError(f"{name} {_shown(size)} is not a size{hint}: write a number and one of {_units(takes_shares)}")
     # Fraction is exact where a float would be off by bytes: "0.1GB" is 100000000.
     number, unit = Fraction(match["number"]), match["unit"]
     if unit == "%":
@@ -70,7 +78,12 @@ def parse_size(size: object, *, total_bytes: int | None = None, name: str = "siz
     if unit == "" and "." in match["number"]:
         raise SizeError(_float_message(size.strip(), name, takes_shares=takes_shares))
     if unit not in _UNIT_BYTES:
-        raise SizeError(f"{name} {_shown(size)} has an unknown unit: use one of {_UNITS_TEXT}")
+        use = f"use one of {_units(takes_shares)}"
+        if unit in _SHORT_UNITS:
+            use = f"did you mean {' or '.join(repr(match['number'] + full) for full in _SHORT_UNITS[unit])}?"
+        raise SizeError(f"{name} {_shown(size)} has an unknown unit: {use}")
+    if unit == "" and 0 < number < _LEAST_WITHOUT_UNIT:
+        raise SizeError(f"{name} {_shown(size)} is {number} bytes: name the unit, such as '{number}GiB'")
     return _checked(int(number * _UNIT_BYTES[unit]), size, name)
 
 
@@ -130,12 +143,18 @@ def _examples(*, takes_shares: bool) -> str:
     return "'8GiB' or '80%'" if takes_shares else "'8GiB'"
 
 
+def _units(takes_shares: bool) -> str:
+    return f"{_UNITS_TEXT} or %" if takes_shares else _UNITS_TEXT
+
+
 def _float_message(number: float | str, name: str, *, takes_shares: bool) -> str:
     if isinstance(number, float) and not math.isfinite(number):
         examples = _examples(takes_shares=takes_shares)
         return f"{name} {number} is not a size: write bytes as an int, or text such as {examples}"
     if isinstance(number, float) and number <= 0:
         return f"{name} {number} is not a size: a size is at least 1 byte, written as an int or as text such as '8GiB'"
+    if isinstance(number, float) and _LEAST_FLOAT_BYTES <= number <= _MAX_BYTES:
+        return f"{name} {number} is a float: write the bytes as an int, int(...) around it: {int(number)} bytes"
     if not takes_shares:
         return f"{name} {number} is ambiguous: write '{number}GiB' for an amount"
     if float(number) > 1:

@@ -191,6 +191,7 @@ CASES = {
         "planner='delta-224' is not allowed: did you mean 'delta-2024'?",
         USAGE,
     ),
+    "no planner to run": (run("--planner", "zzz", "bad_models.py"), "or None (outside of Python: none)", USAGE),
     "a planner with a long name": (plan("step.trace", "--planner", "x" * 300), "'" + "x" * 60 + "...'", USAGE),
     "no machine at all": (("plan", "step.trace", "--memory-budget", "1GiB"), "missing option '--machine'", USAGE),
     "no machine and no plan": (("simulate", "step.trace"), "a machine is needed: --machine a100-80g", USAGE),
@@ -216,6 +217,17 @@ CASES = {
     "a time limit that is no number": (("pool", "lives.csv", "--time-limit", "nan"), "a time limit of nan s", USAGE),
     "a width between": (("demo", "--width", "100"), "--width 100 is not a multiple of 64", USAGE),
     "a budget without a unit": (plan("step.trace", "--memory-budget", "0.5"), "write '50%' for a share", USAGE),
+    "a budget of few bytes": (plan("step.trace", "--memory-budget", "4"), "'4' is 4 bytes: name the unit", USAGE),
+    "a budget above the machine": (
+        plan("step.trace", "--memory-budget", "100GiB"),
+        "100.00 GiB is more than the 79.15 GiB of",
+        USAGE,
+    ),
+    "a budget to fit above the machine": (
+        fit("bad_models:linear", "--memory-budget", "100GiB"),
+        "100.00 GiB is more than the 79.15 GiB of",
+        USAGE,
+    ),
     "a share above all": (("demo", "--memory-budget", "120%"), "'120%' is more than 100%", USAGE),
     "a budget of another unit": (fit("bad_models:linear", "--memory-budget", "8Gi"), "has an unknown unit", USAGE),
     "a reserve of everything": (

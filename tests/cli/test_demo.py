@@ -1,6 +1,12 @@
 """`torchdelta demo` compares two runs, and says so when a promise breaks."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -52,12 +58,27 @@ def test_the_table_says_whether_they_are_identical(monkeypatch, budgeted, code, 
 
 
 @pytest.mark.rest
-def test_an_impossible_budget_fails_with_the_line_of_the_error(monkeypatch, capfd):
-    """The demo does not pass when a run did not finish; the plain run is made up here."""
+def test_an_impossible_budget_fails_with_the_line_of_the_error(monkeypatch):
+    """The demo does not pass when a run did not finish; the plain run is made up here. The bar has its own line."""
     monkeypatch.setattr("torchdelta.cli.demo._train", lambda run, bar: _train(run, bar) if run.budget_bytes else PLAIN)
     options = ("--layers", 1, "--width", 64, "--batch", 1, "--steps", 1, "--memory-budget", "5%")
-    inside("demo", *options, code=78)
-    assert " out of memory." in capfd.readouterr().err  # of the run's own process
+    said = inside("demo", *options, code=78).stderr  # of the run's own process
+    assert " out of memory." in said
+    assert re.search(r"(^|[\r\n])torchdelta demo: the memory budget of", said)
+
+
+def test_ctrl_c_is_one_line_with_the_code_of_an_interrupted_script():
+    """No traceback, neither of the command nor of the training's own process."""
+    command = [sys.executable, "-c", "from torchdelta.cli.main import main; main()", "demo", "--steps", "1000"]
+    command += ["--layers", "1", "--width", "64", "--batch", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as demo:
+        time.sleep(4)  # the training's process imports torch, or trains
+        os.killpg(demo.pid, signal.SIGINT)
+        assert demo.stderr is not None
+        said = demo.stderr.read()
+    assert demo.returncode == 130
+    assert "Traceback" not in said
+    assert said.endswith("torchdelta demo: interrupted\n")
 
 
 def test_what_the_demo_promises_holds():

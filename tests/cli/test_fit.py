@@ -64,6 +64,7 @@ def test_sizes_that_are_shown_can_be_set():
     shown = inside(*step, available_bytes).stdout
     assert "with MemoryBudget('63.89 MiB')" in shown
     assert parse_size(" ".join(shown.partition("least budget")[2].split()[:2])) >= least_bytes
+    assert f"({least_bytes} bytes)" in shown
     # Nothing is left to round away.
     assert f"with MemoryBudget({least_bytes})" in inside(*step, least_bytes).stdout
 
@@ -90,7 +91,7 @@ def test_a_batch_that_no_plan_holds_exits_with_78():
         ("small_for_fit:nowhere", "nowhere"),
         ("absent:model", "absent"),
         ("small_for_fit", "small_for_fit"),
-        ("small_for_fit:without_batch", "takes no batch size"),
+        ("small_for_fit:without_batch", "takes no batch size: give the function an argument for it"),
     ],
 )
 @pytest.mark.usefixtures("_place")

@@ -20,6 +20,7 @@ from torchdelta.planners import names
 from torchdelta.simulate import kernel
 from torchdelta.trace.file import write_trace
 from torchdelta.trace.model import peak
+from torchdelta.units import parse_size
 
 STEP = chain([(64 * MIB, 8e-3, 2e-3)] * 6)
 ON = ("--machine", "a100-80g")
@@ -75,6 +76,8 @@ def test_where_memory_is_short_and_costs_time_more_thought_is_named(trace, tmp_p
     assert not facts["is_near_least"]
     tight = torchdelta("plan", trace, *fast, least_bytes)
     assert "the budget is 1.00 times the least" in tight.stdout
+    least_bytes = int(tight.stdout.partition("times the least, ")[2].partition("(")[2].partition(" bytes")[0])
+    assert parse_size(" ".join(tight.stdout.partition("times the least, ")[2].split()[:2])) >= least_bytes
     assert "--effort best or --class extended" in tight.stdout
     assert "--effort" not in torchdelta("plan", trace, *ON, "--effort", "best", "--memory-budget", least_bytes).stdout
     swapped = torchdelta("plan", trace, *fast, least_bytes, "--planner", "swap-all")

@@ -83,7 +83,16 @@ def test_a_wrong_placement_is_refused(example, tmp_path):
         ("id,lower,upper,size\na,0,1,-4\n", (), "size of -4 bytes"),
         ("id,lower,upper,size\na,0,1,many\n", (), "the size of 'a' is 'many', not a whole number"),
         ("id,lower,upper,size\na,0,1\n", (), "the size of 'a' is None"),
-        (EXAMPLE, ("--capacity", "3"), "'b1' needs 4 B, more than the capacity of 3 B"),
+        (
+            EXAMPLE,
+            ("--capacity", "3"),
+            "no placement within 3 B was found: the best needs 12 B (9 B more), none needs less than 12 B",
+        ),
+        (
+            "id,lower,upper,size\na,0,1,2000\n",
+            ("--capacity", "1999B"),
+            "the best needs 1.96 KiB (2000 bytes, 1 B more), none needs less than 1.95 KiB",
+        ),
         (
             EXAMPLE,
             ("--capacity", "11"),
@@ -95,7 +104,7 @@ def test_bad_input_is_one_line(tmp_path, text, options, words):
     """What is wrong, with the number; no traceback, and an exit code."""
     path = tmp_path / "lives.csv"
     path.write_text(text, encoding="utf-8")
-    done = inside("pool", path, *options, code=1 if "was found" in words else 2)
+    done = inside("pool", path, *options, code=1 if "the best needs" in words else 2)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -234,7 +234,7 @@ def test_the_budget_can_come_from_the_environment(script, monkeypatch):
     [
         (["--memory-budget", "0.8"], "torchdelta run: budget 0.8 is ambiguous"),
         (["--memory-budget", "much"], "torchdelta run: budget 'much' is not a size"),
-        (["--memory-budget", "4"], "torchdelta run: a memory budget of 4 is 4 bytes: name the unit, such as 4GiB"),
+        (["--memory-budget", "4"], "torchdelta run: budget '4' is 4 bytes: name the unit, such as '4GiB'"),
         ([*BUDGET, "--policy", "belady"], "torchdelta run: policy='belady' is not allowed: use 'torchdelta'"),
         (
             [*BUDGET, "--policy", "delta2022"],
@@ -371,6 +371,27 @@ def test_wrong_settings_are_one_line_and_code_2(script, tmp_path, monkeypatch, t
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [("--memory-budget", "32MiB"), ("--lr", "1", "--memory-budget=32MiB")])
+def test_a_budget_after_the_script_is_named(script, tmp_path, monkeypatch, words):
+    """It is one of the script's arguments there; the script does not begin."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHDELTA_MEMORY_BUDGET", raising=False)
+    path = script("print('began')")
+    done = inside("run", path, *words, code=2)
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"torchdelta run: no memory budget is given: --memory-budget stands after {path} and went to the script; put "
+        f"it before, as in torchdelta run --memory-budget 32MiB {path}\n"
+    )
+
+
+def test_the_help_names_the_table_and_the_default():
+    """Words in brackets would be taken for marks of a style, and left out."""
+    said = " ".join(inside("run", "--help").stdout.replace("│", " ").split())
+    assert "torchdelta.toml or the table tool.torchdelta of pyproject.toml" in said
+    assert "or none. [default: (auto)]" in said
 
 
 def test_a_terminal_gets_a_table(monkeypatch, capsys):

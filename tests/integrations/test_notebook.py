@@ -267,6 +267,7 @@ def test_a_graph_may_reach_into_the_next_cell(shell, run, plain) -> None:
         ("%memory_budget 8 potatoes", "'potatoes' cannot be used"),
         ("%memory_budget potatoes", "potatoes"),
         ("%memory_budget 0.8", "80%"),
+        ("%memory_budget 80", "name the unit, such as '80GiB'"),
         ("%memory_budget 8GiB 7", "'7' is no torchdelta.Config"),
         ("%memory_budget 8GiB Config(tier='tape')", "'disk', 'memory'"),
         ("%%memory_budget\n1", "name a budget"),

@@ -365,7 +365,7 @@ def test_auto_find_batch_size_with_a_program_that_such_a_step_makes_raise(tmp_pa
     assert MemoryBudget.current() is None
 
 
-@pytest.mark.parametrize("limit", [8.0, "8 potatoes", -1, "0%"])
+@pytest.mark.parametrize("limit", [8.0, "8 potatoes", "80", -1, "0%"])
 def test_a_limit_that_cannot_be_parsed(limit):
     """It is refused when the callback is made."""
     with pytest.raises(SizeError, match="memory budget"):

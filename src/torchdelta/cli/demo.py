@@ -7,6 +7,7 @@ Each run has its own process, where the peak is counted at the allocator.
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from tqdm import tqdm
 
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep, broken_promises, differing_steps
 from torchdelta.cli.errors import EXIT_FAILED, EXIT_INFEASIBLE, fail, print_result
-from torchdelta.cli.options import JsonOption, a_count, number_or_text
+from torchdelta.cli.options import JsonOption, a_count
+from torchdelta.cli.script import EXIT_INTERRUPTED
 from torchdelta.config import POLICIES, Config
 from torchdelta.host import read_host_memory
 from torchdelta.units import format_bytes, parse_size
@@ -46,12 +48,15 @@ def demo(
     Exits with 1 if a promise is broken: another loss, other parameters, or a peak above the budget.
     """
     plain_run = _checked_run(memory_budget, policy, layers=layers, width=width, batch=batch, steps=steps)
-    with tqdm(total=2 * steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
-        bar.set_description("plain")
-        plain = _train(plain_run, bar)
-        budget_bytes = parse_size(number_or_text(memory_budget), total_bytes=plain.peak_bytes, name="memory budget")
-        bar.set_description(f"inside {format_bytes(budget_bytes)}")
-        budgeted = _train(replace(plain_run, budget_bytes=budget_bytes), bar)
+    try:
+        with tqdm(total=2 * steps, unit="step", file=sys.stderr, dynamic_ncols=True) as bar:
+            bar.set_description("plain")
+            plain = _train(plain_run, bar)
+            budget_bytes = parse_size(memory_budget, total_bytes=plain.peak_bytes, name="memory budget")
+            bar.set_description(f"inside {format_bytes(budget_bytes)}")
+            budgeted = _train(replace(plain_run, budget_bytes=budget_bytes), bar)
+    except KeyboardInterrupt:
+        fail("interrupted", EXIT_INTERRUPTED)
     broken = broken_promises(plain, budgeted)
     if as_json:
         print_result(json.dumps(_as_dict(plain, budgeted, broken)))
@@ -63,7 +68,7 @@ def demo(
 def _checked_run(memory_budget: str, policy: str, *, layers: int, width: int, batch: int, steps: int) -> DemoRun:
     """Check the options before the plain run, which takes a minute."""
     Config(policy=policy)
-    parse_size(number_or_text(memory_budget), total_bytes=2**40, name="memory budget")
+    parse_size(memory_budget, total_bytes=2**40, name="memory budget")
     if width % 64 != 0:
         near = max(64, 64 * round(width / 64))
         fail(f"--width {width} is not a multiple of 64, the size of an attention head: use {near}")
@@ -78,18 +83,28 @@ def _train(run: DemoRun, bar: Any) -> DemoResult:
     # Without this Kineto, which counts the memory, would log two lines for each segment.
     environment = os.environ | {"KINETO_LOG_LEVEL": "99", "TRANSFORMERS_VERBOSITY": "error"}
     result: DemoResult | None = None
+    # Ctrl-C reaches both processes: the child ignores it, and is ended here, so that it prints no traceback.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603 - own command
+    finally:
+        signal.signal(signal.SIGINT, handler)
     # Other output of the child goes to stderr immediately.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:  # noqa: S603 - own command
+    with child:
         assert child.stdout is not None
-        for line in child.stdout:
-            message = _decode(line)
-            if isinstance(message, DemoStep):
-                bar.set_postfix(loss=f"{message.loss:.4f}")
-                bar.update()
-            elif isinstance(message, DemoResult):
-                result = message
-            else:
-                print(line, end="", file=sys.stderr)
+        try:
+            for line in child.stdout:
+                message = _decode(line)
+                if isinstance(message, DemoStep):
+                    bar.set_postfix(loss=f"{message.loss:.4f}")
+                    bar.update()
+                elif isinstance(message, DemoResult):
+                    result = message
+                else:
+                    bar.write(line, file=sys.stderr, end="")  # on a line of its own, not on the bar's
+        except BaseException:
+            child.kill()
+            raise
     if child.returncode != 0 or result is None:
         bar.close()
         if child.returncode == EXIT_INFEASIBLE:  # the child has said it

@@ -1,7 +1,8 @@
 """One training run of the demo, in a process of its own: `python -m torchdelta.cli.demo_train JSON`.
 
 Two runs cannot share a process, because its high-water mark of resident memory never goes down. Each finished step and
-the final result are one JSON line on stdout; the parent (`demo.py`) draws the progress bar and compares.
+the final result are one JSON line on stdout, an error is text there; the parent (`demo.py`) draws the progress bar,
+prints the text above it, and compares.
 """
 
 import hashlib
@@ -31,10 +32,11 @@ def main() -> None:
     try:
         result = train(run, report=lambda step: print(json.dumps(msgspec.to_builtins(step)), flush=True))
     except BudgetError as error:
-        print(f"{prefix('demo')}: {error}", file=sys.stderr)
+        print(f"{prefix('demo')}: {error}", flush=True)
         sys.exit(EXIT_INFEASIBLE)
     except torch.OutOfMemoryError as error:
-        sys.exit(f"{prefix('demo')}: {error}")
+        print(f"{prefix('demo')}: {error}", flush=True)
+        sys.exit(1)
     print(json.dumps(msgspec.to_builtins(result)), flush=True)
 
 

@@ -16,11 +16,11 @@ from torchdelta.cli.options import (
     OptimizerOption,
     PlannerOption,
     a_count,
+    budget_on,
     class_named,
     function_named,
     machine_named,
     measured_facts,
-    number_or_text,
     own_stdout,
     progress,
     say_if_compiling,
@@ -113,13 +113,12 @@ class _Budget:
         if memory_budget is not None:
             if reserve is not None:
                 fail("--memory-budget limits tensors alone, so --reserve has no effect: leave one of them out")
-            size = number_or_text(memory_budget)
-            self.budget_bytes = parse_size(size, total_bytes=total_bytes, name="memory budget")
+            self.budget_bytes = budget_on(machine, memory_budget)
             return
         if reserve is None:
             self.reserve_bytes = reserve_bytes(machine)
         elif reserve.strip("0"):
-            self.reserve_bytes = parse_size(number_or_text(reserve), total_bytes=total_bytes, name="reserve")
+            self.reserve_bytes = parse_size(reserve, total_bytes=total_bytes, name="reserve")
         self.budget_bytes = total_bytes - self.reserve_bytes
         if self.budget_bytes <= 0:
             whole, kept = format_bytes(total_bytes), format_bytes(self.reserve_bytes)
@@ -252,8 +251,13 @@ def _recommendation(facts: dict[str, Any]) -> str:
     most = facts["largest_batch"].get("any")
     if most:
         return f"batch {batch_size} does not fit: use at most {most}, and accumulate gradients for the rest"
-    least = format_bytes(facts["least_budget_bytes"], rounds_up=True)
-    return f"no batch fits {budget}: the least budget found is {least} for batch {batch_size}"
+    return f"no batch fits {budget}: the least budget found is {_least(facts)} for batch {batch_size}"
+
+
+def _least(facts: dict[str, Any]) -> str:
+    """Return the least budget: whoever types it as text or as bytes has enough."""
+    least_bytes = facts["least_budget_bytes"]
+    return f"{format_bytes(least_bytes, rounds_up=True)} ({least_bytes} bytes)"
 
 
 def _budget_to_set(facts: dict[str, Any]) -> str:
@@ -272,8 +276,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         f"{facts['machine']}, {format_bytes(facts['budget_bytes'])}{kept}: batch {facts['batch_size']} {verdict}",
         f"plain peak     {format_bytes(facts['plain_peak_bytes'])}, a step takes {time_text(facts, 'plain_time')}",
         (
-            f"least budget   {format_bytes(facts['least_budget_bytes'], rounds_up=True)} (no plan of class 'saved' is "
-            f"below {format_bytes(facts['lower_bound_bytes'])}), set by op {facts['least_budget_op']} "
+            f"least budget   {_least(facts)}; no plan of class 'saved' is below "
+            f"{format_bytes(facts['lower_bound_bytes'], rounds_down=True)}; set by op {facts['least_budget_op']} "
             f"{facts['least_budget_op_name']} with:"
         ),
     ]

@@ -13,6 +13,7 @@ from torchdelta.cli.errors import fail, note, one_of, print_result
 from torchdelta.cli.stderr import is_terminal
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import DecisionClass
+from torchdelta.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from torchdelta.planners import Prediction  # importing numba is slow
@@ -25,6 +26,7 @@ __all__ = [
     "PlannerOption",
     "TraceArgument",
     "a_count",
+    "budget_on",
     "class_named",
     "function_named",
     "machine_named",
@@ -106,6 +108,22 @@ def progress() -> Generator[Callable[[str], None]]:
 def number_or_text(size: str) -> int | str:
     """Convert an argument for `units.parse_size`: digits alone become an int of bytes."""
     return int(size) if size.isascii() and size.isdecimal() and len(size) < _MOST_DIGITS else size
+
+
+def budget_on(machine: Machine, memory_budget: str) -> int:
+    """Return a budget in bytes, or fail if it is more than a machine has."""
+    from torchdelta.machine.model import reserve_bytes
+
+    total_bytes = machine.memory_bytes
+    size_bytes = parse_size(memory_budget, total_bytes=total_bytes, name="memory budget")
+    if size_bytes > total_bytes:
+        room_bytes = total_bytes - reserve_bytes(machine)
+        fail(
+            f"a memory budget of {format_bytes(size_bytes)} is more than the "
+            f"{format_bytes(total_bytes, rounds_down=True)} of {machine.name}: tensors can take "
+            f"{format_bytes(room_bytes, rounds_down=True)} ({room_bytes} bytes) of it, context and allocator the rest"
+        )
+    return size_bytes
 
 
 def class_named(word: str | None) -> DecisionClass | None:

@@ -12,11 +12,11 @@ from torchdelta.cli.options import (
     LinkOption,
     PlannerOption,
     TraceArgument,
+    budget_on,
     class_named,
     machine_named,
     measured_facts,
     note_recorded_times,
-    number_or_text,
     progress,
     say_if_compiling,
 )
@@ -64,6 +64,7 @@ def plan(
 
         wanted_effort, wanted_class = one_of("effort", effort, get_args(Effort)), class_named(decision_class)
         get(planner, wanted_class)  # before the trace is read
+        hardware = machine_named(machine, link)
 
         def begin(what: str) -> None:
             phase, _, facts_of_step = what.partition(": ")
@@ -74,8 +75,8 @@ def plan(
 
         found = plan_step(
             trace,
-            machine_named(machine, link),
-            number_or_text(memory_budget),
+            hardware,
+            budget_on(hardware, memory_budget),
             planner=planner,
             decision_class=wanted_class,
             effort=wanted_effort,

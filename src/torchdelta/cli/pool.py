@@ -73,7 +73,7 @@ def pool(
         chosen = "fast" if fast else solver
         check_options(chosen, seed=seed, time_limit_s=time_limit)
         say("reading")
-        instance = _read(file, alignment_bytes=alignment, capacity_bytes=capacity_bytes)
+        instance = dataclasses.replace(_read(file, alignment_bytes=alignment), capacity_bytes=capacity_bytes)
         if validate is not None:
             offsets = read_offsets(validate, instance)
             check(instance, offsets)
@@ -114,15 +114,16 @@ def pool(
             )
     if capacity_bytes is not None and placement.footprint_bytes > capacity_bytes:
         best_bytes = placement.footprint_bytes
+        exactly = f"{best_bytes} bytes, " if best_bytes >= 1024 else ""
         fail(
-            f"no placement within {format_bytes(capacity_bytes)} was found: the best needs {format_bytes(best_bytes)} "
-            f"({format_bytes(best_bytes - capacity_bytes)} more), none needs less than "
-            f"{format_bytes(placement.lower_bound_bytes)}",
+            f"no placement within {format_bytes(capacity_bytes)} was found: the best needs "
+            f"{format_bytes(best_bytes, rounds_up=True)} ({exactly}{format_bytes(best_bytes - capacity_bytes)} more), "
+            f"none needs less than {format_bytes(placement.lower_bound_bytes, rounds_down=True)}",
             EXIT_FAILED,
         )
 
 
-def _read(file: Path, *, alignment_bytes: int, capacity_bytes: int | None) -> "Instance":
+def _read(file: Path, *, alignment_bytes: int) -> "Instance":
     """Read lives from a file; the suffix gives its format."""
     from torchdelta.pool.csv_file import read_instance
     from torchdelta.pool.lives import lives_of_trace
@@ -141,8 +142,8 @@ def _read(file: Path, *, alignment_bytes: int, capacity_bytes: int | None) -> "I
 
         trace = read_trace(file)
     else:
-        return read_instance(file, alignment_bytes=alignment_bytes, capacity_bytes=capacity_bytes)
-    return lives_of_trace(trace, alignment_bytes=alignment_bytes, capacity_bytes=capacity_bytes)
+        return read_instance(file, alignment_bytes=alignment_bytes)
+    return lives_of_trace(trace, alignment_bytes=alignment_bytes)
 
 
 def _size(instance: "Instance") -> dict[str, Any]:

@@ -179,7 +179,8 @@ def _hint(facts: dict[str, Any]) -> str:
     advice = "--effort best or " if facts["effort"] == "fast" else ""
     times = facts["budget_bytes"] / least_bytes
     return (
-        f"hint         the budget is {times:.2f} times the least ({format_bytes(least_bytes)}):\n"
+        f"hint         the budget is {times:.2f} times the least, "
+        f"{format_bytes(least_bytes, rounds_up=True)} ({least_bytes} bytes):\n"
         f"             {advice}--class extended, which may drop a tensor twice, can be faster here"
     )
 

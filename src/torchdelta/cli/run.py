@@ -11,7 +11,6 @@ import typer
 
 from torchdelta.cli.children import hand_on
 from torchdelta.cli.errors import EXIT_INFEASIBLE, EXIT_USAGE, check_input, check_output, fail, prefix
-from torchdelta.cli.options import number_or_text
 from torchdelta.cli.progress import Progress
 from torchdelta.cli.script import Outcome, run_script, show_error
 from torchdelta.cli.stderr import print_on_stderr
@@ -47,8 +46,8 @@ def run(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Settings file (TOML). Otherwise TORCHDELTA_CONFIG, torchdelta.toml or [tool.torchdelta] of "
-            "pyproject.toml here. Options win over the environment, and that over the file.",
+            help="Settings file (TOML). Otherwise TORCHDELTA_CONFIG, torchdelta.toml or the table tool.torchdelta "
+            "of pyproject.toml here. Options win over the environment, and that over the file.",
             show_default=False,
         ),
     ] = None,
@@ -84,8 +83,8 @@ def run(
         str | None,
         typer.Option(
             help="Have steps planned while the script runs, and follow the plans: auto (once that pays), torchdelta, "
-            "one that `torchdelta plan --planner list` lists, or none.  [default: auto]",
-            show_default=False,
+            "one that `torchdelta plan --planner list` lists, or none.",
+            show_default="auto",
         ),
     ] = None,
     trace_out: Annotated[
@@ -139,9 +138,10 @@ def run(
     try:
         given = {key: value for key, value in arguments_given.items() if value is not None}
         settings = resolve_settings(given, file=config)
+        if settings.memory_budget is None:
+            _refuse_budget_after_script(target, arguments or [])
         wanted = settings.required_budget()
-        wanted = number_or_text(wanted) if isinstance(wanted, str) else wanted
-        if isinstance(wanted, int) and 0 < wanted < _LEAST_BYTES:
+        if isinstance(wanted, int) and 0 < wanted < _LEAST_BYTES:  # from a file: text is checked where it is parsed
             fail(f"a memory budget of {wanted} is {wanted} bytes: name the unit, such as {wanted}GiB", EXIT_USAGE)
         budget = MemoryBudget(wanted, settings.config, plan=plan, trace_out=trace_out)
         budget.start()
@@ -175,6 +175,17 @@ def run(
     else:
         show_summary(summary)
     raise typer.Exit(exit_code)
+
+
+def _refuse_budget_after_script(target: str, arguments: list[str]) -> None:
+    name = "--memory-budget"
+    for given, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if given == name or given.startswith(f"{name}="):
+            budget = given.partition("=")[2] or following or "8GiB"
+            fail(
+                f"no memory budget is given: {name} stands after {target} and went to the script; put it before, as in "
+                f"torchdelta run {name} {budget} {target}"
+            )
 
 
 def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:

@@ -16,6 +16,7 @@ from tests.runtime.programs import UNLIMITED, Attention, Residual, mlp, running,
 from torchdelta import BudgetError
 from torchdelta.config import POLICIES
 from torchdelta.errors import TierFullError, TierIOError
+from torchdelta.notices import warn_once
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import Residence
@@ -253,8 +254,9 @@ def test_prefetch_takes_no_room_that_is_needed() -> None:
     del make, shape
 
 
-def test_disk_budget_is_held() -> None:
-    """The tier never takes more than it may; what does not fit goes the other way."""
+def test_disk_budget_is_held(caplog: pytest.LogCaptureFixture) -> None:
+    """The tier never takes more than it may; what does not fit goes the other way, and one warning says so."""
+    warn_once.cache_clear()
     x = torch.randn(64, 64, requires_grad=True)
     with running(decisions="swap", host_budget=40_000) as (budget, session):
         y = x
@@ -263,6 +265,11 @@ def test_disk_budget_is_held() -> None:
         y.sum().backward()
         assert session.room.transfers.opened_tier is not None
         assert 0 < session.room.transfers.opened_tier.peak_used_bytes <= 40_000
+    (warning,) = (said for said in caplog.messages if "tier has no room" in said)
+    assert "capacity 40000 bytes" in warning
+    assert warning.endswith(
+        "raise host_budget: what finds no room there is recomputed if possible, and stays on the device if not"
+    )
     assert budget.summary().num_recomputed_ops > 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.storages import storage_behind
 from torchdelta.errors import TierError, TierFullError
+from torchdelta.notices import warn_once
 from torchdelta.runtime.memory.outage import Outage
 from torchdelta.runtime.state.copies import Fetch, SurveyedCopy, TierCopy
 
@@ -42,6 +43,7 @@ class Transfers:
         self._open_tier = open_tier
         self._tier: Tier | None = None
         self._is_without_tier = False
+        self._was_full = False
 
     # -- the tier
 
@@ -153,9 +155,12 @@ class Transfers:
         self._surveyed_bytes -= size_bytes
 
     def note_failed_start(self, error: TierError) -> None:
-        """Begin an outage, unless the tier is only full: a smaller copy may still fit."""
+        """Begin an outage, unless the tier is only full: a smaller copy may still fit. Warn of the first full one."""
         if not isinstance(error, TierFullError):
             self.outage.begin(self.ledger.clock, error)
+        elif not self._was_full:
+            self._was_full = True
+            warn_once(f"{error}: what finds no room there is recomputed if possible, and stays on the device if not")
 
     def finish_copy(self, buffer: Buffer) -> bool:
         """Wait for the copy of a buffer to arrive on the tier. Forget the copy if it failed.

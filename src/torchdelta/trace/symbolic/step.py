@@ -242,7 +242,10 @@ def _arguments(function: Callable[..., Any], batch_size: int | None, name: str) 
         raise TraceError(f"{name} has {len(required)} required arguments: it may take one, the batch size")
     if batch_size is not None:
         if not positional:
-            raise TraceError(f"{name} takes no batch size: leave it out, or give the function an argument for it")
+            raise TraceError(
+                f"{name} takes no batch size: give the function an argument for it; only `torchdelta trace` does "
+                "without, if no --batch-size is given"
+            )
         return (batch_size,), batch_size
     if required:
         raise TraceError(f"{name} needs a batch size: give one, such as 4")
