@@ -60,9 +60,10 @@ def test_a_replay_reads_the_content_from_before(name: str, where: str, is_made: 
 
 
 @pytest.mark.parametrize("in_hook", [False, True], ids=["in the forward", "in a hook"])
+@pytest.mark.parametrize("begins_at", [0, CHANGES_AT], ids=["in all steps", "late"])
 @pytest.mark.parametrize("name", WRITES)
-def test_late_in_a_training_that_follows_a_plan(name: str, in_hook: bool) -> None:
-    """From one step on; the steps before are recorded in part, some of them on the native tape."""
+def test_in_a_training_that_follows_a_plan(name: str, begins_at: int, in_hook: bool) -> None:
+    """The steps before a late write are recorded in part, some of them on the native tape."""
 
     def make_step() -> Step:
         def step(stack: Stack, index: int) -> torch.Tensor:
@@ -70,7 +71,7 @@ def test_late_in_a_training_that_follows_a_plan(name: str, in_hook: bool) -> Non
             x = torch.randn(ROWS, WIDTH)
             for layer in range(NUM_LAYERS):
                 x = stack.block(layer, x + read)
-                if index >= CHANGES_AT and layer == 2:
+                if index >= begins_at and layer == 2:
                     if in_hook:
                         x.register_hook(lambda _: _write(name, read))
                     else:
