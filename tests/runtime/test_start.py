@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tests.runtime.programs import UNLIMITED
 from torchdelta import Config, MemoryBudget
 from torchdelta.native.counting import counting_status
-from torchdelta.runtime import session as session_module
+from torchdelta.runtime import optimizer_steps
 from torchdelta.runtime.device import device as device_module
 from torchdelta.runtime.observe import step_traces
 from torchdelta.runtime.record import recorder as recorder_module
@@ -153,6 +154,7 @@ class Running:
 def test_a_scope_that_fails_to_open_leaves_nothing_behind(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it fails, torch and the handlers are as they were, and the next scope opens and trains."""
     handler = signal.getsignal(signal.SIGINT)
+    hooks = list(_global_optimizer_pre_hooks)
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("it broke")
@@ -164,7 +166,7 @@ def test_a_scope_that_fails_to_open_leaves_nothing_behind(place: str, monkeypatc
         if place == "scan":
             patched.setattr(step_traces, "scan_storages", fail)
         elif place == "hooks":
-            patched.setattr(session_module, "register_optimizer_step_post_hook", fail)
+            patched.setattr(optimizer_steps, "register_optimizer_step_post_hook", fail)
         elif place == "resizes":
             patched.setattr(Resizes, "start", fail)
         else:
@@ -172,6 +174,7 @@ def test_a_scope_that_fails_to_open_leaves_nothing_behind(place: str, monkeypatc
         with pytest.raises(RuntimeError, match="it broke"):
             MemoryBudget(UNLIMITED).start()
     assert Running.num == 0
+    assert list(_global_optimizer_pre_hooks) == hooks
     assert "resize_" not in vars(torch.UntypedStorage)
     assert signal.getsignal(signal.SIGINT) is handler
     with MemoryBudget(UNLIMITED) as budget:

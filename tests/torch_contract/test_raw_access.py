@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
+from torchdelta._torch.doors import patch_raw_writes, patch_saving
 from torchdelta._torch.modes import (
     DispatchMode,
     FunctionMode,
@@ -18,6 +20,9 @@ from torchdelta._torch.modes import (
 from torchdelta._torch.modules import own_parameters_of
 from torchdelta._torch.raw_access import EXPORTING_METHODS, READING_METHODS, patch_raw_access, patch_storage_reads
 from torchdelta._torch.storages import memory_behind, resize_storage, storage_behind, tensor_address
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_storage_is_emptied_and_refilled_in_place() -> None:
@@ -105,3 +110,62 @@ def test_dynamo_runs_compiled_code_under_a_dispatch_mode_that_says_so() -> None:
     """What Dynamo asks the class of a mode."""
     assert DispatchMode.ignore_compile_internals()
     assert not DispatchMode._should_skip_dynamo()
+
+
+def test_what_writes_memory_without_an_op_is_patched_and_restored() -> None:
+    """The patches get the tensor or the storage that is written, and do not change what is written."""
+    seen: list[Any] = []
+
+    def make(original: Any) -> Any:
+        def write(written: Any, *args: Any) -> Any:
+            seen.append(written)
+            return original(written, *args)
+
+        return write
+
+    def write_all() -> tuple[torch.Tensor, list[Any]]:
+        tensor = torch.ones(4)
+        storage = tensor.untyped_storage()
+        tensor.apply_(lambda value: value + 1)
+        tensor.map_(tensor, lambda a, b: a * b)
+        tensor.map2_(tensor, tensor, lambda a, b, c: a + b + c)
+        bytes_of = torch.arange(16, dtype=torch.uint8).untyped_storage()
+        storage.copy_(bytes_of)
+        storage[3] = 7
+        before = tensor.clone()
+        storage.fill_(0)
+        return before, [tensor, tensor, tensor, storage, storage, storage]
+
+    plain, _ = write_all()
+    undo = patch_raw_writes(make)
+    patched, written = write_all()
+    assert patched.view(torch.uint8).equal(plain.view(torch.uint8))
+    assert len(seen) == len(written)
+    assert all(a is b for a, b in zip(seen[:3], written[:3], strict=True))
+    assert all(each.data_ptr() == written[3].data_ptr() for each in seen[3:])
+    seen.clear()
+    undo()
+    write_all()
+    assert seen == []
+    assert "apply_" not in vars(torch.Tensor)
+
+
+def test_saving_is_patched_before_its_file_is_opened(tmp_path: Path) -> None:
+    """In both formats, and for files and buffers; it is restored."""
+
+    def make(_original: Any) -> Any:
+        def refuse(file: Any) -> None:
+            raise RuntimeError(f"not into {type(file).__name__}")
+
+        return refuse
+
+    path = tmp_path / "file.pt"
+    undo = patch_saving(make)
+    for is_new in (True, False):
+        for file in (path, io.BytesIO()):
+            with pytest.raises(RuntimeError, match="not into"):
+                torch.save(torch.ones(2), file, _use_new_zipfile_serialization=is_new)
+    assert not path.exists()
+    undo()
+    torch.save(torch.ones(2), path)
+    assert torch.load(path).equal(torch.ones(2))

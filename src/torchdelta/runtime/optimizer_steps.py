@@ -61,10 +61,8 @@ class OptimizerSteps:
 
     def start(self) -> None:
         """Install the hooks."""
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._hooks.append(register_optimizer_step_pre_hook(self._before))
+        self._hooks.append(register_optimizer_step_post_hook(self._after))
 
     def stop(self) -> None:
         """Remove the hooks."""
