@@ -49,6 +49,8 @@ class Cell:
         no_prefetch_of_followed: One over the other, round by round.
         peak_share: The highest peak of followed steps, of the budget.
         predicted_time: The predicted step time over the measured one, median of the rounds.
+        predicted_slowdown: The predicted step time over the predicted plain one, over the same of measured times, median
+            of the rounds. The speed of the machine, which may change after the step that was planned, cancels out.
         predicted_peak: The predicted peak over the measured one, that of the rounds which is farthest from 1.
         bound: The least time of any plan of the class *saved* on the measured trace, over plain's, without what
             recording takes. None if the followed planner's class is another one.
@@ -69,6 +71,7 @@ class Cell:
     no_prefetch_of_followed: Interval | None
     peak_share: float | None
     predicted_time: float | None
+    predicted_slowdown: float | None
     predicted_peak: float | None
     bound: float | None
     num_unplanned: int
@@ -100,6 +103,7 @@ def cell(data: Data, label: str) -> Cell:
             if predicted
             else None
         ),
+        predicted_slowdown=_predicted_slowdown(data, followed),
         predicted_peak=max(
             (block["predicted"]["peak_bytes"] / block["peak_bytes"] for block in predicted),
             key=lambda share: abs(share - 1),
@@ -113,6 +117,16 @@ def cell(data: Data, label: str) -> Cell:
         recomputed_bytes=max((block["recomputed_bytes"] for block in blocks), default=0),
         has_plan=bool(predicted),
     )
+
+
+def _predicted_slowdown(data: Data, followed: str) -> float | None:
+    """Return a plan's predicted slowdown over the measured one, where plain steps ran in the measured rounds."""
+    found = []
+    for blocks in data["rounds"]:
+        predicted = blocks.get(followed, {}).get("predicted")
+        if predicted is not None:
+            found += [predicted["time_s"] / predicted["plain_time_s"] / over for over in ratios([blocks], followed)]
+    return statistics.median(found) if found else None
 
 
 def recording(data: Data) -> Interval | None:

@@ -183,6 +183,7 @@ def test_kept_promises_pass(data):
                 "followed against reactive",
                 "at most half of reactive's overhead beyond recording",
                 "predicted time",
+                "predicted slowdown",
                 "without prefetch is slower",
             },
         ),
@@ -193,6 +194,7 @@ def test_kept_promises_pass(data):
                 "followed against checkpoint at its peak",
                 "at most half of reactive's overhead beyond recording",
                 "predicted time",
+                "predicted slowdown",
             },
         ),
     ],
@@ -202,6 +204,16 @@ def test_a_broken_promise_fails(data, label, change, broken):
     for blocks in data["rounds"]:
         blocks[in_budget(FOLLOWED, label)] |= change
     assert failed(data) == broken
+
+
+def test_a_machine_that_changes_its_speed_changes_the_predicted_time_and_not_the_predicted_slowdown(data):
+    """Each measured step stands beside a plain one of the same speed."""
+    for blocks in data["rounds"]:
+        for each in blocks.values():
+            each["times_s"] = [1.5 * time_s for time_s in each["times_s"]]
+            each[BESIDE] = {"times_s": [9.0, 1.5, 1.5], IN_PAIRS: True}
+    assert failed(data) == {"predicted time"}
+    assert cell(data, "50%").predicted_slowdown == pytest.approx(1.0)
 
 
 def test_a_plan_that_is_missing_is_no_step_that_fits(data):
