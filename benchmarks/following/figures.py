@@ -49,8 +49,8 @@ class Cell:
         no_prefetch_of_followed: One over the other, round by round.
         peak_share: The highest peak of followed steps, of the budget.
         predicted_time: The predicted step time over the measured one, median of the rounds.
-        predicted_slowdown: The predicted step time over the predicted plain one, over the same of measured times, median
-            of the rounds. The speed of the machine, which may change after the step that was planned, cancels out.
+        predicted_slowdown: The predicted step time over the predicted plain one, over the same of measured times,
+            median of the rounds. The speed of the machine, which may change after the planned step, cancels out.
         predicted_peak: The predicted peak over the measured one, that of the rounds which is farthest from 1.
         bound: The least time of any plan of the class *saved* on the measured trace, over plain's, without what
             recording takes. None if the followed planner's class is another one.
