@@ -67,15 +67,21 @@ def test_an_impossible_budget_fails_with_the_line_of_the_error(monkeypatch):
     assert re.search(r"(^|[\r\n])torchdelta demo: the memory budget of", said)
 
 
-def test_ctrl_c_is_one_line_with_the_code_of_an_interrupted_script():
+@pytest.mark.parametrize("wait_s", [0, 2])
+def test_ctrl_c_is_one_line_with_the_code_of_an_interrupted_script(wait_s):
     """No traceback, neither of the command nor of the training's own process."""
     command = [sys.executable, "-c", "from torchdelta.cli.main import main; main()", "demo", "--steps", "1000"]
     command += ["--layers", "1", "--width", "64", "--batch", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as demo:
-        time.sleep(4)  # the training's process imports torch, or trains
-        os.killpg(demo.pid, signal.SIGINT)
         assert demo.stderr is not None
-        said = demo.stderr.read()
+        said = ""
+        while "plain" not in said:  # the bar has begun: the training's process starts, imports torch, or trains
+            letter = demo.stderr.read(1)
+            assert letter, f"the demo has ended: {said}"
+            said += letter
+        time.sleep(wait_s)
+        os.killpg(demo.pid, signal.SIGINT)
+        said += demo.stderr.read()
     assert demo.returncode == 130
     assert "Traceback" not in said
     assert said.endswith("torchdelta demo: interrupted\n")

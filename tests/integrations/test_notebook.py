@@ -225,6 +225,8 @@ def test_what_a_cell_makes_beyond_its_budget_is_removed(shell, run, capsys, alon
         model = nn.Sequential(*many)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         nothing = torch.zeros(1024, 1024)
+        itself = []
+        itself.append(itself)
     """
     budget_bytes = held_bytes() + (6 << 20)
     assert run("earlier = nn.Linear(4, 4)").success
@@ -235,7 +237,7 @@ def test_what_a_cell_makes_beyond_its_budget_is_removed(shell, run, capsys, alon
     assert not {"many", "model", "optimizer", "nothing"} & set(shell.user_ns)
     assert shell.user_ns["few"](torch.ones(4)).shape == shell.user_ns["earlier"](torch.ones(4)).shape
     assert shell.user_ns["number"] == 3
-    assert run("del few, earlier, number").success
+    assert run("del few, earlier, number, itself").success
 
 
 def test_what_a_step_that_does_not_fit_makes_a_cell_raise_is_told_with_its_budget_error(run, plain, capsys) -> None:

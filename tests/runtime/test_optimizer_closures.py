@@ -116,3 +116,33 @@ def test_a_closure_gets_what_its_optimizer_passes_and_keeps_its_name() -> None:
     with MemoryBudget("1GiB", Config(tier="memory")):
         assert optimizer.step(my_closure) == (1, 2)
     assert seen == ["my_closure"]
+
+
+def test_a_later_closure_that_does_not_fit_is_surveyed_to_its_end() -> None:
+    """It is no part of the optimizer's own step, of which the rest is not surveyed."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            closure(NUM_ROWS)
+            return closure(128 * NUM_ROWS)
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+    optimizer: Any = Twice(model.parameters(), lr=0.1)
+
+    def closure(num_rows: int) -> None:
+        optimizer.zero_grad()
+        hidden = torch.randn(num_rows, WIDTH)
+        for layer in model:
+            hidden = layer(hidden).sin()
+        hidden.square().mean().backward()
+
+    with MemoryBudget(1 << 40, Config(tier="memory")) as unlimited:
+        optimizer.step(closure)
+    budget_bytes = int(0.2 * unlimited.summary().peak_bytes)
+    with pytest.raises(BudgetError) as raised, MemoryBudget(budget_bytes, Config(tier="memory")):
+        optimizer.step(closure)
+    assert not raised.value.is_lower_bound
+    assert raised.value.least_budget_bytes > budget_bytes
+    with MemoryBudget(raised.value.least_budget_bytes, Config(tier="memory")) as budget:
+        optimizer.step(closure)
+    assert budget.summary().peak_bytes <= raised.value.least_budget_bytes

@@ -180,7 +180,7 @@ def patch_raw_writes(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     """
     return together(
         [replace(torch.Tensor, name, make) for name in ("apply_", "map_", "map2_")]
-        + [replace(torch.UntypedStorage, name, make) for name in ("copy_", "fill_", "__setitem__")]
+        + [replace(torch.UntypedStorage, name, make) for name in ("copy_", "fill_", "byteswap", "__setitem__")]
     )
 
 

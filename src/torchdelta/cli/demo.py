@@ -7,7 +7,6 @@ Each run has its own process, where the peak is counted at the allocator.
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,14 +82,9 @@ def _train(run: DemoRun, bar: Any) -> DemoResult:
     # Without this Kineto, which counts the memory, would log two lines for each segment.
     environment = os.environ | {"KINETO_LOG_LEVEL": "99", "TRANSFORMERS_VERBOSITY": "error"}
     result: DemoResult | None = None
-    # Ctrl-C reaches both processes: the child ignores it, and is ended here, so that it prints no traceback.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603 - own command
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    # Other output of the child goes to stderr immediately.
-    with child:
+    # In a process group of its own, Ctrl-C does not reach the child, which would print a traceback. It is killed below.
+    # Its other output goes to stderr immediately.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0) as child:  # noqa: S603 - own command
         assert child.stdout is not None
         try:
             for line in child.stdout:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from torchdelta.cli.errors import fail, note, one_of, print_result
 from torchdelta.cli.stderr import is_terminal
-from torchdelta.machine.model import Machine
+from torchdelta.machine.model import Machine, reserve_bytes
 from torchdelta.plan.model import DecisionClass
 from torchdelta.units import format_bytes, parse_size
 
@@ -112,8 +112,6 @@ def number_or_text(size: str) -> int | str:
 
 def budget_on(machine: Machine, memory_budget: str) -> int:
     """Return a budget in bytes, or fail if it is more than a machine has."""
-    from torchdelta.machine.model import reserve_bytes
-
     total_bytes = machine.memory_bytes
     size_bytes = parse_size(memory_budget, total_bytes=total_bytes, name="memory budget")
     if size_bytes > total_bytes:

@@ -214,15 +214,24 @@ class MemoryBudgetMagics(Magics):
 
 def _lacks_content(value: Any) -> bool:
     """Return whether a value is, or holds, a tensor of a survey that runs."""
-    if isinstance(value, torch.nn.Module):
-        return any(map(lacks_content, itertools.chain(value.parameters(), value.buffers())))
-    if isinstance(value, torch.optim.Optimizer):
-        return any(lacks_content(tensor) for group in value.param_groups for tensor in group["params"])
-    if isinstance(value, list | tuple):
-        return any(map(_lacks_content, value))
-    if isinstance(value, dict):
-        return any(map(_lacks_content, value.values()))
-    return lacks_content(value)
+    waiting = [value]
+    seen: set[int] = set()  # a list may contain itself
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if lacks_content(value):
+            return True
+        if isinstance(value, torch.nn.Module):
+            waiting += itertools.chain(value.parameters(), value.buffers())
+        elif isinstance(value, torch.optim.Optimizer):
+            waiting += value.param_groups
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return False
 
 
 def _free_variables(error: BaseException) -> None:

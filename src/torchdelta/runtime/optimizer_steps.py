@@ -83,12 +83,9 @@ class OptimizerSteps:
         if is_new or has_arguments:
             self._partial.end("an optimizer's first step, or a closure")
         with_closure = self._with_closure(optimizer, args, kwargs)
-        if with_closure is not None:
-            self._steps.is_in_optimizer = False
-            return with_closure
-        if is_new:
+        if with_closure is None and is_new:
             self._make_room(optimizer, makes_gradients=has_arguments)
-        return None
+        return with_closure
 
     @shielded
     def _after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -126,6 +123,7 @@ class OptimizerSteps:
     def _watched(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(closure, updated=())
         def watched(*args: Any, **kwargs: Any) -> Any:
+            self._before_closure(optimizer)
             loss = closure(*args, **kwargs)
             self._after_closure(optimizer)
             return loss
@@ -133,10 +131,15 @@ class OptimizerSteps:
         return watched
 
     @shielded
+    def _before_closure(self, optimizer: Any) -> None:
+        if self._is_running() and not is_trial(optimizer):
+            self._steps.on_closure_start()
+
+    @shielded
     def _after_closure(self, optimizer: Any) -> None:
         if self._is_running() and not is_trial(optimizer):
             self._end_survey()
-            self._steps.is_in_optimizer = True
+            self._steps.on_closure_end()
             if self._is_new(optimizer):
                 self._make_room(optimizer, makes_gradients=False)
 

@@ -15,6 +15,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchdelta._torch.compiled import keep_out_of_compiled_code, patch_compiled_call, patch_compiled_functions
 from torchdelta._torch.doors import (
     patch_fsdp_backward,
@@ -42,8 +44,6 @@ from torchdelta.runtime.interrupts import call_outside, shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from torchdelta._torch.compiled import InputsOf
     from torchdelta.runtime.current import Running
@@ -263,9 +263,11 @@ def _make_raw_write(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @shielded
     def write(written: Any, *args: Any, **kwargs: Any) -> Any:
-        session = current_session()
+        session: Any = current_session()
         if session is None or session.pause.is_on:
             return call_outside(original, written, *args, **kwargs)
+        if session.survey is not None and not isinstance(written, torch.UntypedStorage):
+            raise session.take_error()  # it would write a real tensor, which a survey leaves as it is
         with session.raw_writes.recorded(written):
             return call_outside(original, written, *args, **kwargs)
 

@@ -133,3 +133,19 @@ def test_a_refused_step_replaces_no_saved_file(tmp_path: Path, new_format: bool)
     assert raised.value.is_lower_bound
     assert torch.load(path)["weight"].equal(weight)
     check(budget, num_steps=2, num_refused=1)
+
+
+@pytest.mark.parametrize("name", ["apply_", "map_", "map2_"])
+def test_a_refused_step_writes_no_tensor_without_an_op(name: str) -> None:
+    """It raises the error before the write: nothing would undo it."""
+    weight = torch.full((WIDTH, WIDTH), 1e-3, requires_grad=True)
+    count = torch.zeros(4)
+    others = {"apply_": 0, "map_": 1, "map2_": 2}[name] * (torch.ones(4),)
+    with running(base_bytes() + ROOM_BYTES) as (budget, _):
+        loss = loss_of(weight, TOO_MANY_ROWS)
+        with pytest.raises(BudgetError):
+            getattr(count, name)(*others, lambda *_: 1.0)
+        assert count.tolist() == [0.0] * 4
+        del loss
+        loss_of(weight, FEW_ROWS).backward()
+    check(budget, num_steps=1, num_refused=1)

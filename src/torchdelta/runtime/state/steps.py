@@ -184,6 +184,14 @@ class StepTracker:
                 "the bits and the time of an uncompiled one"
             )
 
+    def on_closure_start(self) -> None:
+        """The closure of an optimizer runs next: it is the forward and the backward of a step."""
+        self.is_in_optimizer = False
+
+    def on_closure_end(self) -> None:
+        """The optimizer goes on with its step."""
+        self.is_in_optimizer = True
+
     def on_optimizer_end(self) -> None:
         """An optimizer has stepped."""
         self.is_in_optimizer = False
