@@ -3,7 +3,8 @@
 Each model trains with AdamW. The *persistent* bytes are those of its parameters, gradients and states. Budgets are
 shares of them, and hold the activations, too. Plain steps, steps in the budget, and steps in the budget where nothing
 moves beside the compute take turns in one process. Two more processes train a few steps each, one of them plain: both
-must end with the same bits.
+must end with the same bits. The *named* budget is the least one that a `BudgetError` names in a budget that is far too
+small; it is tried, too.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ AHEAD, AT_USE = "ahead", "at use"
 CONTENDERS = (PLAIN, AHEAD, AT_USE)
 SHARES = (0.9, 0.7, 0.5)
 NUM_WARM, NUM_TIMED, NUM_CHECKED = 4, 4, 4
+TOO_SMALL = 50  # the persistent bytes over a budget in which nothing trains
 MIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="budgets / persistent bytes")
+    parser.add_argument(
+        "--shares", type=float, nargs="*", default=list(SHARES), help="budgets / persistent bytes, beside the named one"
+    )
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -44,10 +48,30 @@ def run(options: argparse.Namespace) -> Outcome:
     chosen = [name for name in options.models if name != "resnet50"]
     if options.quick:
         options.rounds, chosen, options.shares = 1, ["tiny"], [0.7]
+    named = [_measure_named(outcome, name, options) for name in chosen]
+    print("\n" + format_table(["model", "named budget MiB", "of persistent", "peak"], named))
     rows = [row for name in chosen for share in options.shares for row in _measure(outcome, name, share, options)]
     header = ["model", "budget MiB", "of persistent", "step / plain", "read at use / plain", "waits of a step", "peak"]
-    print("\n" + format_table(header, rows))
+    if rows:
+        print("\n" + format_table(header, rows))
     return outcome
+
+
+def _measure_named(outcome: Outcome, model: str, options: argparse.Namespace) -> list[str]:
+    """Have a budget named, and train in it."""
+    common: dict[str, Any] = {"threads": options.threads, "timeout_s": options.timeout, "model": model}
+    found = run_worker("everything:name_budget", **common)
+    share = found["named_bytes"] / found["persistent_bytes"]
+    plain = run_worker("everything:train", in_budget=False, share=share, **common)
+    trained = run_worker("everything:train", in_budget=True, share=share, **common)
+    label = f"{model} named"
+    outcome.data[label] = found | {"bits": [plain, trained], "named_share": share}
+    outcome.check(f"{label}: below what persists", f"{share:.3f} of it", passed=share < 1)
+    is_same = all(plain[key] == trained[key] for key in ("state", "optimizer"))
+    outcome.check(f"{label}: trains with the same bits", trained["refused"] or trained["state"][:12], passed=is_same)
+    peak = max(trained["peaks_bytes"][1:], default=0) / found["named_bytes"]
+    outcome.check(f"{label}: peak after the first step", f"{peak:.4f} of the budget", passed=peak <= 1)
+    return [model, f"{found['named_bytes'] / MIB:.0f}", f"{share:.1%}", f"{peak:.4f}"]
 
 
 def _measure(outcome: Outcome, model: str, share: float, options: argparse.Namespace) -> list[list[str]]:
@@ -56,7 +80,8 @@ def _measure(outcome: Outcome, model: str, share: float, options: argparse.Names
     digests = [run_worker("everything:train", in_budget=in_budget, **common) for in_budget in (False, True)]
     label = f"{model} {share:.0%}"
     outcome.data[label] = found | {"budget_share": share, "bits": digests}
-    outcome.check(f"{label}: same bits", digests[1]["state"][:12], passed=digests[0] == digests[1])
+    is_same = all(digests[0][key] == digests[1][key] for key in ("state", "optimizer"))
+    outcome.check(f"{label}: same bits", digests[1]["state"][:12], passed=is_same)
     if found["refused"]:
         outcome.check(f"{label}: trains", found["refused"], passed=False, required=False)
         return []
@@ -127,8 +152,22 @@ def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
     return found
 
 
+def name_budget(model: str) -> dict[str, int]:
+    """Return the budget that a `BudgetError` names in one that is far too small, as a worker."""
+    from torchdelta import BudgetError, Config, MemoryBudget
+
+    workload, optimizer, persistent_bytes = _build(model)
+    too_small_bytes = persistent_bytes // TOO_SMALL
+    try:
+        with MemoryBudget(too_small_bytes, Config(decision_class="all")):
+            workload.train(optimizer)
+    except BudgetError as error:
+        return {"named_bytes": error.least_budget_bytes, "persistent_bytes": persistent_bytes}
+    raise AssertionError(f"{model} trains in {too_small_bytes} bytes")
+
+
 def train(model: str, share: float, *, in_budget: bool) -> dict[str, Any]:
-    """Train a few steps, as a worker. Return the fingerprints of what they end with."""
+    """Train a few steps, as a worker. Return the fingerprints of what they end with, and the peaks in a budget."""
     workload, optimizer, persistent_bytes = _build(model)
     scope: Any = contextlib.nullcontext()
     if in_budget:
@@ -136,10 +175,19 @@ def train(model: str, share: float, *, in_budget: bool) -> dict[str, Any]:
 
         scope = MemoryBudget(int(share * persistent_bytes), Config(decision_class="all"))
     models.seed_everything(1)
-    with scope:
-        for _ in range(NUM_CHECKED):
-            workload.train(optimizer)
-    return {"state": bits.state_digest(workload.model), "optimizer": bits.digest(_states(optimizer))}
+    refused = ""
+    try:
+        with scope:
+            for _ in range(NUM_CHECKED):
+                workload.train(optimizer)
+    except torch.OutOfMemoryError as error:
+        refused = str(error).partition("\n")[0]
+    return {
+        "state": bits.state_digest(workload.model),
+        "optimizer": bits.digest(_states(optimizer)),
+        "refused": refused,
+        "peaks_bytes": [step.peak_bytes for step in scope.summary().steps] if in_budget else [],
+    }
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

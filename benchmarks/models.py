@@ -147,6 +147,22 @@ def classifier(
     return Recipe(network=lambda: vision.Classifier(network()), draw=draw, batch_size=batch_size, size=size)
 
 
+def picture_model_of_transformers(class_name: str, *, batch_size: int, size: int, **settings: Any) -> Recipe:
+    """Return the recipe of a picture classifier of transformers; `settings` are its configuration's."""
+
+    def network() -> nn.Module:
+        import transformers
+
+        model_class = getattr(transformers, class_name)
+        return model_class(model_class.config_class(image_size=size, num_labels=vision.NUM_CLASSES, **settings))
+
+    def draw(num_samples: int, num_pixels: int) -> Inputs:
+        pictures = torch.randn(num_samples, 3, num_pixels, num_pixels)
+        return {"pixel_values": pictures, "labels": torch.randint(vision.NUM_CLASSES, (num_samples,))}
+
+    return Recipe(network=network, draw=draw, batch_size=batch_size, size=size)
+
+
 def denoiser(*, batch_size: int, size: int, **settings: Any) -> Recipe:
     """Return the recipe of a U-Net that predicts the noise in pictures."""
 
@@ -209,6 +225,8 @@ MODELS: dict[str, Recipe] = {
     # On request: most of their memory is parameters and optimizer states.
     "gpt2-small": gpt2(batch_size=2, vocab_size=50257, bos_token_id=50256, eos_token_id=50256),
     "bert-base": of_transformers("BertForMaskedLM", batch_size=4, size=256, vocab_size=30522),
+    "vit-base": picture_model_of_transformers("ViTForImageClassification", batch_size=4, size=_IMAGE_WIDTH),
+    "convnext-tiny": picture_model_of_transformers("ConvNextForImageClassification", batch_size=4, size=_IMAGE_WIDTH),
     # Of the papers, with small pictures or few tokens: `headlines` trains large batches of them.
     "resnet50-64px": replace(resnet50, batch_size=25, size=64),
     "resnet101-64px": replace(resnet101, batch_size=28, size=64),

@@ -65,7 +65,7 @@ FOLLOW = FollowSummary(
 
 
 def test_text_says_how_a_plan_was_followed() -> None:
-    """Predicted beside measured, and why steps were not followed, in at most three lines."""
+    """Predicted beside measured, and why steps were not followed, in at most four lines."""
     facts = dataclasses.replace(SUMMARY, follow=FOLLOW).facts()
     assert [text for label, text in facts if label == "plan"] == [
         "following delta-2024: 1 plan; 7 steps followed, 0 diverged, 2 reactive; room made beyond the plan 4 times",
@@ -79,6 +79,20 @@ def test_text_says_how_a_plan_was_followed() -> None:
     assert str(from_file).splitlines()[1:] == [
         "a followed step: 13.2 ms, peak 2.00 MiB (predicted 1.00 MiB); x1.20 of the plain step's ops",
         "latest divergence: save 3",
+    ]
+    several = dataclasses.replace(
+        FOLLOW,
+        num_programs=6,
+        num_steps_by_plan={1: 2, 2: 9, 3: 9, 5: 1, 6: 1},
+        divergences={"save 3 has another shape": 4, "it ended early": 1},
+        latest_divergence="it ended early: 5 saves of 9",
+    )
+    assert str(several).splitlines()[2:] == [
+        "steps by plan: no. 2 9, no. 3 9, no. 1 2, no. 5 1, ...",
+        (
+            "steps diverged by reason: save 3 has another shape (4), it ended early (1); the latest: it ended early: "
+            "5 saves of 9"
+        ),
     ]
     none = dataclasses.replace(FOLLOW, num_programs=0, time_s=None, peak_bytes=None, why_no_plan="too little")
     assert str(none).splitlines()[1:] == ["no plan: too little"]

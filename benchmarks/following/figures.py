@@ -48,9 +48,9 @@ class Cell:
         followed_of_reactive: One over the other, round by round.
         no_prefetch_of_followed: One over the other, round by round.
         peak_share: The highest peak of followed steps, of the budget.
-        predicted_time: The predicted step time over the measured one, median of the rounds.
-        predicted_slowdown: The predicted step time over the predicted plain one, over the same of measured times,
-            median of the rounds. The speed of the machine, which may change after the planned step, cancels out.
+        predicted_time: The predicted step time over the measured one.
+        predicted_slowdown: The predicted step time over the predicted plain one, over the same of measured times. The
+            speed of the machine, which may change after the planned step, cancels out.
         predicted_peak: The predicted peak over the measured one, that of the rounds which is farthest from 1.
         bound: The least time of any plan of the class *saved* on the measured trace, over plain's, without what
             recording takes. None if the followed planner's class is another one.
@@ -70,8 +70,8 @@ class Cell:
     followed_of_reactive: Interval | None
     no_prefetch_of_followed: Interval | None
     peak_share: float | None
-    predicted_time: float | None
-    predicted_slowdown: float | None
+    predicted_time: Interval | None
+    predicted_slowdown: Interval | None
     predicted_peak: float | None
     bound: float | None
     num_unplanned: int
@@ -99,7 +99,7 @@ def cell(data: Data, label: str) -> Cell:
         no_prefetch_of_followed=ratio(data, without, followed),
         peak_share=max((block["peak_bytes"] / budget_bytes for block in blocks), default=None),
         predicted_time=(
-            statistics.median(block["predicted"]["time_s"] / step_s(block) for block in predicted)
+            median_interval([block["predicted"]["time_s"] / step_s(block) for block in predicted])
             if predicted
             else None
         ),
@@ -119,14 +119,14 @@ def cell(data: Data, label: str) -> Cell:
     )
 
 
-def _predicted_slowdown(data: Data, followed: str) -> float | None:
+def _predicted_slowdown(data: Data, followed: str) -> Interval | None:
     """Return a plan's predicted slowdown over the measured one, where plain steps ran in the measured rounds."""
     found = []
     for blocks in data["rounds"]:
         predicted = blocks.get(followed, {}).get("predicted")
         if predicted is not None:
             found += [predicted["time_s"] / predicted["plain_time_s"] / over for over in ratios([blocks], followed)]
-    return statistics.median(found) if found else None
+    return median_interval(found) if found else None
 
 
 def recording(data: Data) -> Interval | None:

@@ -67,8 +67,7 @@ def _row(data: Data, found: Cell) -> list[str]:
         followed = f"least {least_bytes / data['peaks'][PLAIN]:.1%}" if least_bytes else "no plan"
     predicted = "-"
     if found.predicted_time is not None and found.predicted_peak is not None:
-        slowdown = "-" if found.predicted_slowdown is None else f"{found.predicted_slowdown:.3f}"
-        predicted = f"{found.predicted_time:.3f}, {slowdown}, {found.predicted_peak:.4f}"
+        predicted = f"{found.predicted_time}, {found.predicted_slowdown or '-'}, {found.predicted_peak:.4f}"
     return [
         f"{label}, {found.budget_bytes / 2**20:.0f} MiB",
         f"{found.budget_bytes / data['peaks'][PLAIN]:.1%}",

@@ -12,6 +12,7 @@ __all__ = ["FollowSummary", "PlainPeak", "StepSummary", "Summary", "Totals", "le
 
 _SMALL_SHARE: Final = 0.01  # a slowdown by less is said as "under 1 %"
 _LEAST_MICRO_BATCHES: Final = 1.5  # for each optimizer step: with fewer, steps without one are exceptions
+_MOST_PLANS_SHOWN: Final = 4
 _NOTABLE_SHARE: Final = 0.01  # of a peak: smaller groups are left out of the text
 
 
@@ -36,6 +37,8 @@ class StepSummary:
         had_optimizer: Whether it ended with an optimizer's step.
         evict_s: Time spent on choosing what leaves and on starting its copies, where no plan decided that.
         op_time_s: Time of the program's own recorded ops. Steps that follow a plan record only some of their ops.
+        plan: The number of the plan that it followed to its end, in the order in which plans were made, from 1. 0 if it
+            followed none, or left it.
     """
 
     index: int
@@ -50,6 +53,7 @@ class StepSummary:
     had_optimizer: bool = True
     evict_s: float = 0.0
     op_time_s: float = 0.0
+    plan: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +153,8 @@ class FollowSummary:
         slowdown: `time_s` divided by `plain_time_s`.
         overheads_by_budget: The predicted overhead of the first planned step in this budget and in larger ones, by
             their bytes: 0.1 is 10 % more time than plain. Empty if nobody predicted it, as for a file.
+        num_steps_by_plan: For the plans that were followed most often, by their numbers (`StepSummary.plan`): how many
+            steps followed each to their end.
     """
 
     planner: str
@@ -168,9 +174,10 @@ class FollowSummary:
     plain_time_s: float | None
     slowdown: float | None
     overheads_by_budget: dict[int, float] = field(default_factory=dict)
+    num_steps_by_plan: dict[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return it in one to three lines."""
+        """Return it in one to four lines."""
         programs = f"{self.num_programs} plan{'' if self.num_programs == 1 else 's'}"
         lines = [
             (
@@ -188,7 +195,14 @@ class FollowSummary:
                 f"a followed step: {self.time_s * 1e3:.1f} ms{predicted_time}, "
                 f"peak {format_bytes(self.peak_bytes)}{predicted_peak}{slowdown}"
             )
-        if self.latest_divergence:
+        if len(self.num_steps_by_plan) > 1:
+            counts = sorted(self.num_steps_by_plan.items(), key=lambda item: (-item[1], item[0]))
+            listed = ", ".join(f"no. {plan} {num_steps}" for plan, num_steps in counts[:_MOST_PLANS_SHOWN])
+            lines.append(f"steps by plan: {listed}{', ...' if len(counts) > _MOST_PLANS_SHOWN else ''}")
+        if len(self.divergences) > 1:
+            counted = ", ".join(f"{why} ({num_steps})" for why, num_steps in self.divergences.items())
+            lines.append(f"steps diverged by reason: {counted}; the latest: {self.latest_divergence}")
+        elif self.latest_divergence:
             lines.append(f"latest divergence: {self.latest_divergence}")
         elif self.why_no_plan:
             lines.append(f"no {'further ' if self.num_programs else ''}plan: {self.why_no_plan}")

@@ -213,7 +213,16 @@ def test_a_machine_that_changes_its_speed_changes_the_predicted_time_and_not_the
             each["times_s"] = [1.5 * time_s for time_s in each["times_s"]]
             each[BESIDE] = {"times_s": [9.0, 1.5, 1.5], IN_PAIRS: True}
     assert failed(data) == {"predicted time"}
-    assert cell(data, "50%").predicted_slowdown == pytest.approx(1.0)
+    predicted = cell(data, "50%").predicted_slowdown
+    assert predicted is not None
+    assert (predicted.low, predicted.median, predicted.high) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_a_table_shows_how_far_the_rounds_of_a_prediction_lie_apart(data):
+    """A median of two rounds may be right while neither round is."""
+    first, second = (blocks[in_budget(FOLLOWED, "50%")]["predicted"] for blocks in data["rounds"])
+    first["time_s"], second["time_s"] = 0.9 * 1.12, 1.1 * 1.12
+    assert "1.000 [0.900, 1.100], 1.000 [0.900, 1.100], " in tables({"small": data})
 
 
 def test_a_plan_that_is_missing_is_no_step_that_fits(data):

@@ -100,7 +100,7 @@ class Followed:
 def follow(
     make_model: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]],
     run: Run,
-    budget_bytes: int,
+    budget_bytes: int | str,
     *,
     at_most: int = 4,
     **options: Any,

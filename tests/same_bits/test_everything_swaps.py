@@ -61,9 +61,18 @@ def vit() -> torch.nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
+def convnext() -> torch.nn.Module:
+    """Return a small ConvNeXt with random weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[64, 64, 128, 128], depths=[1, 1, 6, 2], image_size=32, num_labels=10
+    )
+    return transformers.ConvNextForImageClassification(config)
+
+
 def batch_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a random batch for a model."""
-    if "ViT" in type(model).__name__:
+    if type(model).__name__.endswith("ForImageClassification"):
         return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 10, (2,))}
     ids = torch.randint(0, VOCABULARY, (2, 16))
     return {"input_ids": ids, "labels": ids}
@@ -125,7 +134,8 @@ def plain_scope(_size_bytes: int) -> contextlib.AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize(
-    ("make", "optimizer_of"), keep([(gpt2, adamw), (bert, adam), (vit, adamw)], [(bert, adam), (vit, adamw)])
+    ("make", "optimizer_of"),
+    keep([(gpt2, adamw), (bert, adam), (vit, adamw), (bert, adamw), (convnext, adamw)], [(bert, adam), (vit, adamw)]),
 )
 def test_training_below_what_persists(make: Any, optimizer_of: Any, tier: Any) -> None:
     """A training fits into half of what parameters, gradients and states take together, with equal bits."""
@@ -197,7 +207,8 @@ def test_optimizers_that_take_lists_run_in_pieces(name: str) -> None:
     def note(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def update(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            lengths.append(len(parameters))
+            if parameters[0].device.type != "meta":  # as where a first step is tried
+                lengths.append(len(parameters))
             return original(parameters, *args, **kwargs)
 
         return update

@@ -43,7 +43,7 @@ CANDIDATES = "torchdelta.runtime.memory.candidates"
 @pytest.fixture(autouse=True)
 def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of any size leave: the models here are small."""
-    monkeypatch.setattr(f"{CANDIDATES}._LEAST_BYTES", 1)
+    monkeypatch.setattr(f"{CANDIDATES}.LEAST_BYTES", 1)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchdelta._torch.modes import without_mode
 from torchdelta.runtime.interrupts import shielded
+from torchdelta.runtime.survey.everything import piece_of_step
 from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes, is_trial
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class OptimizerSteps:
         with_closure = self._with_closure(optimizer, args, kwargs)
         if with_closure is None and is_new:
             self._make_room(optimizer, makes_gradients=has_arguments)
+        if with_closure is None and self._room.persistents is not None:
+            self._make_room_for_piece(optimizer)
         return with_closure
 
     @shielded
@@ -108,6 +111,16 @@ class OptimizerSteps:
             size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
         if size_bytes:
             self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+
+    def _make_room_for_piece(self, optimizer: Any) -> None:
+        """In the class *all*, refuse an optimizer's first step of the scope before it has stepped any parameter."""
+        if self._room.budget_bytes is None or optimizer in self._foreseen:
+            return
+        self._foreseen.add(optimizer)
+        with without_mode(self._recorder):
+            piece = piece_of_step(optimizer, lambda parameter: parameter.grad is not None)
+        if not piece.is_estimate:
+            self._room.make(piece.size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
 
     def _with_closure(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Return the arguments of a step with a closure that tells us when it has returned; None without a closure.
@@ -142,6 +155,8 @@ class OptimizerSteps:
             self._steps.on_closure_end()
             if self._is_new(optimizer):
                 self._make_room(optimizer, makes_gradients=False)
+            elif self._room.persistents is not None:
+                self._make_room_for_piece(optimizer)
 
 
 def _is_closure(argument: Any) -> bool:

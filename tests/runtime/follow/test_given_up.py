@@ -89,7 +89,7 @@ def test_times_of_a_program_that_is_not_followed_any_more_do_not_count(monkeypat
     forgotten: list[Key] = []
     replaced: list[Key] = []
 
-    def is_wrong(predictions: Predictions, program: Program, _time_s: float) -> bool:
+    def is_wrong(predictions: Predictions, program: Program, _time_s: float, _peak_bytes: int) -> bool:
         if not replaced:
             replaced.append(program.key)
             predictions._cache.remove(program)  # noqa: SLF001 - as if an earlier one took its place

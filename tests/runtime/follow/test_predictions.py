@@ -84,9 +84,9 @@ def predictions(learned: Learned, cache: ProgramCache) -> Predictions:
     return Predictions(cast("MeasuredMachine", learned), cache)
 
 
-def _steps(predictions: Predictions, program: Program, time_s: float) -> bool:
+def _steps(predictions: Predictions, program: Program, time_s: float, peak_bytes: int = 0) -> bool:
     """Run seven steps, of which one in the middle took very long."""
-    answers = [predictions.is_wrong(program, each_s) for each_s in (*[time_s] * 3, 99.0, *[time_s] * 3)]
+    answers = [predictions.is_wrong(program, each_s, peak_bytes) for each_s in (*[time_s] * 3, 99.0, *[time_s] * 3)]
     assert not any(answers[:-1])
     return answers[-1]
 
@@ -99,6 +99,25 @@ def test_a_time_near_the_prediction_changes_nothing(predictions: Predictions, le
     assert learned.misses == []
     assert program.step is STEP
     assert program.num_corrections == 0
+
+
+@pytest.mark.parametrize(("peak_bytes", "is_wrong"), [(850, True), (1000, False), (1200, False), (1300, True)])
+def test_a_peak_far_from_the_prediction(
+    predictions: Predictions, learned: Learned, peak_bytes: int, is_wrong: bool
+) -> None:
+    """The step is traced again where sizes must be wrong, and the times of the new plan are compared with these."""
+    program = _program(answer=Answer(time_s=1.0, plain_time_s=0.8, peak_bytes=1000), unseen_bytes=100)
+    assert _steps(predictions, program, 1.0, peak_bytes) is is_wrong
+    assert (program.step is None) is is_wrong
+    assert program.num_corrections == is_wrong
+    assert program.wrong_s == (1.0 if is_wrong else 0.0)
+    assert learned.misses == []
+
+
+def test_two_new_plans_are_the_most(predictions: Predictions) -> None:
+    """A peak that stays wrong ends in no endless planning."""
+    program = _program(answer=Answer(time_s=1.0, plain_time_s=0.8, peak_bytes=1000), num_corrections=2)
+    assert not _steps(predictions, program, 1.0, 2000)
 
 
 @pytest.mark.parametrize("time_s", [0.8, 1.2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -84,6 +85,12 @@ def test_each_length_has_a_program_of_its_own():
     assert len(session.programs.cache) == len(lengths)
     assert session.follower.num_followed_steps == len(order) - 2  # all from the first program on
     assert session.follower.num_diverged_steps == 0
+    summary = session.summary()
+    by_plan = collections.Counter(step.plan for step in summary.steps if step.plan)
+    assert summary.follow is not None
+    assert summary.follow.num_steps_by_plan == by_plan
+    assert sorted(by_plan) == list(range(1, len(lengths) + 1))
+    assert by_plan.total() == session.follower.num_followed_steps
 
 
 def test_micro_batches_of_an_accumulation_are_followed():

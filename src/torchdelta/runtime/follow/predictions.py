@@ -1,4 +1,4 @@
-"""Compares the times of followed steps with their predictions and with earlier times.
+"""Compares the times and peaks of followed steps with their predictions, and the times with earlier ones.
 
 [Note: a wrong prediction]
 A plan is made with the cost of copies that was measured before. In reactive steps, no kernel runs while a copy is
@@ -7,6 +7,9 @@ bandwidth, and no counter shows that. So if the steps of a program take much mor
 difference is taken as the cost of its copies, and the step is planned again with that. Time outside of ops, such as
 reading data, is in no prediction: it is taken off first. If copies cannot explain the difference, the op times of the
 trace must be wrong, and the step is traced again.
+
+If the peak of the steps is more than 10 % above or below the predicted one, the sizes in the trace must be wrong, and
+the step is traced again as well.
 
 Only steps count that kept to the budget, and only once recording is reduced to what the program needs. If the new
 program is slower, the earlier one is followed again. Its step is then never corrected again, and the learned cost of
@@ -19,6 +22,8 @@ import logging
 import statistics
 from typing import TYPE_CHECKING, Final
 
+from torchdelta.units import format_bytes
+
 if TYPE_CHECKING:
     from torchdelta.runtime.follow.measured_machine import MeasuredMachine
     from torchdelta.runtime.follow.program import Program, ProgramCache
@@ -29,7 +34,7 @@ __all__ = ["Predictions", "outside_s"]
 
 _logger = logging.getLogger("torchdelta")
 _NUM_TIMES: Final = 7  # step times of which a median is taken
-_MISS: Final = 0.1  # a median that is off by more than this share leads to a new plan
+_MISS: Final = 0.1  # a median time or a peak that is off by more than this share leads to a new plan
 _MAX_CORRECTIONS: Final = 2  # of the plan of one step
 _OUTSIDE_OP_S: Final = 2e-5  # an upper estimate of the script's own time for each op
 _MOST_UNJUDGED: Final = 24  # after so many followed steps, a program's time is no longer waited for
@@ -61,14 +66,15 @@ class Predictions:
             and program.num_followed <= _MOST_UNJUDGED
         )
 
-    def is_wrong(self, program: Program, time_s: float) -> bool:
-        """Note the time of a step that a program followed. Return whether that step has to be planned again.
+    def is_wrong(self, program: Program, time_s: float, peak_bytes: int) -> bool:
+        """Note what a step took that a program carried out. Return whether that step has to be planned again.
 
         If so, the caller asks for a plan from the program's trace, or has the step traced again if that is gone.
         """
         if program.wants_trace:
             return False  # it will be planned again anyway
         program.step_times_s.append(time_s)
+        program.peak_bytes = max(program.peak_bytes, peak_bytes)
         if len(program.step_times_s) < _NUM_TIMES:
             return False
         median_s = statistics.median(program.step_times_s)
@@ -88,10 +94,21 @@ class Predictions:
         return True
 
     def _is_missed(self, program: Program, median_s: float) -> bool:
-        """Return whether a step has to be planned again because it takes another time than its program predicts."""
+        """Return whether a step has to be planned again because its time or peak is not what its program predicts."""
         predicted_s = program.answer.time_s  # 0.0 if the plan was given
         more_s = max(0.0, median_s - predicted_s - program.outside_s) or min(0.0, median_s - predicted_s)
         may = predicted_s > 0.0 and program.is_settled and program.num_corrections < _MAX_CORRECTIONS
+        more_bytes = program.peak_bytes - program.predicted_peak_bytes
+        if may and abs(more_bytes) > _MISS * program.peak_bytes:
+            program.step = None
+            _logger.debug(
+                "steps peak at %s, predicted %s: planning again",
+                format_bytes(program.peak_bytes),
+                format_bytes(program.predicted_peak_bytes),
+            )
+            program.num_corrections += 1
+            program.wrong_s = median_s
+            return True
         if not may or abs(more_s) <= _MISS * median_s:
             return False
         if program.machine is None or not self._machine.learn(program.machine, more_s, program.swapped_bytes):

@@ -127,12 +127,14 @@ class Program:
         wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
+        peak_bytes: The highest peak of these steps.
         is_settled: Whether recording has been reduced as far as possible since the outline was learned.
         used_at: When it last carried a step out to its end, or was made: larger is later.
         lends: Whether steps of other shapes may follow it.
         outline: What its steps record, once that is known.
         num_others: Steps that were expected to be like the outline, and were not; or that gave none.
         num_handovers: Steps in which Python took over from the native tape.
+        number: Its number in the session, from 1.
     """
 
     schedule: Schedule
@@ -156,12 +158,19 @@ class Program:
     wants_trace: bool = False
     step_times_s: list[float] = field(default_factory=list)
     first_s: float = 0.0
+    peak_bytes: int = 0
     is_settled: bool = False
     used_at: int = 0
     lends: bool = True
     outline: Outline | None = None
     num_others: int = 0
     num_handovers: int = 0
+    number: int = 0
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The predicted peak of its steps, with the memory outside of known storages."""
+        return self.answer.peak_bytes + self.unseen_bytes
 
     def take_over(self, earlier: Program) -> None:
         """Replace an earlier program of the same step."""
@@ -184,6 +193,7 @@ class Program:
         """Compare later steps with none of the earlier ones, of which more was recorded."""
         self.step_times_s.clear()
         self.first_s = 0.0
+        self.peak_bytes = 0
         self.is_settled = False
 
     def settle(self) -> None:

@@ -183,7 +183,7 @@ class Programs:
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
                 self._judge(program, ended.key, peak_bytes, unplanned_bytes, is_own=is_own)
                 if not any(asked.key == ended.key for asked in self._asked):
-                    self._judge_time(program, ended, time_s, is_own=is_own)
+                    self._judge_times(program, ended, time_s, peak_bytes, is_own=is_own)
         self._is_traced = False
         if self.automatic is not None and self.planning is not None:
             self._go_on(self.automatic)
@@ -225,9 +225,10 @@ class Programs:
             program.num_plans += 1
             self._ask_again(program)
 
-    def _judge_time(self, program: Program, ended: EndedStep, time_s: float, *, is_own: bool) -> None:
-        """Have a step planned again that takes another time than predicted, or give its program up."""
-        if is_own and program.has_held and not ended.was_watched and self.predictions.is_wrong(program, time_s):
+    def _judge_times(self, program: Program, ended: EndedStep, time_s: float, peak_bytes: int, *, is_own: bool) -> None:
+        """Have a step planned again whose time or peak is not as predicted, or give its program up."""
+        may_judge = is_own and program.has_held and not ended.was_watched
+        if may_judge and self.predictions.is_wrong(program, time_s, peak_bytes):
             self._ask_again(program)
         elif self.automatic is not None and not self.cache.holds(program):
             self.automatic.forget_followed(ended.key)  # the earlier program is followed again
@@ -345,6 +346,7 @@ class Programs:
 
     def _add_program(self, program: Program) -> None:
         self.num_programs += 1
+        program.number = self.num_programs
         self.cache.add(program)
 
     def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog, unseen_bytes: int) -> None:

@@ -20,6 +20,7 @@ __all__ = ["FollowReport"]
 
 _MAX_STEPS: Final = 1000  # medians are those of the latest steps
 _MAX_REASONS: Final = 4
+_MOST_PLANS: Final = 64
 
 
 class FollowReport:
@@ -34,15 +35,20 @@ class FollowReport:
         self.programs = programs
         self.follower = follower
         # (answer, its peak with unseen memory, time_s, peak_bytes) of the latest followed steps.
+        self._num_steps_by_plan: collections.Counter[int] = collections.Counter()
         self._steps: collections.deque[tuple[Answer, int, float, int]] = collections.deque(maxlen=_MAX_STEPS)
 
     def on_step_end(self, steps: StepTracker) -> None:
-        """Measure the step that has ended, if it was followed by a program of its own."""
+        """Note which program the step that has ended has followed; measure the step if that program is its own."""
         ended = self.follower.ended
-        if ended is not None and ended.program is not None and ended.is_exact:
-            answer = ended.program.answer
-            predicted_bytes = answer.peak_bytes + ended.program.unseen_bytes
-            self._steps.append((answer, predicted_bytes, steps.last_time_s, steps.last_peak_bytes))
+        if ended is None or ended.program is None:
+            return
+        number = ended.program.number
+        steps.note_plan(number)
+        self._num_steps_by_plan[number] += 1
+        if ended.is_exact:
+            program = ended.program
+            self._steps.append((program.answer, program.predicted_peak_bytes, steps.last_time_s, steps.last_peak_bytes))
 
     def summary(self, num_steps: int) -> FollowSummary | None:
         """Return the summary so far; None where no plan was asked for and none given.
@@ -77,6 +83,7 @@ class FollowReport:
             peak_bytes=None if peak_bytes is None else int(peak_bytes),
             plain_time_s=plain_time_s or None,
             overheads_by_budget=dict(sorted(programs.other_budgets.overheads.items())),
+            num_steps_by_plan=dict(self._num_steps_by_plan.most_common(_MOST_PLANS)),
             slowdown=time_s / plain_time_s if time_s is not None and plain_time_s else None,
         )
 

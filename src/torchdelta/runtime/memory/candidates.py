@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.runtime.state.steps import StepTracker
 
-__all__ = ["Candidates"]
+__all__ = ["LEAST_BYTES", "Candidates"]
 
 # Smaller tensors stay: the overhead outweighs the bytes freed.
-_LEAST_BYTES = 4096
+LEAST_BYTES = 4096
 _STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
 # A ranking is used for this many uses, or for this share of the number of tensors if that is more: the next uses change
 # slowly, and sorting takes time.
@@ -110,7 +110,7 @@ class Candidates:
         life_uses = max(_RANKING_LIFE_USES, _RANKING_LIFE_SHARE * len(self.known))
         if not self._ranking or self.order.count - self._ranked_at > life_uses:
             records = ((known, known.record) for known in self.known.values())
-            here = [known for known, each in records if each.emptied is None and each.size_bytes >= _LEAST_BYTES]
+            here = [known for known, each in records if each.emptied is None and each.size_bytes >= LEAST_BYTES]
             self._ranking = sorted(here, key=self._nearness)
             self._ranked_at = self.order.count
         return self._ranking
@@ -141,7 +141,7 @@ class Candidates:
     def may_leave(self, known: Persistent) -> bool:
         """Return whether a tensor can be emptied in place now. Whether it is in use is not looked at."""
         record = known.record
-        if record.emptied is not None or record.size_bytes < _LEAST_BYTES or record.is_exported or record.is_resizable:
+        if record.emptied is not None or record.size_bytes < LEAST_BYTES or record.is_exported or record.is_resizable:
             return False
         if self._ledger.records.get(record.address) is not record:
             return False

@@ -308,11 +308,11 @@ class Persistents:
         emptied, known = self.emptying.emptied, self.candidates.known
         if emptied and not all(self._compiled):
             self.candidates.search()  # a state may have become a parameter's data
-        missing = [record for key, record in emptied.items() if self._may_be_read(known.get(key))]
+        missing = [record for key, record in emptied.items() if self.may_be_read(known.get(key))]
         if missing:
             self._bring(missing)
 
-    def _may_be_read(self, known: Persistent | None) -> bool:
+    def may_be_read(self, known: Persistent | None) -> bool:
         """Return whether compiled code that runs may read a tensor; None: it is not known what it is."""
         return bool(self._compiled) and (any(self._compiled) or known is None or not known.is_state)
 
@@ -360,7 +360,7 @@ class Persistents:
         while ranking and needed_bytes > 0:
             known = ranking.pop()
             record = known.record
-            if record.address in locked or record.emptied is not None or self._may_be_read(known):
+            if record.address in locked or record.emptied is not None or self.may_be_read(known):
                 continue
             if self.emptying.has_spare(record):
                 self.emptying.finish_spare(record)  # the transfer holds the storage

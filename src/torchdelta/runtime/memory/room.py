@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.usage import Usage
 
-__all__ = ["LEAST_EVICTION_BYTES", "NoRoomError", "Room", "collect_garbage", "digest_of"]
+__all__ = ["LEAST_EVICTION_BYTES", "SMALL_PART", "NoRoomError", "Room", "collect_garbage", "digest_of"]
 
 _logger = logging.getLogger("torchdelta")
 
@@ -43,7 +43,7 @@ _NO_LIMIT: Final = (1 << 63) - 1
 # How many ops a ranking is used for: scores change slowly, and computing them takes time.
 RANKING_LIFE_OPS: Final = 24
 # A small op, or a piece of lists ([Note: lists in pieces] in record/pieces.py), takes at most this part of the budget.
-_SMALL_PART: Final = 16
+SMALL_PART: Final = 16
 
 
 class NoRoomError(Exception):
@@ -91,7 +91,7 @@ class Room:
         self.least_eviction_bytes = least_eviction_bytes
         self.persistents = persistents
         if persistents is not None:
-            persistents.attach(budget_bytes, (budget_bytes or 0) // _SMALL_PART, self)
+            persistents.attach(budget_bytes, (budget_bytes or 0) // SMALL_PART, self)
         self.is_followed = False  # a program is carried out: only its misses are made up for here
         self.is_optional = False  # what room is made for now can wait: see `NoRoomError`
         self.num_waits = 0  # times that a followed step waited here
@@ -170,7 +170,7 @@ class Room:
             self._first_over_bytes = self.usage.total_bytes
         # What was loaded since the start may pass the budget already, too.
         before_bytes = self._first_over_bytes if self._first_over_bytes > budget_bytes else self._start_bytes
-        return self.usage.total_bytes + size_bytes - before_bytes <= budget_bytes // _SMALL_PART
+        return self.usage.total_bytes + size_bytes - before_bytes <= budget_bytes // SMALL_PART
 
     def begin_counting(self) -> int:
         """Read the counter. Return the count at which it has to be read again before more is allocated."""

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 # How many of the latest steps keep their own summary.
 MAX_SUMMARIES: Final = 10_000
-_ROW: Final = 12
+_ROW: Final = 13
 _HAD_OPTIMIZER: Final = 9  # its place in a row
+_PLAN: Final = 12
 
 
 class StepTracker:
@@ -128,6 +129,7 @@ class StepTracker:
                 had_optimizer=bool(row[_HAD_OPTIMIZER]),
                 evict_s=row[10],
                 op_time_s=row[11],
+                plan=int(row[_PLAN]),
             )
             for row in rows
         )
@@ -183,6 +185,10 @@ class StepTracker:
                 "torch.compile does not compile an optimizer's step inside a MemoryBudget: the step runs eagerly, with "
                 "the bits and the time of an uncompiled one"
             )
+
+    def note_plan(self, number: int) -> None:
+        """Note which plan the latest step has followed to its end."""
+        self._rows[_PLAN - _ROW] = number
 
     def on_closure_start(self) -> None:
         """The closure of an optimizer runs next: it is the forward and the backward of a step."""
@@ -245,6 +251,7 @@ class StepTracker:
                 had_optimizer,
                 done.evict_s,
                 done.op_time_s,
+                0,  # see `note_plan`
             )
         )
         del self._rows[: -MAX_SUMMARIES * _ROW]

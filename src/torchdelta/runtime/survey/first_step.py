@@ -169,7 +169,7 @@ class _Temporaries(TorchDispatchMode):
         self.live_bytes -= size_bytes
 
 
-def _steps_by_lists(group: dict[str, Any]) -> bool:
+def steps_by_lists(group: dict[str, Any]) -> bool:
     """Return whether an optimizer steps on lists of tensors, by its `foreach` option or by torch's default."""
     if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
         return bool(group.get("foreach"))
@@ -208,7 +208,7 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     The fused step has no meta kernel; the other implementations create the same states.
     """
     options = {name: False for name in ("fused", "capturable") if group.get(name)}
-    if _steps_by_lists(group):
+    if steps_by_lists(group):
         options["foreach"] = True
     elif group.get("fused"):
         options["foreach"] = False

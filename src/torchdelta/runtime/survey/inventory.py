@@ -17,7 +17,7 @@ from torchdelta.runtime.state.buffer import Stays
 from torchdelta.runtime.state.instances import instances_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from torchdelta.modules import ModulePaths
     from torchdelta.runtime.state.buffer import StorageRecord
@@ -39,6 +39,7 @@ UNSEEN: Final = "workspace of ops and other allocations"
 SMALL: Final = "small tensors between passes"
 PASSED: Final = "the forward and backward before the optimizer"
 TEMPORARIES: Final = "temporaries of the optimizer"
+ONE_STEP: Final = "the optimizer's step of some parameters"
 
 
 class Inventory:
@@ -92,8 +93,16 @@ class Inventory:
         """Return the path of the module whose forward is running, or an empty string."""
         return self._paths.current()
 
-    def take(self, leaves: Mapping[int, torch.Tensor], op_bytes: int) -> tuple[dict[str, int], list[tuple[str, int]]]:
-        """Return the bytes of each group, including those of the op, and the largest tensors by name."""
+    def take(
+        self, leaves: Mapping[int, torch.Tensor], op_bytes: int, absent: Container[int] = ()
+    ) -> tuple[dict[str, int], list[tuple[str, int]]]:
+        """Return the bytes of each group, including those of the op, and the largest tensors by name.
+
+        Args:
+            leaves: Leaves that have gradients, by their ids.
+            op_bytes: What the running op allocates.
+            absent: The ids of records that do not count.
+        """
         gradients: dict[int, str] = {}
         for key, leaf in leaves.items():
             if leaf.grad is not None and leaf.grad.layout is torch.strided:  # sparse gradients have no storage
@@ -105,6 +114,8 @@ class Inventory:
         for record in records:
             if not record.size_bytes:
                 break
+            if record.id in absent:
+                continue
             gradient = gradients.get(record.address)
             group, name = (GRADIENTS, gradient) if gradient is not None else self._describe(record)
             groups[group] = groups.get(group, 0) + record.size_bytes

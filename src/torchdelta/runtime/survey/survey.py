@@ -36,7 +36,9 @@ from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.record.needs import omitted_bytes
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.storages import memory_address
+from torchdelta.runtime.survey.absent import Absent
 from torchdelta.runtime.survey.deep_copies import allow_deep_copies
+from torchdelta.runtime.survey.everything import EverythingNeed
 from torchdelta.runtime.survey.first_step import FORESEEN
 from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, PASSED, Inventory, add_up
 from torchdelta.runtime.survey.program_state import ProgramState, drop_fake_gradients
@@ -83,14 +85,21 @@ class Survey:
         self.largest: list[tuple[str, int]] = []
         self.away_bytes = (0, 0)  # swapped out, and dropped, at the moment of the largest need
         self.leaves: list[Any] = []  # leaves whose .grad may have become fake
-        self._peak_bytes = 0  # of the real tensors
+        self._peak_bytes = self._ledger.usage.peak_bytes  # of the real tensors, before persistent ones are brought back
+        self._room.transfers.finish_leaving()
         self._plain_types = self._saved.plain_types
         self._inventory = Inventory(self._ledger, self._saved.modules, recorder.observing.observer)
         steps = self._saved.steps
         is_first_pass = steps.num_steps == 0 and not steps.is_after_backward
         # What the pass needed before is a need of the run too, beside states and gradients that come later.
         passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
-        self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
+        self._absent: Absent | None = None  # in the class *all*
+        if self._room.persistents is None:
+            self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
+        else:
+            self._room.persistents.bring_all()
+            self._absent = Absent(self._ledger, self._room.persistents)
+            self._run_need = EverythingNeed(self._ledger, recorder, is_first_pass=is_first_pass, absent=self._absent)
         self._real_memory = _RealMemory(self._ledger)
         self._values = SmallValues()
         self._program = ProgramState(self._ledger, self.mode, self._values)
@@ -98,10 +107,6 @@ class Survey:
 
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
-        self._peak_bytes = self._ledger.usage.peak_bytes
-        self._room.transfers.finish_leaving()
-        if self._room.persistents is not None:
-            self._room.persistents.bring_all()
         self._room.transfers.lacked_capacity = False
         self._ledger.begin_survey()
         self._saved.plain_types = self._plain_types | {FakeTensor}
@@ -133,18 +138,32 @@ class Survey:
     def need(self, size_bytes: int, why: str) -> None:
         """Record that `size_bytes` more are needed at this moment, and raise the budget accordingly."""
         self._program.discount()
-        self._real_memory.ask()
-        needed_bytes = self._ledger.usage.total_bytes + size_bytes
         self._run_need.add_backward_leaves(self._running_leaves())
+        needed_bytes = self._here_bytes() + size_bytes
+        if self._absent is not None and needed_bytes > self.needed_bytes:
+            self._absent.search()  # perhaps it is more because a parameter is not known yet
+            needed_bytes = self._here_bytes() + size_bytes
         # `RunNeed` adds what first steps of optimizers make to the need of every moment: here it would count it twice.
         op_bytes = 0 if why.startswith(FORESEEN) else size_bytes
         if self._run_need.note(needed_bytes - size_bytes + op_bytes):
             self.op = why
             self.module = self._inventory.module()
-            self.groups, self.largest = self._inventory.take(self._run_need.leaves, op_bytes)
+            self.groups, self.largest = self._take_inventory(op_bytes)
             self.away_bytes = _away_bytes(self._room)
         self.needed_bytes = max(self.needed_bytes, needed_bytes)
         self._room.budget_bytes = max(self._room.budget_bytes or 0, needed_bytes)
+
+    def _here_bytes(self) -> int:
+        """Return the bytes in use, less what could be swapped out ([Note: a survey of the class all] in absent.py)."""
+        self._real_memory.ask()
+        absent_bytes = self._absent.size_bytes(self._run_need.leaves.values()) if self._absent is not None else 0
+        return self._ledger.usage.total_bytes - absent_bytes
+
+    def _take_inventory(self, op_bytes: int) -> tuple[dict[str, int], list[tuple[str, int]]]:
+        """Return what is on the device, by group and by tensor, except for what could be swapped out."""
+        leaves = self._run_need.leaves
+        absent = {record.id for record in self._absent.records(leaves.values())} if self._absent is not None else ()
+        return self._inventory.take(leaves, op_bytes, absent)
 
     def run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op on fake tensors. An in-place op returns the argument that it would have written.
@@ -216,7 +235,9 @@ class Survey:
             groups, largest = self._at_optimizer(is_lower_bound=is_lower_bound)
         if needed.passed_bytes:
             groups = {PASSED: needed.passed_bytes}
-        groups = add_up({**groups, GRADIENTS: needed.gradient_bytes}, needed.more.items())
+        if self._absent is None:  # else they are counted where they cannot leave
+            groups = {**groups, GRADIENTS: needed.gradient_bytes}
+        groups = add_up(groups, needed.more.items())
         op = f"the step of {needed.optimizer}" if needed.optimizer else PASSED if needed.passed_bytes else self.op
         error = BudgetError(
             budget_bytes=self._budget_bytes,
@@ -237,9 +258,9 @@ class Survey:
 
     def _at_optimizer(self, *, is_lower_bound: bool) -> tuple[dict[str, int], list[tuple[str, int]]]:
         """Return the inventory at the optimizer's step: what is left after the backward."""
-        groups, largest = self._inventory.take(self._run_need.leaves, 0)
+        groups, largest = self._take_inventory(0)
         if is_lower_bound:  # the pass is not over: only the parameters are certain to exist at the step
-            return {PARAMETERS: self._run_need.parameter_bytes()}, largest
+            return ({PARAMETERS: self._run_need.parameter_bytes()} if self._absent is None else {}), largest
         return groups, largest
 
 

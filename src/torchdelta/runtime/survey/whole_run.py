@@ -29,6 +29,7 @@ from torchdelta.runtime.survey.first_step import FirstStep, foresee_first_step
 from torchdelta.runtime.survey.inventory import HELD, SMALL, STATES, TEMPORARIES
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Container, Iterable
 
     from torchdelta.runtime.state.ledger import Ledger
@@ -121,7 +122,7 @@ class RunNeed:
             in_optimizer: Whether an optimizer is about to step.
         """
         self.find_optimizers()
-        trained = {key: leaf for key, leaf in self.leaves.items() if key in self._reached or self._was_used(leaf)}
+        trained = self._trained()
         idle_gradients_bytes = sum(_gradient_bytes_of(leaf) for key, leaf in self.leaves.items() if key not in trained)
         steps = [
             (optimizer, self._first_step(optimizer, trained))
@@ -131,10 +132,8 @@ class RunNeed:
         gone = self._gone(trained, is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
         all_gradients_bytes = idle_gradients_bytes
         all_gradients_bytes += sum(local_part(leaf).nbytes for key, leaf in trained.items() if key not in gone)
-        small_bytes = _SMALL_BYTES + _SMALL_BYTES_PER_LEAF * len(trained)
-        small_bytes += int(_MARGIN * self._without_gradients_bytes)
+        small_bytes = self._small_bytes(trained, is_lower_bound=is_lower_bound)
         outputs_bytes = 0 if is_lower_bound or not self._is_first_pass else self._held_outputs_bytes()
-        small_bytes += 0 if is_lower_bound else self._random_states_bytes()
         state_bytes = sum(step.state_bytes for _, step in steps)
         later_bytes = state_bytes + small_bytes
         freeing_bytes = max(self._forward_bytes + outputs_bytes, self._backward_bytes) + later_bytes
@@ -161,9 +160,23 @@ class RunNeed:
             | ({TEMPORARIES: temporary_bytes} if is_optimizer_most else {HELD: 0 if is_passed_most else outputs_bytes}),
         )
 
+    def _trained(self) -> dict[int, torch.Tensor]:
+        """Return the leaves that have gradients after the pass, as far as is known, by their ids."""
+        return {key: leaf for key, leaf in self.leaves.items() if key in self._reached or self._was_used(leaf)}
+
+    def _small_bytes(self, trained: dict[int, torch.Tensor], *, is_lower_bound: bool) -> int:
+        """Return what small tensors may take beside the pass, and a margin."""
+        small_bytes = _SMALL_BYTES + _SMALL_BYTES_PER_LEAF * len(trained)
+        small_bytes += int(_MARGIN * self._without_gradients_bytes)
+        return small_bytes + (0 if is_lower_bound else self._random_states_bytes())
+
+    def _without_mode(self) -> contextlib.AbstractContextManager[bool]:
+        """Run ops without the recorder."""
+        return without_mode(self._mode)
+
     def _first_step(self, optimizer: torch.optim.Optimizer, trained: Container[int]) -> FirstStep:
         """Return what an optimizer's step will allocate in addition to the states it has already."""
-        with without_mode(self._mode):
+        with self._without_mode():
             step = foresee_first_step(optimizer, lambda leaf: leaf.grad is not None or id(leaf) in trained)
         return FirstStep(0, step.temporary_bytes, step.is_estimate) if optimizer.state else step
 
