@@ -83,6 +83,7 @@ def test_text_says_how_a_plan_was_followed() -> None:
     several = dataclasses.replace(
         FOLLOW,
         num_programs=6,
+        num_diverged_steps=9,
         num_steps_by_plan={1: 2, 2: 9, 3: 9, 5: 1, 6: 1},
         divergences={"save 3 has another shape": 4, "it ended early": 1},
         latest_divergence="it ended early: 5 saves of 9",
@@ -90,8 +91,8 @@ def test_text_says_how_a_plan_was_followed() -> None:
     assert str(several).splitlines()[2:] == [
         "steps by plan: no. 2 9, no. 3 9, no. 1 2, no. 5 1, ...",
         (
-            "steps diverged by reason: save 3 has another shape (4), it ended early (1); the latest: it ended early: "
-            "5 saves of 9"
+            "steps diverged by reason: save 3 has another shape (4), it ended early (1), ...; the latest: it ended "
+            "early: 5 saves of 9"
         ),
     ]
     none = dataclasses.replace(FOLLOW, num_programs=0, time_s=None, peak_bytes=None, why_no_plan="too little")

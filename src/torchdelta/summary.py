@@ -201,7 +201,8 @@ class FollowSummary:
             lines.append(f"steps by plan: {listed}{', ...' if len(counts) > _MOST_PLANS_SHOWN else ''}")
         if len(self.divergences) > 1:
             counted = ", ".join(f"{why} ({num_steps})" for why, num_steps in self.divergences.items())
-            lines.append(f"steps diverged by reason: {counted}; the latest: {self.latest_divergence}")
+            more = ", ..." if sum(self.divergences.values()) < self.num_diverged_steps else ""
+            lines.append(f"steps diverged by reason: {counted}{more}; the latest: {self.latest_divergence}")
         elif self.latest_divergence:
             lines.append(f"latest divergence: {self.latest_divergence}")
         elif self.why_no_plan:

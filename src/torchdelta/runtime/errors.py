@@ -28,7 +28,8 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
     Attributes:
         budget_bytes: The budget that was too small.
         least_budget_bytes: The least budget that the run needs, including the optimizer's states, and gradients that
-            are not freed between one backward and the next forward.
+            are not freed between one backward and the next forward. With `Config(decision_class="all")`, what of them
+            could be swapped out at the moment of the highest need is not included.
         least_freeing_gradients_bytes: The least budget if all gradients are set to None before each forward.
         op: The op that needs the least budget.
         module: The path of the module whose forward ran this op; empty outside of modules.

@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchdelta._torch.modes import without_mode
 from torchdelta.runtime.interrupts import shielded
-from torchdelta.runtime.survey.everything import piece_of_step
+from torchdelta.runtime.survey.absent import Absent, may_any_leave
+from torchdelta.runtime.survey.everything import too_large_op_bytes
 from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes, is_trial
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class OptimizerSteps:
         self._is_running = is_running
         self._end_survey = end_survey
         self._hooks: list[Any] = []
+        # In the class *all*: how many parameters an optimizer has stepped at once.
+        self._num_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # room was made for their states
 
     def start(self) -> None:
@@ -86,8 +89,8 @@ class OptimizerSteps:
         with_closure = self._with_closure(optimizer, args, kwargs)
         if with_closure is None and is_new:
             self._make_room(optimizer, makes_gradients=has_arguments)
-        if with_closure is None and self._room.persistents is not None:
-            self._make_room_for_piece(optimizer)
+        if with_closure is None:
+            self._refuse_too_large(optimizer)
         return with_closure
 
     @shielded
@@ -106,21 +109,33 @@ class OptimizerSteps:
         """Make room for all that the first step of an optimizer allocates."""
         if self._room.budget_bytes is None:
             return
-        self._foreseen.add(optimizer)
         with without_mode(self._recorder):
             size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
         if size_bytes:
             self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+        self._foreseen.add(optimizer)  # a step that was refused is looked at again
 
-    def _make_room_for_piece(self, optimizer: Any) -> None:
-        """In the class *all*, refuse an optimizer's first step of the scope before it has stepped any parameter."""
-        if self._room.budget_bytes is None or optimizer in self._foreseen:
+    def _refuse_too_large(self, optimizer: Any) -> None:
+        """In the class *all*, refuse a step of which an op cannot fit before it has stepped any parameter."""
+        persistents, budget_bytes, ledger = self._room.persistents, self._room.budget_bytes, self._recorder.ledger
+        if persistents is None or budget_bytes is None or ledger.surveys or not may_any_leave():
             return
-        self._foreseen.add(optimizer)
+        stepped = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and parameter.device == ledger.device
+        ]
+        if self._num_stepped.get(optimizer, 0) >= len(stepped):  # so many were stepped before
+            return
         with without_mode(self._recorder):
-            piece = piece_of_step(optimizer, lambda parameter: parameter.grad is not None)
-        if not piece.is_estimate:
-            self._room.make(piece.size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+            absent = Absent(ledger, persistents)
+            self._room.usage.ask_counter(fresh=True)
+            here_bytes = self._room.usage.total_bytes - self._room.evictable_bytes() - absent.size_bytes(())
+            op_bytes = too_large_op_bytes(optimizer, stepped, budget_bytes - here_bytes, absent)
+        if op_bytes:
+            self._room.make(op_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+        self._num_stepped[optimizer] = len(stepped)
 
     def _with_closure(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Return the arguments of a step with a closure that tells us when it has returned; None without a closure.
@@ -155,8 +170,7 @@ class OptimizerSteps:
             self._steps.on_closure_end()
             if self._is_new(optimizer):
                 self._make_room(optimizer, makes_gradients=False)
-            elif self._room.persistents is not None:
-                self._make_room_for_piece(optimizer)
+            self._refuse_too_large(optimizer)
 
 
 def _is_closure(argument: Any) -> bool:

@@ -8,8 +8,8 @@ difference is taken as the cost of its copies, and the step is planned again wit
 reading data, is in no prediction: it is taken off first. If copies cannot explain the difference, the op times of the
 trace must be wrong, and the step is traced again.
 
-If the peak of the steps is more than 10 % above or below the predicted one, the sizes in the trace must be wrong, and
-the step is traced again as well.
+If the peak of the steps whose times are compared first is more than 10 % above or below the predicted one, the sizes
+in the trace must be wrong, and the step is traced again as well.
 
 Only steps count that kept to the budget, and only once recording is reduced to what the program needs. If the new
 program is slower, the earlier one is followed again. Its step is then never corrected again, and the learned cost of
@@ -99,7 +99,7 @@ class Predictions:
         more_s = max(0.0, median_s - predicted_s - program.outside_s) or min(0.0, median_s - predicted_s)
         may = predicted_s > 0.0 and program.is_settled and program.num_corrections < _MAX_CORRECTIONS
         more_bytes = program.peak_bytes - program.predicted_peak_bytes
-        if may and abs(more_bytes) > _MISS * program.peak_bytes:
+        if may and abs(more_bytes) > _MISS * program.predicted_peak_bytes:
             program.step = None
             _logger.debug(
                 "steps peak at %s, predicted %s: planning again",
@@ -111,7 +111,10 @@ class Predictions:
             return True
         if not may or abs(more_s) <= _MISS * median_s:
             return False
-        if program.machine is None or not self._machine.learn(program.machine, more_s, program.swapped_bytes):
+        program.has_taught = program.machine is not None and self._machine.learn(
+            program.machine, more_s, program.swapped_bytes
+        )
+        if not program.has_taught:
             program.step = None
         _logger.debug(
             "steps take %.1f ms, predicted %.1f ms and %.1f ms outside of ops: planning again",
@@ -138,7 +141,8 @@ class Predictions:
         earlier.num_corrections = _MAX_CORRECTIONS
         earlier.wants_trace = False
         earlier.forget_times()
-        self._machine.forget()
+        if earlier.has_taught:
+            self._machine.forget()
         self._cache.remove(program)
         self._cache.add(earlier)
         return True

@@ -124,6 +124,7 @@ class Program:
         num_followed: Steps that it carried out to their ends.
         num_corrections: How often the step was planned again because of the time that its steps took.
         wrong_s: The latest median of its step times, once one has led to another plan; else 0.0.
+        has_taught: Whether the cost of copies was last learned from the times of its steps.
         wants_trace: Whether it is to be traced once more.
         step_times_s: Of the latest followed steps whose backward was not watched, until their median is taken.
         first_s: The first median of them; 0.0 before there is one.
@@ -151,6 +152,7 @@ class Program:
     num_plans: int = 1
     num_corrections: int = 0
     wrong_s: float = 0.0
+    has_taught: bool = False
     proofs: dict[tuple[Key, int], Proof] = field(default_factory=dict)
     num_misses: int = 0
     has_held: bool = False

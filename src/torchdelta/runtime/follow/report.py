@@ -34,8 +34,8 @@ class FollowReport:
     def __init__(self, programs: Programs, follower: Follower) -> None:
         self.programs = programs
         self.follower = follower
-        # (answer, its peak with unseen memory, time_s, peak_bytes) of the latest followed steps.
         self._num_steps_by_plan: collections.Counter[int] = collections.Counter()
+        # (answer, its peak with unseen memory, time_s, peak_bytes) of the latest followed steps.
         self._steps: collections.deque[tuple[Answer, int, float, int]] = collections.deque(maxlen=_MAX_STEPS)
 
     def on_step_end(self, steps: StepTracker) -> None:

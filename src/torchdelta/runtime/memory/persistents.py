@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.runtime.state.steps import StepTracker
 
-__all__ = ["Persistents", "RoomMaker"]
+__all__ = ["BRINGING", "Persistents", "RoomMaker"]
+
+BRINGING: Final = "bringing back parameters, gradients or optimizer states"
+"""The reason of a request for room for tensors that come back."""
 
 # How many pieces are read ahead, and are kept ready to leave.
 _PIECES_AHEAD = 3
@@ -182,7 +185,7 @@ class Persistents:
         self.in_use.begin([storage for record in missing if (storage := record.storage()) is not None])
         try:
             if size_bytes:
-                self.make(size_bytes, "bringing back parameters, gradients or optimizer states")
+                self.make(size_bytes, BRINGING)
             for record in missing:
                 if record.emptied is not None:
                     self.emptying.refill(record)

@@ -188,7 +188,14 @@ class Replayer:
         """Simulate a replay in a survey: make room and storages, but run nothing."""
         sources_alive = [self.bring(source) for source in sources(entry) if id(source) not in chain.held]
         expected = [buffer for reference in entry.outputs if (buffer := reference()) is not None]
-        self.room.make(entry.output_bytes + entry.workspace_bytes, f"{entry.facts.name} (replayed)")
+        persistents = self.room.persistents
+        if persistents is not None:
+            persistents.in_use.begin(sources_alive)  # a real replay holds them, so that they stay
+        try:
+            self.room.make(entry.output_bytes + entry.workspace_bytes, f"{entry.facts.name} (replayed)")
+        finally:
+            if persistents is not None:
+                persistents.in_use.end()
         for buffer in expected:
             storage = torch.UntypedStorage(buffer.size_bytes, device=self.ledger.new_device)
             self.ledger.know(storage)

@@ -306,6 +306,10 @@ class Room:
     def _candidates(self) -> list[Buffer]:
         return [buffer for buffer in list(self.ledger.held.values()) if self.is_evictable(buffer)]
 
+    def evictable_bytes(self) -> int:
+        """Return the bytes of the buffers that could be evicted now."""
+        return sum(buffer.size_bytes for buffer in self._candidates())
+
     def is_evictable(self, buffer: Buffer) -> bool:
         """Return whether evicting this buffer now would free its bytes."""
         if buffer.stays or buffer.num_locks or buffer.size_bytes < self.least_eviction_bytes:

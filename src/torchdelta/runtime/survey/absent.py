@@ -3,47 +3,73 @@
 [Note: a survey of the class all]
 A survey brings all persistent tensors back, because the program may read their memory. The run would not need that: all
 that may leave, and that no running op or backward node reads, could be swapped out. So the need of each moment is what
-is counted then, less the bytes of these tensors. It is a need that the run can meet: nothing else has to be evicted.
+is counted then, less the bytes of these tensors. Gradients that the survey has made count as those of the run would:
+they may leave if their parameters may, unless they share their memory.
 """
 
 from __future__ import annotations
 
+import collections
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchdelta._torch.fake import FakeTensor
-from torchdelta.runtime.memory.candidates import LEAST_BYTES
+from torchdelta.runtime.memory import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    import torch
 
     from torchdelta.runtime.memory.persistents import Persistents
     from torchdelta.runtime.state.buffer import StorageRecord
     from torchdelta.runtime.state.ledger import Ledger
 
-__all__ = ["Absent"]
+__all__ = ["Absent", "may_any_leave"]
+
+
+def may_any_leave() -> bool:
+    """Return whether persistent tensors may leave at all: none does while torch.distributed is in use."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 class Absent:
-    """The persistent tensors that could be swapped out at the present moment of a survey.
+    """The persistent tensors that could be swapped out at the present moment.
 
     Args:
-        ledger: The ledger, before its survey begins.
-        persistents: Evicts persistent tensors when no survey runs. All of them are here.
+        ledger: The ledger, before a survey begins.
+        persistents: Evicts persistent tensors when no survey runs.
     """
 
     def __init__(self, ledger: Ledger, persistents: Persistents) -> None:
         self._ledger = ledger
         self._persistents = persistents
-        self._candidates = candidates = persistents.candidates
-        candidates.search(is_thorough=True)
-        # Looked at now: the survey itself holds storages, so that later it would seem that the program holds them.
-        self._staying = {known.record.id for known in candidates.known.values() if not candidates.may_leave(known)}
+        self._candidates = persistents.candidates
+        self._seen: set[int] = set()  # ids of records
+        self._staying: set[int] = set()  # those of them that may not leave
+        self._candidates.search(is_thorough=True)
+        self._judge_new()
 
     def search(self) -> None:
         """Find persistent tensors that are new, such as parameters that an op has read for the first time."""
         self._candidates.search()
+        self._judge_new()
+
+    def _judge_new(self) -> None:
+        """Find out which of the new tensors stay. The survey itself holds storages later, as the program might."""
+        locked = self._persistents.in_use.addresses()
+        for known in self._candidates.known.values():
+            record = known.record
+            if record.id in self._seen or record.address in locked:  # what is in use seems to be held
+                continue
+            self._seen.add(record.id)
+            if record.emptied is None and not self._candidates.may_leave(known):
+                self._staying.add(record.id)
+
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Return whether a persistent tensor would stay, whatever is read."""
+        record = self._ledger.find(tensor) if tensor.layout is torch.strided else None
+        known = self._candidates.known.get(record.id) if record is not None else None
+        return known is None or not self._may_leave(known.record, set())
 
     def records(self, leaves: Iterable[torch.Tensor]) -> Iterator[StorageRecord]:
         """Yield the storages that could be swapped out now.
@@ -56,19 +82,31 @@ class Absent:
         for each in known.values():
             if not self._persistents.may_be_read(each) and self._may_leave(each.record, locked):
                 yield each.record
-        for leaf in leaves:
-            if isinstance(leaf.grad, FakeTensor):
-                record = self._ledger.find(leaf.grad)
-                if record is not None and record.id not in known and self._may_leave(record, locked):
-                    yield record
+        gradients = [record for leaf in leaves if (record := self._made_gradient(leaf)) is not None]
+        num_uses = collections.Counter(record.id for record in gradients)
+        for record in gradients:
+            if num_uses[record.id] == 1 and record.id not in known and self._may_leave(record, locked):
+                yield record
 
     def size_bytes(self, leaves: Iterable[torch.Tensor]) -> int:
         """Return the bytes that could be swapped out now."""
         return sum(record.size_bytes for record in self.records(leaves))
 
+    def _made_gradient(self, leaf: torch.Tensor) -> StorageRecord | None:
+        """Return the storage of a gradient that the survey has made for a known parameter."""
+        gradient = leaf.grad
+        if not isinstance(gradient, FakeTensor) or gradient.layout is not torch.strided:
+            return None
+        return self._ledger.find(gradient) if self.owns(leaf) else None
+
+    def owns(self, leaf: torch.Tensor) -> bool:
+        """Return whether a leaf belongs to a known model or optimizer. Other leaves stay, and so do their gradients."""
+        record = self._ledger.find(leaf) if leaf.layout is torch.strided else None
+        return record is not None and record.id in self._candidates.known
+
     def _may_leave(self, record: StorageRecord, locked: set[int]) -> bool:
         return (
-            record.size_bytes >= LEAST_BYTES
+            record.size_bytes >= candidates.LEAST_BYTES
             and record.id not in self._staying
             and record.address not in locked
             and not record.is_exported

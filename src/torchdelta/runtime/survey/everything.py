@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchdelta.runtime.memory.candidates import LEAST_BYTES
+from torchdelta.runtime.memory import candidates
 from torchdelta.runtime.memory.room import SMALL_PART
 from torchdelta.runtime.state.kinds import local_part, tensors_in
-from torchdelta.runtime.survey.first_step import foresee_first_step, steps_by_lists
-from torchdelta.runtime.survey.inventory import HELD, ONE_STEP, SMALL
-from torchdelta.runtime.survey.whole_run import Needed, RunNeed
+from torchdelta.runtime.survey.first_step import StepNeed, foresee_step
+from torchdelta.runtime.survey.inventory import GRADIENTS, HELD, ONE_STEP, SMALL
+from torchdelta.runtime.survey.whole_run import Needed, RunNeed, gradient_bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.survey.absent import Absent
 
-__all__ = ["EverythingNeed", "Piece", "piece_of_step"]
+__all__ = ["EverythingNeed", "too_large_op_bytes"]
 
-_MOST_STATES: Final = 2  # as large as the parameter, of a small parameter: those of Adam
+# A piece of lists takes up to a part of the budget ([Note: lists in pieces] in record/pieces.py), and its temporaries.
+_MOST_OF_PIECES: Final = 2 / SMALL_PART
 
 
 class EverythingNeed(RunNeed):
@@ -29,40 +28,53 @@ class EverythingNeed(RunNeed):
 
     The need of each moment is already less what could be swapped out then, gradients and states among it. What comes
     later leaves, too, except for small tensors. So the run needs the most of three: the forward with what the program
-    holds of the step before, the backward, and an optimizer's step of one parameter beside what cannot leave.
+    holds of the step before, the backward, and the largest op of an optimizer's step, each beside what cannot leave.
     """
 
     def __init__(self, ledger: Ledger, mode: Any, *, is_first_pass: bool, absent: Absent) -> None:
         super().__init__(ledger, mode, is_first_pass=is_first_pass)
         self._absent = absent
+        self._at_most_bytes = 0  # the need at the moment that `note` has found to be a new maximum
+
+    def note(self, needed_bytes: int) -> bool:
+        """Record the need at this moment. See `RunNeed.note`."""
+        is_most = super().note(needed_bytes)
+        if is_most:
+            self._at_most_bytes = needed_bytes
+        return is_most
 
     def _gradient_bytes(self) -> int:
-        return 0  # those that cannot leave are in the need of the moment
+        """Return the bytes of the gradients that stay."""
+        return sum(gradient_bytes_of(leaf) for leaf in self.leaves.values() if not self._absent.owns(leaf))
 
     def finish(self, *, is_lower_bound: bool, in_optimizer: bool = False) -> Needed:
         """Return what the run needs. See `RunNeed.finish`."""
         del in_optimizer
         self.find_optimizers()
         trained = self._trained()
+        with self._without_mode():
+            steps = [
+                (optimizer, foresee_step(optimizer, lambda leaf: id(leaf) in trained)) for optimizer in self.optimizers
+            ]
         small_bytes = self._small_bytes(trained, is_lower_bound=is_lower_bound)
-        small_bytes += (1 + _MOST_STATES) * sum(
+        small_bytes += sum(step.small_state_bytes for _, step in steps)
+        small_bytes += sum(
             size_bytes
             for leaf in trained.values()
-            if (size_bytes := local_part(leaf).nbytes) < LEAST_BYTES and leaf.grad is None
+            if leaf.grad is None and (size_bytes := local_part(leaf).nbytes) < candidates.LEAST_BYTES
         )
         outputs_bytes = 0 if is_lower_bound or not self._is_first_pass else self._held_outputs_bytes()
         if self._forward_bytes < self._backward_bytes:
             outputs_bytes = max(0, self._forward_bytes + outputs_bytes - self._backward_bytes)
-        pass_bytes = max(self._forward_bytes, self._backward_bytes) + outputs_bytes + small_bytes
+        staying_bytes = sum(local_part(leaf).nbytes for leaf in trained.values() if not self._absent.owns(leaf))
+        pass_bytes = max(self._forward_bytes, self._backward_bytes, self._without_gradients_bytes + staying_bytes)
+        later_gradient_bytes = pass_bytes - self._at_most_bytes
+        pass_bytes += outputs_bytes + small_bytes
         here_bytes = small_bytes
         if not is_lower_bound:  # else the pass is not over, so more is here now than at the optimizer's step
             here_bytes += self._ledger.usage.total_bytes - self._absent.size_bytes(self.leaves.values())
-        optimizer_bytes, name = 0, ""
-        for optimizer in self.optimizers:
-            with self._without_mode():
-                needed_bytes = _step_bytes(optimizer, here_bytes, lambda leaf: id(leaf) in trained)
-            if needed_bytes > optimizer_bytes:
-                optimizer_bytes, name = needed_bytes, type(optimizer).__name__
+        needs = [(_with_step(here_bytes, step), type(optimizer).__name__) for optimizer, step in steps]
+        optimizer_bytes, name = max(needs, default=(0, ""))
         is_optimizer_most = optimizer_bytes > pass_bytes
         size_bytes = max(pass_bytes, optimizer_bytes)
         return Needed(
@@ -72,65 +84,38 @@ class EverythingNeed(RunNeed):
             passed_bytes=0,
             gradient_bytes=0,
             more={SMALL: small_bytes}
-            | ({ONE_STEP: optimizer_bytes - here_bytes} if is_optimizer_most else {HELD: outputs_bytes}),
+            | (
+                {ONE_STEP: optimizer_bytes - here_bytes}
+                if is_optimizer_most
+                else {HELD: outputs_bytes, GRADIENTS: later_gradient_bytes}
+            ),
         )
 
 
-class Piece(NamedTuple):
-    """What an optimizer's step needs at once where parameters, gradients and states leave.
-
-    Attributes:
-        size_bytes: The largest parameter with its gradient, states and temporaries. An optimizer that is not torch's
-            may need all of its parameters at once.
-        temporary_share: Bytes of temporaries for each byte of parameters, gradients and states.
-        is_list: Whether it steps several parameters at once, in pieces of a part of the budget.
-        is_estimate: Whether the states and temporaries are estimated.
-    """
-
-    size_bytes: int = 0
-    temporary_share: float = 0.0
-    is_list: bool = False
-    is_estimate: bool = False
-
-
-def piece_of_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]) -> Piece:
-    """Return what an optimizer's step needs at once.
+def too_large_op_bytes(
+    optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor], free_bytes: int, absent: Absent
+) -> int:
+    """Return the bytes of the largest op of an optimizer's step if it certainly does not fit, else 0.
 
     Args:
         optimizer: The optimizer.
-        is_stepped: Returns whether a parameter will have a gradient in that step.
+        stepped: Its parameters that have gradients.
+        free_bytes: What is left of the budget beside what cannot leave.
+        absent: Knows what can.
     """
-    sizes_bytes = [
-        local_part(parameter).nbytes
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if is_stepped(parameter)
-    ]
-    total_bytes = sum(sizes_bytes)
-    if not total_bytes:
-        return Piece()
-    step = foresee_first_step(optimizer, is_stepped)
-    existing_bytes = sum(tensor.nbytes for tensor in tensors_in(list(optimizer.state.values())))
-    state_bytes = max(existing_bytes, step.state_bytes)
-    is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-    is_cut = is_torchs and not isinstance(optimizer, torch.optim.LBFGS)  # which flattens all parameters into one
-    is_list = is_cut and any(steps_by_lists(group) or group.get("fused") for group in optimizer.param_groups)
-    share = max(sizes_bytes) / total_bytes if is_cut else 1.0
-    held_bytes = int((2 * total_bytes + state_bytes) * share)
-    return Piece(
-        size_bytes=held_bytes + step.temporary_bytes,  # the lists of the trial are cut, too
-        temporary_share=step.temporary_bytes / held_bytes,
-        is_list=is_list,
-        is_estimate=step.is_estimate or not is_torchs,
-    )
+    read = [*stepped, *(p.grad for p in stepped if p.grad is not None)]
+    read += tensors_in([optimizer.state.get(p) for p in stepped])
+    if any(t.layout is not torch.strided or (t.nbytes >= candidates.LEAST_BYTES and absent.stays(t)) for t in read):
+        return 0  # a part of what the step reads is not in `free_bytes` either
+    ids = set(map(id, stepped))
+    step = foresee_step(optimizer, lambda parameter: id(parameter) in ids)
+    is_too_large = step.op_bytes + step.small_state_bytes > free_bytes
+    return step.op_bytes if is_too_large and not step.is_estimate else 0  # an estimate must not refuse what fits
 
 
-def _step_bytes(optimizer: torch.optim.Optimizer, here_bytes: int, is_stepped: Callable[[torch.Tensor], bool]) -> int:
+def _with_step(here_bytes: int, step: StepNeed) -> int:
     """Return what a run needs in an optimizer's step, beside what cannot leave; 0 if it steps nothing."""
-    piece = piece_of_step(optimizer, is_stepped)
-    if not piece.size_bytes:
+    if not step.op_bytes:
         return 0
-    needed_bytes = here_bytes + piece.size_bytes
-    if piece.is_list:  # a piece may take this part of the budget: see [Note: lists in pieces] in record/pieces.py
-        needed_bytes = max(needed_bytes, int(here_bytes / (1 - (1 + piece.temporary_share) / SMALL_PART)))
-    return needed_bytes
+    needed_bytes = here_bytes + step.op_bytes
+    return max(needed_bytes, int(here_bytes / (1 - _MOST_OF_PIECES))) if step.takes_lists else needed_bytes

@@ -1,4 +1,4 @@
-"""What an optimizer will allocate in its first step, which creates its states.
+"""What an optimizer will allocate in its first step, which creates its states, and what its largest op needs.
 
 Knowing this in advance lets `BudgetError` be raised before the first parameter is updated, not halfway through.
 """
@@ -22,6 +22,7 @@ from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta.aten.facts import Kind, facts_of, written_tensors
 from torchdelta.notices import warn_once
+from torchdelta.runtime.memory import candidates
 from torchdelta.runtime.state.kinds import local_part, tensors_in
 from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy
 
@@ -53,6 +54,22 @@ class FirstStep(NamedTuple):
 
     state_bytes: int  # never freed
     temporary_bytes: int  # freed by the end of the step
+    is_estimate: bool = False
+
+
+class StepNeed(NamedTuple):
+    """What an optimizer's step needs at once where parameters, gradients and states leave between ops.
+
+    Attributes:
+        op_bytes: What its largest op reads and makes, with the temporaries that live then; 0 if nothing is stepped.
+        small_state_bytes: States that it still has to make, and that are too small to leave.
+        takes_lists: Whether its ops take lists of tensors, which are cut into pieces.
+        is_estimate: Whether all parameters, gradients and states are assumed to be needed at once.
+    """
+
+    op_bytes: int = 0
+    small_state_bytes: int = 0
+    takes_lists: bool = False
     is_estimate: bool = False
 
 
@@ -90,6 +107,32 @@ def foresee_first_step(
     return FirstStep(2 * sum(sizes_bytes), 2 * max(sizes_bytes, default=0), is_estimate=True)
 
 
+def foresee_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]) -> StepNeed:
+    """Return what a step of an optimizer needs at once if as much as possible leaves between its ops.
+
+    Args:
+        optimizer: The optimizer, before its first step or a later one.
+        is_stepped: Returns whether a parameter will have a gradient in that step.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if is_stepped(p)]
+    if not parameters:
+        return StepNeed()
+    takes_lists = any(steps_by_lists(group) or group.get("fused") for group in optimizer.param_groups)
+    made = [tensor for p in parameters for tensor in tensors_in([optimizer.state.get(p)])]
+    try:
+        op_bytes, states = _try_two_steps(optimizer, is_stepped)
+    except Exception:  # noqa: BLE001 - logged by the first of the two that fails
+        step = foresee_first_step(optimizer, is_stepped)
+        all_bytes = 2 * _local_bytes(parameters) + max(step.state_bytes, _local_bytes(made)) + step.temporary_bytes
+        return StepNeed(all_bytes, 0, takes_lists, is_estimate=True)
+    return StepNeed(
+        op_bytes,
+        max(0, _small_bytes(states) - _small_bytes(made)),
+        takes_lists,
+        is_estimate=any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters),
+    )
+
+
 def first_step_bytes(optimizer: torch.optim.Optimizer, *, makes_gradients: bool) -> int:
     """Return what the first step of an optimizer will allocate; 0 where that is only an estimate.
 
@@ -119,13 +162,15 @@ def is_trial(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Temporaries(TorchDispatchMode):
-    """Counts the bytes that ops on meta tensors would allocate and free."""
+    """Counts the bytes that ops on meta tensors would allocate and free, and what the largest op needs."""
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known = {storage_address(tensor) for tensor in existing}
+        self.op_bytes = 0  # the most that an op reads, makes, and finds beside it
+        self._existing = {storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in existing}
+        self._known = set(self._existing)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -139,6 +184,9 @@ class _Temporaries(TorchDispatchMode):
                 self.live_bytes += storage.nbytes()
                 weakref.finalize(storage, self._died, address_of(storage), storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        read = {storage_address(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+        read_bytes = sum(self._existing.get(address, 0) for address in read)
+        self.op_bytes = max(self.op_bytes, read_bytes + self.live_bytes)
         return out
 
     def _refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,26 +228,53 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
     """Step a copy of an optimizer once on meta tensors. Return the bytes of its states, and of its temporaries."""
     trial = OptimizerCopy(optimizer, _options_of, is_stepped)
     trial.make_gradients()
-    step = type(optimizer).step
     existing = trial.tensors()
+    temporaries = _Temporaries(existing)
+    _step(trial, temporaries)
+    state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
+    # State that a subclass keeps outside `state` counts as well. The gradients that a closure made do not.
+    new_gradients = [p.grad for p in trial.parameters if p.grad is not None and all(p.grad is not t for t in existing)]
+    made_bytes = _tensor_bytes(new_gradients) if _needs_closure(type(optimizer).step) else 0
+    state_bytes = max(state_bytes, temporaries.live_bytes - made_bytes)
+    return state_bytes, max(0, temporaries.peak_bytes - state_bytes)
+
+
+def _try_two_steps(
+    optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]
+) -> tuple[int, list[torch.Tensor]]:
+    """Step a copy of an optimizer twice. Return the bytes of the largest op of the second step, and the states.
+
+    Only in the second step can states be told from temporaries. A fused kernel reads all of a parameter at once.
+    """
+    trial = OptimizerCopy(optimizer, _options_of, is_stepped)
+    trial.make_gradients()
+    _step(trial, _Temporaries(trial.tensors()))
+    trial.make_gradients()
+    states = list(tensors_in(list(trial.optimizer.state.values())))
+    temporaries = _Temporaries([*trial.tensors(), *states])
+    _step(trial, temporaries)
+    fused_bytes = 0
+    if any(group.get("fused") for group in optimizer.param_groups):
+        of_each = trial.optimizer.state
+        fused_bytes = max(2 * p.nbytes + _local_bytes(tensors_in([of_each.get(p)])) for p in trial.parameters)
+    return max(temporaries.op_bytes, fused_bytes), states
+
+
+def _step(trial: OptimizerCopy, temporaries: _Temporaries) -> None:
+    """Step a copy of an optimizer once."""
 
     def closure() -> torch.Tensor:
         trial.make_gradients()
         return torch.zeros(())
 
-    needs_closure = _needs_closure(step)
+    step = type(trial.optimizer).step
     _trial.is_running = True
     try:
-        with torch.no_grad(), _kept_generators(), _Temporaries(existing) as temporaries:
+        with torch.no_grad(), _kept_generators(), temporaries:
             step_of_class: Any = getattr(step, "__wrapped__", step)
-            step_of_class(trial.optimizer, *((closure,) if needs_closure else ()))
+            step_of_class(trial.optimizer, *((closure,) if _needs_closure(step) else ()))
     finally:
         _trial.is_running = False
-    state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
-    # State that a subclass keeps outside `state` counts as well. The gradients that a closure made do not.
-    new_gradients = [p.grad for p in trial.parameters if p.grad is not None and all(p.grad is not t for t in existing)]
-    state_bytes = max(state_bytes, temporaries.live_bytes - (_tensor_bytes(new_gradients) if needs_closure else 0))
-    return state_bytes, max(0, temporaries.peak_bytes - state_bytes)
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -226,6 +301,14 @@ def _needs_closure(step: Any) -> bool:
 
 def _tensor_bytes(values: Iterable[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+
+
+def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local_part(tensor).nbytes for tensor in tensors if tensor.layout is torch.strided)
+
+
+def _small_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.nbytes < candidates.LEAST_BYTES)
 
 
 def _num_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

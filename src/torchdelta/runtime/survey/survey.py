@@ -33,10 +33,11 @@ from torchdelta._torch.tensors import grad_fn_of
 from torchdelta.aten.facts import Kind, written_tensors
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.memory.costs import resident
+from torchdelta.runtime.memory.persistents import BRINGING
 from torchdelta.runtime.record.needs import omitted_bytes
 from torchdelta.runtime.state.observer import Observer
 from torchdelta.runtime.state.storages import memory_address
-from torchdelta.runtime.survey.absent import Absent
+from torchdelta.runtime.survey.absent import Absent, may_any_leave
 from torchdelta.runtime.survey.deep_copies import allow_deep_copies
 from torchdelta.runtime.survey.everything import EverythingNeed
 from torchdelta.runtime.survey.first_step import FORESEEN
@@ -94,12 +95,15 @@ class Survey:
         # What the pass needed before is a need of the run too, beside states and gradients that come later.
         passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
         self._absent: Absent | None = None  # in the class *all*
-        if self._room.persistents is None:
-            self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
-        else:
+        if self._room.persistents is not None:
             self._room.persistents.bring_all()
-            self._absent = Absent(self._ledger, self._room.persistents)
-            self._run_need = EverythingNeed(self._ledger, recorder, is_first_pass=is_first_pass, absent=self._absent)
+            self._absent = Absent(self._ledger, self._room.persistents) if may_any_leave() else None
+        if self._absent is not None:
+            self._run_need: RunNeed = EverythingNeed(
+                self._ledger, recorder, is_first_pass=is_first_pass, absent=self._absent
+            )
+        else:
+            self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
         self._real_memory = _RealMemory(self._ledger)
         self._values = SmallValues()
         self._program = ProgramState(self._ledger, self.mode, self._values)
@@ -139,6 +143,8 @@ class Survey:
         """Record that `size_bytes` more are needed at this moment, and raise the budget accordingly."""
         self._program.discount()
         self._run_need.add_backward_leaves(self._running_leaves())
+        if why == BRINGING:
+            size_bytes = 0  # the survey has brought them back
         needed_bytes = self._here_bytes() + size_bytes
         if self._absent is not None and needed_bytes > self.needed_bytes:
             self._absent.search()  # perhaps it is more because a parameter is not known yet
@@ -228,6 +234,12 @@ class Survey:
 
     def error(self, *, is_lower_bound: bool, in_optimizer: bool = False) -> BudgetError:
         """End the survey and return its result. `in_optimizer`: an optimizer is about to step."""
+        try:
+            return self._result(is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
+        finally:
+            self.end()
+
+    def _result(self, *, is_lower_bound: bool, in_optimizer: bool) -> BudgetError:
         self._run_need.add_backward_leaves([*self.leaves, *(self._running_leaves() if in_optimizer else ())])
         needed = self._run_need.finish(is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
         groups, largest = self.groups, self.largest
@@ -239,7 +251,7 @@ class Survey:
             groups = {**groups, GRADIENTS: needed.gradient_bytes}
         groups = add_up(groups, needed.more.items())
         op = f"the step of {needed.optimizer}" if needed.optimizer else PASSED if needed.passed_bytes else self.op
-        error = BudgetError(
+        return BudgetError(
             budget_bytes=self._budget_bytes,
             least_budget_bytes=needed.size_bytes,
             op=op,
@@ -253,8 +265,6 @@ class Survey:
             lacked_capacity=self._room.transfers.lacked_capacity,
             device_type=self._ledger.device.type,
         )
-        self.end()
-        return error
 
     def _at_optimizer(self, *, is_lower_bound: bool) -> tuple[dict[str, int], list[tuple[str, int]]]:
         """Return the inventory at the optimizer's step: what is left after the backward."""

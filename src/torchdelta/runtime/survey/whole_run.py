@@ -101,7 +101,7 @@ class RunNeed:
         return is_most
 
     def _gradient_bytes(self) -> int:
-        return sum(_gradient_bytes_of(leaf) for leaf in self.leaves.values())
+        return sum(gradient_bytes_of(leaf) for leaf in self.leaves.values())
 
     def _gone(self, trained: dict[int, torch.Tensor], *, is_lower_bound: bool, in_optimizer: bool) -> set[int]:
         """Return the leaves whose gradients do not live until the optimizer's step: the program frees them earlier."""
@@ -123,7 +123,7 @@ class RunNeed:
         """
         self.find_optimizers()
         trained = self._trained()
-        idle_gradients_bytes = sum(_gradient_bytes_of(leaf) for key, leaf in self.leaves.items() if key not in trained)
+        idle_gradients_bytes = sum(gradient_bytes_of(leaf) for key, leaf in self.leaves.items() if key not in trained)
         steps = [
             (optimizer, self._first_step(optimizer, trained))
             for optimizer in self.optimizers
@@ -233,6 +233,6 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _gradient_bytes_of(leaf: torch.Tensor) -> int:
+def gradient_bytes_of(leaf: torch.Tensor) -> int:
     """Return the bytes of a leaf's gradient; sparse ones have no storage that counts."""
     return local_part(leaf.grad).nbytes if leaf.grad is not None and leaf.grad.layout is torch.strided else 0
