@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchdelta._torch.modes import without_mode
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.survey.absent import Absent, may_any_leave
-from torchdelta.runtime.survey.everything import too_large_op_bytes
+from torchdelta.runtime.survey.everything import too_large_bytes
 from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes, is_trial
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class OptimizerSteps:
         self._is_running = is_running
         self._end_survey = end_survey
         self._hooks: list[Any] = []
-        # In the class *all*: how many parameters an optimizer has stepped at once.
-        self._num_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        # In the class *all*: the largest parameter that an optimizer has stepped.
+        self._stepped_bytes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._foreseen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # room was made for their states
 
     def start(self) -> None:
@@ -117,8 +117,8 @@ class OptimizerSteps:
 
     def _refuse_too_large(self, optimizer: Any) -> None:
         """In the class *all*, refuse a step of which an op cannot fit before it has stepped any parameter."""
-        persistents, budget_bytes, ledger = self._room.persistents, self._room.budget_bytes, self._recorder.ledger
-        if persistents is None or budget_bytes is None or ledger.surveys or not may_any_leave():
+        persistents, ledger = self._room.persistents, self._recorder.ledger
+        if persistents is None or ledger.surveys or not may_any_leave():
             return
         stepped = [
             parameter
@@ -126,16 +126,14 @@ class OptimizerSteps:
             for parameter in group["params"]
             if parameter.grad is not None and parameter.device == ledger.device
         ]
-        if self._num_stepped.get(optimizer, 0) >= len(stepped):  # so many were stepped before
+        largest_bytes = max((parameter.nbytes for parameter in stepped), default=0)
+        if largest_bytes <= self._stepped_bytes.get(optimizer, 0):
             return
         with without_mode(self._recorder):
-            absent = Absent(ledger, persistents)
-            self._room.usage.ask_counter(fresh=True)
-            here_bytes = self._room.usage.total_bytes - self._room.evictable_bytes() - absent.size_bytes(())
-            op_bytes = too_large_op_bytes(optimizer, stepped, budget_bytes - here_bytes, absent)
-        if op_bytes:
-            self._room.make(op_bytes, f"{FORESEEN}{type(optimizer).__name__}")
-        self._num_stepped[optimizer] = len(stepped)
+            size_bytes = too_large_bytes(optimizer, stepped, self._room, lambda: Absent(ledger, persistents))
+        if size_bytes:
+            self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+        self._stepped_bytes[optimizer] = largest_bytes
 
     def _with_closure(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Return the arguments of a step with a closure that tells us when it has returned; None without a closure.

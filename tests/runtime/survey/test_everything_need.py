@@ -132,16 +132,20 @@ def test_other_loops(run: Run) -> None:
     assert 1 <= len(followed.named_bytes) <= 2
 
 
-def test_an_optimizer_is_refused_before_it_steps() -> None:
+@pytest.mark.parametrize("optimizer_of", [adamw, foreach])
+@pytest.mark.parametrize("share", [2.2, 2.7])
+def test_an_optimizer_is_refused_before_it_steps(
+    optimizer_of: Callable[[Any], torch.optim.Optimizer], share: float
+) -> None:
     """An op of its step needs more than the pass: no parameter is changed, and no state is left half made."""
     torch.manual_seed(0)
     model, loss_of = one_large_layer()
-    optimizer = adamw(model.parameters())
+    optimizer = optimizer_of(model.parameters())
     before = [parameter.detach().clone() for parameter in model.parameters()]
     largest_bytes = max(parameter.nbytes for parameter in model.parameters())
     outputs = []
     gc.collect()
-    with running(int(2.7 * largest_bytes) + parameter_bytes(model), decision_class="all"):  # the copies stay
+    with running(int(share * largest_bytes) + parameter_bytes(model), decision_class="all"):  # the copies stay
         outputs.append(loss_of())
         outputs[0].backward()
         for _ in range(2):  # the program may try again

@@ -4,7 +4,7 @@
 A survey brings all persistent tensors back, because the program may read their memory. The run would not need that: all
 that may leave, and that no running op or backward node reads, could be swapped out. So the need of each moment is what
 is counted then, less the bytes of these tensors. Gradients that the survey has made count as those of the run would:
-they may leave if their parameters may, unless they share their memory.
+they may leave if their parameters belong to a known model or optimizer, unless they share their memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Absent:
         self._candidates = persistents.candidates
         self._seen: set[int] = set()  # ids of records
         self._staying: set[int] = set()  # those of them that may not leave
-        self._candidates.search(is_thorough=True)
+        self._candidates.search(is_thorough=not self._candidates.was_searched)
         self._judge_new()
 
     def search(self) -> None:
@@ -66,10 +66,12 @@ class Absent:
                 self._staying.add(record.id)
 
     def stays(self, tensor: torch.Tensor) -> bool:
-        """Return whether a persistent tensor would stay, whatever is read."""
-        record = self._ledger.find(tensor) if tensor.layout is torch.strided else None
+        """Return whether a tensor would stay, whatever is read."""
+        record = self._find(tensor)
         known = self._candidates.known.get(record.id) if record is not None else None
-        return known is None or not self._may_leave(known.record, set())
+        if known is None or self._persistents.may_be_read(known):
+            return True
+        return known.record.emptied is None and not self._may_leave(known.record, set())
 
     def records(self, leaves: Iterable[torch.Tensor]) -> Iterator[StorageRecord]:
         """Yield the storages that could be swapped out now.
@@ -95,14 +97,18 @@ class Absent:
     def _made_gradient(self, leaf: torch.Tensor) -> StorageRecord | None:
         """Return the storage of a gradient that the survey has made for a known parameter."""
         gradient = leaf.grad
-        if not isinstance(gradient, FakeTensor) or gradient.layout is not torch.strided:
-            return None
-        return self._ledger.find(gradient) if self.owns(leaf) else None
+        return self._find(gradient) if isinstance(gradient, FakeTensor) and self.owns(leaf) else None
 
     def owns(self, leaf: torch.Tensor) -> bool:
         """Return whether a leaf belongs to a known model or optimizer. Other leaves stay, and so do their gradients."""
-        record = self._ledger.find(leaf) if leaf.layout is torch.strided else None
+        record = self._find(leaf)
         return record is not None and record.id in self._candidates.known
+
+    def _find(self, tensor: torch.Tensor) -> StorageRecord | None:
+        try:
+            return self._ledger.find(tensor) if tensor.layout is torch.strided else None
+        except RuntimeError:  # it has no storage
+            return None
 
     def _may_leave(self, record: StorageRecord, locked: set[int]) -> bool:
         return (

@@ -8,16 +8,19 @@ import torch
 
 from torchdelta.runtime.memory import candidates
 from torchdelta.runtime.memory.room import SMALL_PART
-from torchdelta.runtime.state.kinds import local_part, tensors_in
-from torchdelta.runtime.survey.first_step import StepNeed, foresee_step
+from torchdelta.runtime.state.kinds import local_part
+from torchdelta.runtime.survey.first_step import StepNeed, foresee_step, states_of
 from torchdelta.runtime.survey.inventory import GRADIENTS, HELD, ONE_STEP, SMALL
-from torchdelta.runtime.survey.whole_run import Needed, RunNeed, gradient_bytes_of
+from torchdelta.runtime.survey.whole_run import Needed, RunNeed, gradient_bytes_of, parameters_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.survey.absent import Absent
 
-__all__ = ["EverythingNeed", "too_large_op_bytes"]
+__all__ = ["EverythingNeed", "too_large_bytes"]
 
 # A piece of lists takes up to a part of the budget ([Note: lists in pieces] in record/pieces.py), and its temporaries.
 _MOST_OF_PIECES: Final = 2 / SMALL_PART
@@ -54,7 +57,8 @@ class EverythingNeed(RunNeed):
         trained = self._trained()
         with self._without_mode():
             steps = [
-                (optimizer, foresee_step(optimizer, lambda leaf: id(leaf) in trained)) for optimizer in self.optimizers
+                (optimizer, foresee_step(optimizer, [p for p in parameters_of(optimizer) if id(p) in trained]))
+                for optimizer in self.optimizers
             ]
         small_bytes = self._small_bytes(trained, is_lower_bound=is_lower_bound)
         small_bytes += sum(step.small_state_bytes for _, step in steps)
@@ -92,25 +96,29 @@ class EverythingNeed(RunNeed):
         )
 
 
-def too_large_op_bytes(
-    optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor], free_bytes: int, absent: Absent
+def too_large_bytes(
+    optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor], room: Room, absent_of: Callable[[], Absent]
 ) -> int:
-    """Return the bytes of the largest op of an optimizer's step if it certainly does not fit, else 0.
+    """Return what the largest op of an optimizer's step needs if that certainly does not fit the budget, else 0.
 
     Args:
         optimizer: The optimizer.
         stepped: Its parameters that have gradients.
-        free_bytes: What is left of the budget beside what cannot leave.
-        absent: Knows what can.
+        room: Has the budget.
+        absent_of: Finds out what could be swapped out. That may take a second.
     """
+    step = foresee_step(optimizer, stepped)
+    needed_bytes = step.op_bytes + step.small_state_bytes
+    room.usage.ask_counter(fresh=True)
+    if step.is_estimate or room.budget_bytes is None or room.usage.most_bytes + needed_bytes <= room.budget_bytes:
+        return 0  # an estimate must not refuse what fits
+    absent = absent_of()
     read = [*stepped, *(p.grad for p in stepped if p.grad is not None)]
-    read += tensors_in([optimizer.state.get(p) for p in stepped])
+    read += [state for p in stepped for state in states_of(optimizer, p)]
     if any(t.layout is not torch.strided or (t.nbytes >= candidates.LEAST_BYTES and absent.stays(t)) for t in read):
-        return 0  # a part of what the step reads is not in `free_bytes` either
-    ids = set(map(id, stepped))
-    step = foresee_step(optimizer, lambda parameter: id(parameter) in ids)
-    is_too_large = step.op_bytes + step.small_state_bytes > free_bytes
-    return step.op_bytes if is_too_large and not step.is_estimate else 0  # an estimate must not refuse what fits
+        return 0  # a part of what the step reads stays, so that it would count twice
+    here_bytes = room.usage.total_bytes - room.evictable_bytes() - absent.size_bytes(())
+    return needed_bytes if here_bytes + needed_bytes > room.budget_bytes else 0
 
 
 def _with_step(here_bytes: int, step: StepNeed) -> int:

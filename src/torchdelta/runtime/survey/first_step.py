@@ -61,10 +61,11 @@ class StepNeed(NamedTuple):
     """What an optimizer's step needs at once where parameters, gradients and states leave between ops.
 
     Attributes:
-        op_bytes: What its largest op reads and makes, with the temporaries that live then; 0 if nothing is stepped.
+        op_bytes: What its largest op reads of what may leave, and all that the step has made by then; 0 if nothing is
+            stepped.
         small_state_bytes: States that it still has to make, and that are too small to leave.
         takes_lists: Whether its ops take lists of tensors, which are cut into pieces.
-        is_estimate: Whether all parameters, gradients and states are assumed to be needed at once.
+        is_estimate: Whether it may need less.
     """
 
     op_bytes: int = 0
@@ -107,30 +108,52 @@ def foresee_first_step(
     return FirstStep(2 * sum(sizes_bytes), 2 * max(sizes_bytes, default=0), is_estimate=True)
 
 
-def foresee_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]) -> StepNeed:
+def foresee_step(optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor]) -> StepNeed:
     """Return what a step of an optimizer needs at once if as much as possible leaves between its ops.
+
+    An optimizer of torch steps one parameter after the other, or pieces of lists. So its largest parameter decides.
+    Others may need all of their parameters at once.
 
     Args:
         optimizer: The optimizer, before its first step or a later one.
-        is_stepped: Returns whether a parameter will have a gradient in that step.
+        stepped: Its parameters that will have gradients in that step.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if is_stepped(p)]
-    if not parameters:
+    if not stepped:
         return StepNeed()
     takes_lists = any(steps_by_lists(group) or group.get("fused") for group in optimizer.param_groups)
-    made = [tensor for p in parameters for tensor in tensors_in([optimizer.state.get(p)])]
+    is_one = _steps_one_at_a_time(optimizer)
+    ids = {id(max(stepped, key=_local_bytes))} if is_one else set(map(id, stepped))
     try:
-        op_bytes, states = _try_two_steps(optimizer, is_stepped)
-    except Exception:  # noqa: BLE001 - logged by the first of the two that fails
-        step = foresee_first_step(optimizer, is_stepped)
-        all_bytes = 2 * _local_bytes(parameters) + max(step.state_bytes, _local_bytes(made)) + step.temporary_bytes
+        op_bytes, num_states = _try_two_steps(optimizer, lambda parameter: id(parameter) in ids)
+    except Exception:  # noqa: BLE001 - logged where the first step is tried
+        step = foresee_first_step(optimizer, lambda parameter: id(parameter) in ids)
+        all_bytes = sum(2 * _local_bytes(p) for p in stepped if id(p) in ids) + step.state_bytes + step.temporary_bytes
         return StepNeed(all_bytes, 0, takes_lists, is_estimate=True)
+    is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in stepped)
     return StepNeed(
         op_bytes,
-        max(0, _small_bytes(states) - _small_bytes(made)),
+        sum(num_states * size_bytes for p in stepped if (size_bytes := _new_small_bytes(optimizer, p))),
         takes_lists,
-        is_estimate=any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters),
+        is_estimate=not is_one or not is_dense,
     )
+
+
+def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer keeps for a parameter."""
+    states = getattr(optimizer, "state", None)
+    return list(tensors_in([states.get(parameter)])) if isinstance(states, dict) else []
+
+
+def _new_small_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Return the size of a parameter that is too small to leave if it has no states yet, else 0."""
+    size_bytes = _local_bytes(parameter)
+    return size_bytes if size_bytes < candidates.LEAST_BYTES and not states_of(optimizer, parameter) else 0
+
+
+def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step is one of torch's that treats each parameter on its own. L-BFGS flattens them."""
+    module = getattr(type(optimizer).step, "__module__", "") or ""
+    return module.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def first_step_bytes(optimizer: torch.optim.Optimizer, *, makes_gradients: bool) -> int:
@@ -164,13 +187,17 @@ def is_trial(optimizer: torch.optim.Optimizer) -> bool:
 class _Temporaries(TorchDispatchMode):
     """Counts the bytes that ops on meta tensors would allocate and free, and what the largest op needs."""
 
-    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor], may_leave: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.op_bytes = 0  # the most that an op reads, makes, and finds beside it
-        self._existing = {storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in existing}
-        self._known = set(self._existing)
+        self.op_bytes = 0  # the most that an op reads of `may_leave`, with all that was made and lives then
+        self._known = {storage_address(tensor) for tensor in existing}
+        self._large = {
+            storage_address(tensor): tensor.untyped_storage().nbytes()
+            for tensor in may_leave
+            if tensor.untyped_storage().nbytes() >= candidates.LEAST_BYTES
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -184,10 +211,22 @@ class _Temporaries(TorchDispatchMode):
                 self.live_bytes += storage.nbytes()
                 weakref.finalize(storage, self._died, address_of(storage), storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        read = {storage_address(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
-        read_bytes = sum(self._existing.get(address, 0) for address in read)
-        self.op_bytes = max(self.op_bytes, read_bytes + self.live_bytes)
+        self.op_bytes = max(self.op_bytes, self._read_bytes((*args, *kwargs.values())) + self.live_bytes)
         return out
+
+    def _read_bytes(self, arguments: tuple[Any, ...]) -> int:
+        """Return what an op reads of what may leave. Of lists, which are cut in a run, one place counts."""
+        lists = [argument for argument in arguments if isinstance(argument, list | tuple)]
+        single = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        places = [
+            [values[place] for values in lists if place < len(values)]
+            for place in range(max(map(len, lists), default=0))
+        ]
+        return self._large_bytes(single) + max(map(self._large_bytes, places), default=0)
+
+    def _large_bytes(self, values: list[Any]) -> int:
+        addresses = {storage_address(value) for value in values if isinstance(value, torch.Tensor)}
+        return sum(self._large.get(address, 0) for address in addresses)
 
     def _refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise where a trial is about to use memory, to draw from a generator of the program, or to write its tensors.
@@ -239,25 +278,27 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
     return state_bytes, max(0, temporaries.peak_bytes - state_bytes)
 
 
-def _try_two_steps(
-    optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]
-) -> tuple[int, list[torch.Tensor]]:
-    """Step a copy of an optimizer twice. Return the bytes of the largest op of the second step, and the states.
+def _try_two_steps(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tensor], bool]) -> tuple[int, int]:
+    """Step a copy of an optimizer twice.
 
-    Only in the second step can states be told from temporaries. A fused kernel reads all of a parameter at once.
+    Return the bytes of the largest op of the second step, in which states can be told from temporaries, and how many
+    states as large as the parameter each has.
     """
     trial = OptimizerCopy(optimizer, _options_of, is_stepped)
     trial.make_gradients()
     _step(trial, _Temporaries(trial.tensors()))
     trial.make_gradients()
-    states = list(tensors_in(list(trial.optimizer.state.values())))
-    temporaries = _Temporaries([*trial.tensors(), *states])
+    states = {id(p): states_of(trial.optimizer, p) for p in trial.parameters}
+    gradients = [p.grad for p in trial.parameters if p.grad is not None]
+    may_leave = [*trial.parameters, *gradients, *(state for each in states.values() for state in each)]
+    temporaries = _Temporaries([*trial.tensors(), *may_leave], may_leave)
     _step(trial, temporaries)
-    fused_bytes = 0
-    if any(group.get("fused") for group in optimizer.param_groups):
-        of_each = trial.optimizer.state
-        fused_bytes = max(2 * p.nbytes + _local_bytes(tensors_in([of_each.get(p)])) for p in trial.parameters)
-    return max(temporaries.op_bytes, fused_bytes), states
+    # A fused kernel reads all that belongs to a parameter at once. The copies are not fused.
+    groups = zip(optimizer.param_groups, trial.optimizer.param_groups, strict=True)
+    fused = [parameter for group, copied in groups if group.get("fused") for parameter in copied["params"]]
+    of_fused = [2 * p.nbytes + sum(map(_local_bytes, states[id(p)])) for p in fused]
+    num_states = max(sum(state.shape == p.shape for state in states[id(p)]) for p in trial.parameters)
+    return max([temporaries.op_bytes, *of_fused]), num_states
 
 
 def _step(trial: OptimizerCopy, temporaries: _Temporaries) -> None:
@@ -303,12 +344,8 @@ def _tensor_bytes(values: Iterable[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
 
-def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors if tensor.layout is torch.strided)
-
-
-def _small_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if tensor.nbytes < candidates.LEAST_BYTES)
+def _local_bytes(tensor: torch.Tensor) -> int:
+    return local_part(tensor).nbytes if tensor.layout is torch.strided else 0
 
 
 def _num_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

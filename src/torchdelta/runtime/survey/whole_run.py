@@ -76,7 +76,7 @@ class RunNeed:
         """Find the optimizers that there are now: where the model itself does not fit, they are made in the survey."""
         self.optimizers = _outer_optimizers()
         for optimizer in self.optimizers:
-            self._add_leaves(_parameters_of(optimizer))
+            self._add_leaves(parameters_of(optimizer))
 
     def add_backward_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
         """Add leaves that a backward reaches. Only parameters: the inputs of a checkpointed block are leaves too."""
@@ -127,7 +127,7 @@ class RunNeed:
         steps = [
             (optimizer, self._first_step(optimizer, trained))
             for optimizer in self.optimizers
-            if any(id(parameter) in trained for parameter in _parameters_of(optimizer))
+            if any(id(parameter) in trained for parameter in parameters_of(optimizer))
         ]
         gone = self._gone(trained, is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
         all_gradients_bytes = idle_gradients_bytes
@@ -229,7 +229,8 @@ def _outer_optimizers() -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer in found if id(optimizer) not in inner]
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
