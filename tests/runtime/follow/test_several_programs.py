@@ -275,7 +275,7 @@ def test_a_model_that_grows_and_an_early_exit_fall_back():
     assert session.follower.num_followed_steps >= 3
 
 
-@pytest.mark.whole
+@pytest.mark.rest
 def test_five_hundred_steps_of_twenty_lengths():
     """No wrong bit, no step above the budget, nothing grows, and nearly all steps are followed after the first 60."""
     lengths = [256 + 24 * index for index in range(20)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -13,6 +13,7 @@ from torch import nn
 from tests.following import planned_here
 from tests.runtime.parts import running_session
 from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta._torch.modes import num_modes
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import counting_status
 from torchdelta.native.gate import load_gate
@@ -116,6 +117,43 @@ def test_fewer_ops_are_recorded() -> None:
         before = session.counters.num_ops
         step(net, optimizer)
         assert session.counters.num_ops - before < whole / 3
+
+
+class Probe(torch.autograd.Function):
+    """Does nothing, and notes how many dispatch modes are on in backward."""
+
+    found: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        del ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return the gradient."""
+        del ctx
+        Probe.found.append(num_modes())
+        return gradients[0]
+
+
+def test_no_dispatch_mode_is_on_in_a_known_backward() -> None:
+    """The first backwards run under the recorder; those that the plan has held run without any mode."""
+    expected = plain_losses([NUM_ROWS] * (NUM_STEPS + 2))
+    Probe.found.clear()
+    with planned_here(least_bytes=4096), MemoryBudget(int(0.7 * plain_peak_bytes()), CONFIG):
+        session = running_session()
+        net, optimizer = make()
+        net.layers[2].register_forward_hook(lambda _module, _inputs, output: Probe.apply(output))
+        losses = until_partial(session, net, optimizer)
+        assert max(Probe.found[:2]) == 1
+        Probe.found.clear()
+        losses += [step(net, optimizer) for _ in range(2)]
+        assert session.follower.ended is not None
+        assert not session.follower.ended.was_watched
+    assert Probe.found == [0, 0]
+    assert losses == expected
 
 
 def test_steps_that_are_faster_because_less_is_recorded_are_not_traced_again() -> None:
