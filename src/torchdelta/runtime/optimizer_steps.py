@@ -120,6 +120,8 @@ class OptimizerSteps:
         persistents, ledger = self._room.persistents, self._recorder.ledger
         if persistents is None or ledger.surveys or not may_any_leave():
             return
+        if persistents.may_be_read(None):  # compiled code runs, so all is here, and Dynamo would compile the trial
+            return
         stepped = [
             parameter
             for group in optimizer.param_groups

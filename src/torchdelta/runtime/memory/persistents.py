@@ -316,7 +316,7 @@ class Persistents:
             self._bring(missing)
 
     def may_be_read(self, known: Persistent | None) -> bool:
-        """Return whether compiled code that runs may read a tensor; None: it is not known what it is."""
+        """Return whether compiled code that runs may read a tensor; None: one of which nothing is known."""
         return bool(self._compiled) and (any(self._compiled) or known is None or not known.is_state)
 
     # -- evictions
