@@ -9,6 +9,7 @@ import torch
 
 from tests.runtime.programs import same_bits
 from tests.runtime.record.partly import CHANGES_AT, NUM_LAYERS, ROWS, WIDTH, differing_steps
+from tests.runtime.record.taped import one_thread_and_the_tape  # noqa: F401 - a fixture
 from torchdelta import Config, MemoryBudget
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def test_a_replay_reads_the_content_from_before(name: str, where: str, is_made: 
     assert same_bits(plain, ours)
 
 
+@pytest.mark.usefixtures("one_thread_and_the_tape")
 @pytest.mark.parametrize("in_hook", [False, True], ids=["in the forward", "in a hook"])
 @pytest.mark.parametrize("begins_at", [0, CHANGES_AT], ids=["in all steps", "late"])
 @pytest.mark.parametrize("name", WRITES)
