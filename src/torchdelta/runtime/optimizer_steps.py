@@ -21,6 +21,7 @@ from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.survey.absent import Absent, may_any_leave
 from torchdelta.runtime.survey.everything import too_large_bytes
 from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes, is_trial
+from torchdelta.runtime.survey.whole_run import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,8 +125,7 @@ class OptimizerSteps:
             return
         stepped = [
             parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in parameters_of(optimizer)
             if parameter.grad is not None and parameter.device == ledger.device
         ]
         largest_bytes = max((parameter.nbytes for parameter in stepped), default=0)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.runtime.advice import Run, follow, language_model
 from tests.runtime.programs import mlp, running
+from tests.same_bits.test_everything_swaps import adamw, parameter_bytes
 from torchdelta import BudgetError
 
 if TYPE_CHECKING:
@@ -42,11 +43,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Return AdamW, one parameter at a time."""
-    return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
-
-
 def foreach(parameters: Any) -> torch.optim.Optimizer:
     """Return AdamW on lists."""
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
@@ -74,11 +70,6 @@ def plain(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], run:
     """Return the parameters after the same run without a budget."""
     torch.manual_seed(0)
     return run.train(*make())
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Return what the parameters take."""
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def persistent_bytes(make: Callable[[], tuple[nn.Module, Any]], num_states: int) -> int:

@@ -12,8 +12,8 @@ If the peak of the steps whose times are compared first is more than 10 % above 
 in the trace must be wrong, and the step is traced again as well.
 
 Only steps count that kept to the budget, and only once recording is reduced to what the program needs. If the new
-program is slower, the earlier one is followed again. Its step is then never corrected again, and the learned cost of
-copies is forgotten.
+program is slower, the earlier one is followed again. Its step is then never corrected again, and the cost of copies is
+forgotten if it was learned from the steps of the earlier program.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ __all__ = ["FollowReport"]
 _MAX_STEPS: Final = 1000  # medians are those of the latest steps
 _MAX_REASONS: Final = 4
 _MOST_PLANS: Final = 64
+_MOST_COUNTED_PLANS: Final = 1024
 
 
 class FollowReport:
@@ -46,6 +47,8 @@ class FollowReport:
         number = ended.program.number
         steps.note_plan(number)
         self._num_steps_by_plan[number] += 1
+        if len(self._num_steps_by_plan) > _MOST_COUNTED_PLANS:
+            self._num_steps_by_plan = collections.Counter(dict(self._num_steps_by_plan.most_common(_MOST_PLANS)))
         if ended.is_exact:
             program = ended.program
             self._steps.append((program.answer, program.predicted_peak_bytes, steps.last_time_s, steps.last_peak_bytes))

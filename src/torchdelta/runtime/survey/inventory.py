@@ -39,7 +39,7 @@ UNSEEN: Final = "workspace of ops and other allocations"
 SMALL: Final = "small tensors between passes"
 PASSED: Final = "the forward and backward before the optimizer"
 TEMPORARIES: Final = "temporaries of the optimizer"
-ONE_STEP: Final = "the optimizer's step of some parameters"
+ONE_STEP: Final = "the largest op of the optimizer's step"
 
 
 class Inventory:
