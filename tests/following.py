@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from tests.same_bits.judge import Outcome, Step
     from torchdelta.machine.model import Machine
+    from torchdelta.plan.model import DecisionClass
     from torchdelta.runtime.session import Session
     from torchdelta.simulate.gaps import Gap
     from torchdelta.trace.model import Trace
@@ -72,7 +73,8 @@ class PlanningHere:
                 plan = self.choose(trace, machine, budget_bytes)
             else:
                 assert self.config.planner is not None
-                plan = get(self.config.planner, "saved")(trace, machine, budget_bytes, "fast")
+                decision_class = "persistent" if self.config.decision_class == "all" else "saved"
+                plan = get(self.config.planner, decision_class)(trace, machine, budget_bytes, "fast")
         except TorchdeltaError as error:
             self.errors.append(str(error))
             self._answers.append(Planned(key=key, plan=None, answer=Answer(error=str(error))))
@@ -129,8 +131,9 @@ def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any
         options: Of the configuration.
     """
     options = {"tier": "memory", "planner": "torchdelta"} | options
+    decision_class: DecisionClass = "persistent" if options.get("decision_class") == "all" else "saved"
     with (
-        planned_here(lambda trace, _machine, _budget_bytes: drawn_plan(trace, seed), least_bytes=0),
+        planned_here(lambda trace, _machine, _budget_bytes: drawn_plan(trace, seed, decision_class), least_bytes=0),
         MemoryBudget(budget, Config(**options)) as memory_budget,
     ):
         follow_anyway(running_session())
@@ -138,8 +141,8 @@ def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any
         yield memory_budget
 
 
-def drawn_plan(trace: Trace, seed: int) -> Plan:
-    """Return a program of a step in which nearly every saved buffer leaves, at drawn moments.
+def drawn_plan(trace: Trace, seed: int, decision_class: DecisionClass = "saved") -> Plan:
+    """Return a program of a step in which nearly every buffer leaves that may, at drawn moments.
 
     It is not a valid plan: dropped buffers may be impossible to make again, and their replays are not in it. Following
     asks for neither.
@@ -148,10 +151,16 @@ def drawn_plan(trace: Trace, seed: int) -> Plan:
     header = PlanHeader(
         planner="drawn", machine="", budget_bytes=0, num_ops=len(trace.ops), num_buffers=len(trace.buffers)
     )
-    gaps = find_gaps(trace, decision_class="saved", min_size_bytes=1)
+    gaps = find_gaps(trace, decision_class=decision_class, min_size_bytes=1)
     actions = ("swap", "recompute") if seed % 2 else ("recompute",)  # without a swap more goes to the native tape
     leaving = [gap for gap in gaps if rng.random() < _LEAVING_SHARE]
-    return Plan(header=header, absences=tuple(_absence(gap, rng, rng.choice(actions)) for gap in leaving))
+    absences = (_absence(gap, rng, rng.choice(_actions_of(trace, gap, actions))) for gap in leaving)
+    return Plan(header=header, absences=tuple(absences))
+
+
+def _actions_of(trace: Trace, gap: Gap, actions: tuple[str, ...]) -> tuple[str, ...]:
+    is_persistent = trace.buffers[gap.buffer_id].kind in {"parameter", "gradient", "optimizer_state"}
+    return ("swap",) if is_persistent else actions
 
 
 def _absence(gap: Gap, rng: random.Random, action: str) -> Absence:

@@ -139,8 +139,8 @@ class Config:
             _check_choice("decisions", self.decisions, DECISIONS, or_else="None, or a callable taking a SavedBuffer")
         _check_choice("decision_class", self.decision_class, DECISION_CLASSES)
         if self.decision_class == "all":
-            for option in ("planner", "decisions", "arena"):
-                if getattr(self, option) and getattr(self, option) != "auto":
+            for option in ("decisions", "arena"):
+                if getattr(self, option):
                     raise ConfigError(f"decision_class='all' and {option} exclude each other: leave one of them out")
         _check_choice("tier", self.tier, TIERS)
         if self.verify is not None:

@@ -26,7 +26,8 @@ from torch.nn.utils import (
     vector_to_parameters,
 )
 
-from tests.runtime.parts import empty_everything, is_emptied
+from tests.following import following_drawn
+from tests.runtime.parts import empty_everything, is_emptied, running_session
 from tests.same_bits.judge import bits_of
 from tests.sampling import sample
 from torchdelta import Config, MemoryBudget
@@ -103,8 +104,9 @@ def train(
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     net: Callable[[], torch.nn.Module] = Net,
     num_steps: int = 3,
+    action_step: int = 1,
 ) -> Any:
-    """Train, and run an action between the second backward and its optimizer's step. Return all that there is."""
+    """Train, and run an action between a backward and its optimizer's step. Return all that there is."""
     torch.manual_seed(0)
     model = net()
     stepper = optimizer(model.parameters())
@@ -115,7 +117,7 @@ def train(
             loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
             loss.backward()
             observed.append(loss.item())
-            if action is not None and step == 1:
+            if action is not None and step == action_step:
                 if isinstance(scope, MemoryBudget):
                     assert empty_everything() > 10
                 observed.append(bits_of(action(model, stepper)))
@@ -420,6 +422,18 @@ def test_actions_while_everything_leaves(name: str) -> None:
     """The same where everything leaves again before each op."""
     plain = train(contextlib.nullcontext(), ACTIONS[name])
     assert train(scope(), ACTIONS[name]) == plain
+
+
+@pytest.mark.parametrize("name", sample(ACTIONS, 6, 40))
+def test_actions_while_a_plan_is_followed(name: str) -> None:
+    """The same while a drawn plan moves everything in the middle of each step."""
+    length = {"num_steps": 7, "action_step": 4}
+    plain = train(contextlib.nullcontext(), ACTIONS[name], **length)
+    for seed in (0, 1):
+        with following_drawn(seed, decision_class="all") as budget:
+            assert train(contextlib.nullcontext(), ACTIONS[name], **length) == plain
+            assert running_session().room.persistents.emptying.num_emptied > 0
+        assert budget.summary().follow.num_followed_steps >= 2
 
 
 def test_a_gradient_that_was_added_to_while_nothing_was_away_is_copied_anew() -> None:

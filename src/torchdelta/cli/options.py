@@ -77,7 +77,9 @@ PlannerOption = Annotated[
 ]
 ClassOption = Annotated[
     str | None,
-    typer.Option("--class", help="What may leave: saved (the default), extended or all.", show_default=False),
+    typer.Option(
+        "--class", help="What may leave: saved (the default), extended, persistent or all.", show_default=False
+    ),
 ]
 OptimizerOption = Annotated[
     str, typer.Option("--optimizer", help="If the function returns no step: none, sgd, sgd-momentum or adamw.")

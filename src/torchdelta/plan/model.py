@@ -10,7 +10,7 @@ A buffer that stays is not mentioned. Every time that one is away is an `Absence
 birth or a read) and is there again at its next use. A buffer can be away several times in a step: the class *saved*
 has at most one absence a buffer, over the gap from the last use in forward to the first one in backward; the class
 *extended* any gap of any buffer, dropped again after a replay included; the class *all* those of gradients, parameters
-and optimizer states too, by swap, also over the end of the step.
+and optimizer states too, by swap, also over the end of the step; the class *persistent* these and those of *saved*.
 
 The buffer's memory is free at the moments `leave_op <= i < return_op`. The moments of a swap are
 
@@ -48,21 +48,22 @@ from typing import Literal
 import msgspec
 
 FORMAT_NAME = "torchdelta-plan"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """What is written. Version 1 had no end record; version 2 had no `links`, `synchronous`, `out_op`, `return_rank` and
 `carried_s`, and is read as if each copy out were queued right after the last use."""
 
-READABLE_VERSIONS = (1, 2, 3)
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 Action = Literal["swap", "recompute"]
 """How a buffer leaves; one that stays is not mentioned in a plan."""
 
-DecisionClass = Literal["saved", "extended", "all"]
+DecisionClass = Literal["saved", "extended", "persistent", "all"]
 """Which buffers may leave, and how: plans and bounds name theirs and are compared within it.
 
 `saved`: buffers that autograd saved in forward, once each, from the last use in forward to the first one in backward.
-`extended`: any buffer born in the step, in any gap between its uses, several times. `all`: gradients, optimizer states
-and parameters as well, by swap.
+`extended`: any buffer born in the step, in any gap between its uses, several times. `persistent`: `saved`, and
+gradients, optimizer states and parameters, by swap: what the runtime carries out with `Config(decision_class="all")`.
+`all`: `extended` and `persistent` together.
 """
 
 TierName = Literal["host", "disk"]

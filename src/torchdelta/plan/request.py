@@ -11,7 +11,10 @@ __all__ = ["Answer", "Request"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A step to plan: the file of its trace, whose ops carry measured times, and the file that the plan goes to."""
+    """A step to plan: the file of its trace, whose ops carry measured times, and the file that the plan goes to.
+
+    A planner that does not plan in `decision_class` plans in its own; None: in its own.
+    """
 
     trace_path: str
     plan_path: str

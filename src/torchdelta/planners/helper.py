@@ -20,7 +20,7 @@ from torchdelta.machine.model import validate_machine
 from torchdelta.plan.file import write_plan
 from torchdelta.plan.request import Answer, Request
 from torchdelta.plan.validate import validate
-from torchdelta.planners.registry import get
+from torchdelta.planners.registry import classes_of, get
 from torchdelta.trace.file import read_trace
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def _plan(request: Request) -> Answer:
 
     validate_machine(request.machine)
     trace = read_trace(request.trace_path)
-    choose = get(request.planner, request.decision_class)
+    classes = classes_of(request.planner)
+    choose = get(request.planner, request.decision_class if request.decision_class in classes else None)
     plan = choose(trace, request.machine, request.budget_bytes, request.effort)
     validate(trace, plan, request.machine)
     write_plan(plan, request.plan_path)

@@ -121,7 +121,7 @@ class OptimizerSteps:
         persistents, ledger = self._room.persistents, self._recorder.ledger
         if persistents is None or ledger.surveys or not may_any_leave():
             return
-        if persistents.may_be_read(None):  # compiled code runs: after a trial, Dynamo runs the step eagerly
+        if persistents.compiled.may_read(None):  # compiled code runs: after a trial, Dynamo runs the step eagerly
             return
         stepped = [
             parameter

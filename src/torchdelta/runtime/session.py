@@ -24,6 +24,7 @@ from torchdelta.runtime.device.device import Device
 from torchdelta.runtime.device.memory import session_device
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.follow.follower import Follower
+from torchdelta.runtime.follow.persistent_cursor import PersistentCursor
 from torchdelta.runtime.follow.programs import Programs
 from torchdelta.runtime.follow.report import FollowReport
 from torchdelta.runtime.interrupts import shielded
@@ -98,6 +99,8 @@ class Session:
         self.restorer = Restorer(self.ledger, self.room, prefetches=not forces)
         self.subclasses = subclasses = Subclasses(self.ledger)
         self.follower = Follower(self.restorer)
+        if self.room.persistents is not None:
+            self.follower.persistents = PersistentCursor(self.room.persistents, self.steps)
         self.programs = Programs(config, self.follower, budget_bytes, plan)
         self.following = FollowReport(self.programs, self.follower)
         self.saved = SavedTensors(self.restorer, self.steps, subclasses, ModulePaths(), config.decisions, self.follower)

@@ -4,10 +4,10 @@ A buffer is used by the op that writes it and by each op that reads it. A gap is
 between. What a decision class allows is a list of gaps ([Note: absences] in `plan/model.py`), and a decision is one
 code for each.
 
-The class *all* has gaps over the end of the step too: of a parameter, gradient or optimizer state whose storage
-outlives the step, from the last use of its last version to the first use of its first one in the following step
-([Note: over the end] in `plan/model.py`). The op that writes over the first version is a use of it, whether it reads it
-or not.
+The classes *persistent* and *all* have gaps over the end of the step too: of a parameter, gradient or optimizer state
+whose storage outlives the step, from the last use of its last version to the first use of its first one in the
+following step ([Note: over the end] in `plan/model.py`). The op that writes over the first version is a use of it,
+whether it reads it or not.
 """
 
 from itertools import pairwise
@@ -62,16 +62,19 @@ def find_gaps(
     """
     replayable = _replayable(trace)
     uses_by_buffer = uses_of(trace)
-    over_end = versions_over_end(trace) if decision_class == "all" else {}
+    swaps_persistent = decision_class in ("persistent", "all")
+    over_end = versions_over_end(trace) if swaps_persistent else {}
     gaps: list[Gap] = []
     for buffer, uses in zip(trace.buffers, uses_by_buffer, strict=True):
         if buffer.size_bytes < min_size_bytes or not buffer.size_bytes:
             continue
         born = buffer.birth_op != BEFORE_STEP
-        if decision_class == "saved":
+        if swaps_persistent and buffer.kind in _SWAPPED_KINDS:
+            pairs = list(pairwise(uses))
+        elif decision_class in ("saved", "persistent"):
             in_forward = born and trace.ops[buffer.birth_op].phase == "forward"
             pairs = _forward_to_backward(trace, uses) if in_forward and buffer.saved else []
-        elif born or (decision_class == "all" and buffer.kind in _SWAPPED_KINDS):
+        elif born:
             pairs = list(pairwise(uses))
         else:
             pairs = []

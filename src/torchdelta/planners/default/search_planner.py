@@ -113,7 +113,7 @@ def _planner(decision_class: DecisionClass) -> Planner:
     return plan
 
 
-_CLASSES: tuple[DecisionClass, ...] = ("saved", "extended", "all")
+_CLASSES: tuple[DecisionClass, ...] = ("saved", "extended", "persistent", "all")
 for _class in _CLASSES:
     register("torchdelta", _class)(_planner(_class))
 
@@ -121,8 +121,8 @@ for _class in _CLASSES:
 def _start_within_saved(problem: PlanningProblem, budget_bytes: int, effort: Effort) -> Codes:
     """Return where a larger class starts: at the choice within *saved*, so that it is never worse than that.
 
-    In the class *all* parameters, gradients and optimizer states leave between two uses, over the end of the step too:
-    what the optimizer alone uses can be away for the whole rest of it.
+    In the classes *persistent* and *all*, parameters, gradients and optimizer states leave between two uses, over the
+    end of the step too: what the optimizer alone uses can be away for the whole rest of it.
     """
     saved = PlanningProblem.of(problem.trace, problem.machine, min_size_bytes=problem.min_size_bytes)
     carried = problem.keep_all()

@@ -126,11 +126,10 @@ class Automatic:
 
 
 def may_plan(config: Config, device_type: str) -> bool:
-    """Return whether "auto" may plan: on a CPU, in the only training process of the machine, for saved tensors."""
+    """Return whether "auto" may plan: on a CPU, in the only training process of the machine."""
     return (
         config.planner == "auto"
         and config.decisions is None
-        and config.decision_class == "saved"
         and not config.arena
         and device_type == "cpu"
         and num_processes_here() == 1

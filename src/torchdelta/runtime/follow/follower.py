@@ -19,13 +19,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchdelta._torch.modes import Quietly
-from torchdelta.errors import ReplayError, SavedTensorError, TierError
 from torchdelta.runtime.follow.program import Position, ProgramCache
+from torchdelta.runtime.follow.returns import Returns
 from torchdelta.runtime.follow.step_log import signature_of
-from torchdelta.runtime.memory.costs import resident
-from torchdelta.runtime.memory.out_of_memory import is_out_of_memory
-from torchdelta.runtime.memory.room import NoRoomError
 from torchdelta.runtime.policies.base import Action
 from torchdelta.runtime.state.buffer import Residence
 
@@ -34,6 +30,7 @@ if TYPE_CHECKING:
 
     from torchdelta.native.tape import Tape
     from torchdelta.runtime.follow.learning import Learning
+    from torchdelta.runtime.follow.persistent_cursor import PersistentCursor
     from torchdelta.runtime.follow.program import Key, Program, Proof
     from torchdelta.runtime.follow.schedule import Due, Schedule
     from torchdelta.runtime.memory.restore import Restorer
@@ -79,6 +76,8 @@ class Follower:
         self.room = restorer.room
         self.ledger = restorer.ledger
         self.transfers = restorer.transfers
+        self._returns = Returns(restorer)
+        self.persistents: PersistentCursor | None = None  # where persistent tensors may leave
         self.is_on = False  # whether saves are counted: there are programs, or may be
         self.programs = ProgramCache(restorer.room.budget_bytes or 0)
         self.position = Position()
@@ -173,7 +172,7 @@ class Follower:
         save = position.num_saves
         if save == 0:
             self.room.usage.ask_counter()
-            position.restart(self.room.usage.total_bytes)
+            position.restart(self.room.usage.total_bytes + self._away_bytes())
             self._saved.clear()
         position.add(signature_of(buffer, view), buffer.size_bytes)
         self._saved[save] = weakref.ref(buffer)
@@ -187,6 +186,8 @@ class Follower:
             running = self._running
         if running is not None:
             self.evict_at(save)
+            if self.persistents is not None:
+                self.persistents.reach_save(save)
             if save == 0 and self._is_exact and self.on_begin is not None:
                 self.on_begin(running, buffer)
         return save
@@ -204,6 +205,8 @@ class Follower:
 
     def do_due(self, save: int) -> None:
         """Do what is due before a saved tensor is returned for the first time."""
+        if self.persistents is not None:
+            self.persistents.reach_unpack(save)
         due = self._due.pop(save, None)
         if due is None:
             return
@@ -214,9 +217,9 @@ class Follower:
                 transfers.finish_first()
         self._num_released = max(self._num_released, due.num_released)
         for buffer_id in due.fetches:
-            self._fetch(buffer_id)
+            self._returns.fetch(self._find(buffer_id))
         for group in due.replays:
-            self._replay(group)
+            self._returns.replay([self._find(buffer_id) for buffer_id in group])
 
     def on_step_end(self) -> None:
         """Note what the step was, and begin the next one at its first save."""
@@ -225,6 +228,9 @@ class Follower:
             self.num_followed_steps += 1
             program.num_followed += 1
             self.programs.use(program)
+            if self.persistents is not None:
+                self.persistents.end_step()
+                program.settle()  # each of its steps is recorded as a whole
         elif self._running is not None:
             self.leave(f"it ended early: {self.position.num_saves} saves of {self._running.schedule.num_saves}")
         if self._why_left:
@@ -264,6 +270,8 @@ class Follower:
         if self._running is not None:
             self._why_left = why
             _logger.debug("the step is not followed any more: %s", why)
+        if self.persistents is not None:
+            self.persistents.stop()
         self._stop()
 
     def refuse(self) -> None:
@@ -320,6 +328,8 @@ class Follower:
         self.room.is_followed = True
         for earlier in range(save):
             self._evict(program.schedule, earlier)
+        if self.persistents is not None:
+            self.persistents.follow(program.schedule.persistent, save)
 
     def _stop(self) -> None:
         self._running = self._tape = self._rest = None
@@ -345,53 +355,18 @@ class Follower:
             buffer = buffer.successor
         return buffer
 
+    @property
+    def has_evicted(self) -> bool:
+        """Whether anything has left so far."""
+        persistents = self.room.persistents
+        has_emptied = persistents is not None and persistents.emptying.num_emptied > 0
+        return has_emptied or self.room.counters.num_evictions > 0
+
+    def _away_bytes(self) -> int:
+        """Return the bytes of the persistent tensors that are away: where a step begins, they count as here."""
+        persistents = self.room.persistents
+        return persistents.emptying.away_bytes if persistents is not None else 0
+
     def _buffer_at(self, save: int) -> Buffer | None:
         reference = self._saved.get(save)
         return reference() if reference is not None else None
-
-    def _fetch(self, buffer_id: int) -> None:
-        buffer = self._find(buffer_id)
-        if buffer is None or not buffer.num_saved or buffer.copy is None:
-            return
-        if buffer.strong is not None or buffer.fetching is not None or resident(buffer) is not None:
-            return
-        self.room.usage.ask_counter()
-        if not self.room.has(buffer.size_bytes):
-            return  # `bring` makes room when it is unpacked
-        restorer = self.restorer
-        with restorer.device.exclusive():
-            try:
-                with Quietly():
-                    storage = restorer.new_storage(buffer.size_bytes)
-                self.transfers.start_fetch(buffer, buffer.copy, storage)
-            except (RuntimeError, TierError) as error:
-                if not isinstance(error, TierError) and not is_out_of_memory(error):
-                    raise
-
-    def _replay(self, buffer_ids: tuple[int, ...]) -> None:
-        found = [self._find(buffer_id) for buffer_id in buffer_ids]
-        missing = [
-            buffer
-            for buffer in found
-            if buffer is not None
-            and buffer.num_saved
-            and buffer.op is not None
-            and buffer.copy is None
-            and buffer.fetching is None
-            and resident(buffer) is None
-        ]
-        if not missing or self.ledger.surveys:
-            return
-        room = self.room
-        room.is_optional = True
-        try:
-            with self.restorer.device.exclusive(), Quietly():
-                self.restorer.replayer.recompute_group(missing)
-        except (NoRoomError, ReplayError, SavedTensorError) as error:
-            # `bring` makes each of them again, and raises, when it is unpacked; not all of them may be.
-            _logger.debug("a replay ahead of its use failed: %r", error)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        finally:
-            room.is_optional = False

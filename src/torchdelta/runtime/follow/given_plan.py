@@ -8,6 +8,7 @@ made for does not matter. Of tensors that the step does not use, only the bytes 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,12 +18,15 @@ import msgspec
 from torchdelta.errors import ConfigError
 from torchdelta.plan.file import read_plan
 from torchdelta.plan.model import Plan
+from torchdelta.plan.request import Answer
 from torchdelta.plan.validate import validate
 from torchdelta.plan.walk import Walk
+from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.trace.numbering import num_involved, numbered_by_use
 
 if TYPE_CHECKING:
+    from torchdelta.runtime.follow.program import Position
     from torchdelta.runtime.follow.schedule import Schedule
     from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.trace.model import Trace
@@ -58,9 +62,37 @@ class GivenPlan:
         header = msgspec.structs.replace(plan.header, budget_bytes=budget_bytes, num_buffers=num_buffers)
         plan = msgspec.structs.replace(plan, header=header)
         validate(trace, plan)
-        log = replace(log, buffer_ids=tuple(new_ids.get(id_, -1) for id_ in log.buffer_ids))
+        log = replace(
+            log,
+            buffer_ids=tuple(new_ids.get(id_, -1) for id_ in log.buffer_ids),
+            persistents={new_ids[id_]: key for id_, key in log.persistents.items() if id_ in new_ids},
+        )
         peak_bytes = max(moment.held_bytes for moment in Walk(trace, plan).moments())
         return make_schedule(plan, log), peak_bytes
+
+    def program(self, trace: Trace, log: StepLog, position: Position, budget_bytes: int, unseen_bytes: int) -> Program:
+        """Return the program of a traced step, which is never planned again.
+
+        Args:
+            trace: The step.
+            log: Its saves.
+            position: Its end.
+            budget_bytes: The budget.
+            unseen_bytes: Memory outside of known storages.
+
+        Raises:
+            PlanError: As `schedule`.
+        """
+        schedule, peak_bytes = self.schedule(trace, log, budget_bytes)
+        return Program(
+            schedule=schedule,
+            key=position.key,
+            start_bytes=position.start_bytes,
+            answer=Answer(plain_time_s=math.fsum(op.time_s for op in trace.ops), peak_bytes=peak_bytes),
+            step=None,
+            margin_bytes=0,
+            unseen_bytes=unseen_bytes,
+        )
 
 
 def given_plan(plan: object) -> GivenPlan:

@@ -100,7 +100,7 @@ class Planning:
             machine=machine,
             budget_bytes=budget_bytes,
             planner=planner,
-            decision_class=None,
+            decision_class="persistent" if self.config.decision_class == "all" else None,
             effort="fast",
         )
         self._waiting.append((key, request))

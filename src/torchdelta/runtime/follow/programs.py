@@ -8,18 +8,17 @@ there is no plan then, only that memory. If a program needed room beyond its pla
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import PlanError, TierError, TraceFileError
 from torchdelta.notices import warn_once
-from torchdelta.plan.request import Answer
 from torchdelta.runtime.follow.asked import Asked
 from torchdelta.runtime.follow.automatic import PLANNER, Automatic, may_plan
 from torchdelta.runtime.follow.measured_machine import MeasuredMachine
 from torchdelta.runtime.follow.other_budgets import OtherBudgets
+from torchdelta.runtime.follow.persistent_schedule import makes_states
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.predictions import Predictions, outside_s
 from torchdelta.runtime.follow.program import Program
@@ -105,7 +104,7 @@ class Programs:
             and self._wanted.wants_trace
             and (self.automatic is None or self.automatic.has_begun)
             and len(self.planning) < _MOST_WAITING
-            and self.follower.room.counters.num_evictions > 0
+            and self.follower.has_evicted
         )
 
     def on_trace_begin(self) -> None:
@@ -122,8 +121,8 @@ class Programs:
             return  # a part of it was not traced, or is no part of the step
         known = self.cache.find(key, start_bytes)
         self._is_fruitless = self._has_program(key, start_bytes) or self._wanted.is_unplannable(key, start_bytes)
-        if not key[0] or self._is_fruitless:
-            return
+        if not key[0] or self._is_fruitless or (log.uses and makes_states(trace)):
+            return  # in the last case no later step is like it
         why = log.why_not_followed()
         if why:
             self._wanted.note_unplannable(key, 0)
@@ -207,11 +206,12 @@ class Programs:
     def _judge(self, program: Program, key: Key, peak_bytes: int, unplanned_bytes: int, *, is_own: bool) -> None:
         """Watch the backward of a program that did not hold the budget; plan it with less the second time."""
         has_held = not unplanned_bytes and peak_bytes <= self.budget_bytes
+        if program.num_followed == 1 and self.follower.persistents is not None:
+            is_own = False  # what is away at its start is not what the program would have left there
         if is_own:
             program.has_held = has_held
         if has_held:
-            may_correct = program is self._newest and self.predictions.may_correct(program)
-            if program.num_followed > 1 and not may_correct:
+            if program.num_followed > 1 and not (program is self._newest and self.predictions.may_correct(program)):
                 program.step = None  # it will not be planned again from this trace
             return
         program.disprove(key)
@@ -227,7 +227,8 @@ class Programs:
 
     def _judge_times(self, program: Program, ended: EndedStep, time_s: float, peak_bytes: int, *, is_own: bool) -> None:
         """Have a step planned again whose time or peak is not as predicted, or give its program up."""
-        may_judge = is_own and program.has_held and not ended.was_watched
+        is_usual = not ended.was_watched or self.follower.persistents is not None  # there, each backward is watched
+        may_judge = is_own and program.has_held and is_usual
         if may_judge and self.predictions.is_wrong(program, time_s, peak_bytes):
             self._ask_again(program)
         elif self.automatic is not None and not self.cache.holds(program):
@@ -350,34 +351,24 @@ class Programs:
         self.cache.add(program)
 
     def _follow_given(self, given: GivenPlan, trace: Trace, log: StepLog, unseen_bytes: int) -> None:
-        position = self.follower.position
         self._num_given_traces = _MOST_GIVEN_TRACES  # the first complete trace decides
         try:
-            schedule, peak_bytes = given.schedule(trace, log, self.budget_bytes)
+            program = given.program(trace, log, self.follower.position, self.budget_bytes, unseen_bytes)
         except PlanError as error:
             self.why_no_plan = f"{given.name}: {error}"
             self.follower.is_on = False
             warn_once(f"{given.name} is not followed: {error}; buffers are evicted reactively")
             return
-        answer = Answer(plain_time_s=math.fsum(op.time_s for op in trace.ops), peak_bytes=peak_bytes)
-        program = Program(
-            schedule=schedule,
-            key=position.key,
-            start_bytes=position.start_bytes,
-            answer=answer,
-            step=None,  # it is not planned again
-            margin_bytes=0,
-            unseen_bytes=unseen_bytes,
-        )
         self._add_program(program)
-        num_absences = len(given.plan.absences)
-        if schedule.num_not_carried_out:
+        num_absences, num_left_out = len(given.plan.absences), program.schedule.num_not_carried_out
+        if num_left_out:
             warn_once(
-                f"{given.name}: {schedule.num_not_carried_out} of {num_absences} absences are not carried out, because "
-                "steps follow a plan only for saved tensors between forward and backward; for the rest, buffers are "
-                "evicted reactively"
+                f"{given.name}: {num_left_out} of {num_absences} absences are not carried out, because "
+                "steps follow a plan only for saved tensors between forward and backward, and for parameters, "
+                "gradients and optimizer states if decision_class='all'; for the rest, buffers are evicted reactively"
             )
-        _logger.info("plan: following %s: %d absences, peak %s", given.name, num_absences, format_bytes(peak_bytes))
+        peak = format_bytes(program.answer.peak_bytes)
+        _logger.info("plan: following %s: %d absences, peak %s", given.name, num_absences, peak)
 
     def _end(self, why: str) -> None:
         self.why_no_plan = why

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from torchdelta.runtime.follow.persistent_schedule import is_carried_out, make_persistent_schedule
 from torchdelta.runtime.follow.step_log import next_exact_hash, next_shape_free_hash
 from torchdelta.runtime.policies.base import Action
 
 if TYPE_CHECKING:
     from torchdelta.plan.model import Absence, Plan
+    from torchdelta.runtime.follow.persistent_schedule import PersistentSchedule
     from torchdelta.runtime.follow.step_log import StepLog
 
 __all__ = ["Due", "Schedule", "make_schedule"]
@@ -53,8 +55,10 @@ class Schedule:
         evictions: By save: what leaves there.
         due: By save: what is due when it is unpacked for the first time.
         planned_saves: Those of buffers that an action refers to, those in `evictions`, and those in `due`.
-        num_not_carried_out: Absences of the plan that have no moment here, because their buffer is not saved, or
-            because they do not lead from forward to backward.
+        persistent: What the plan does with parameters, gradients and optimizer states; None: nothing, or they may not
+            leave.
+        num_not_carried_out: Absences of the plan that have no moment here, because their buffer is neither saved nor
+            persistent, or because they do not lead from forward to backward.
     """
 
     exact_hashes: tuple[int, ...]
@@ -64,6 +68,7 @@ class Schedule:
     evictions: dict[int, tuple[tuple[int, Action], ...]]
     due: dict[int, Due]
     planned_saves: frozenset[int] = frozenset()
+    persistent: PersistentSchedule | None = None
     num_not_carried_out: int = 0
 
     @property
@@ -107,7 +112,10 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
         evictions={save: tuple(actions) for save, actions in maker.evictions.items()},
         due=all_due,
         planned_saves=planned_saves,
-        num_not_carried_out=len(plan.absences) - len(absences),
+        persistent=make_persistent_schedule(plan, log),
+        num_not_carried_out=len(plan.absences)
+        - len(absences)
+        - sum(is_carried_out(absence, log) for absence in plan.absences),
     )
 
 

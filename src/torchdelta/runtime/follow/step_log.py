@@ -6,13 +6,16 @@ from 0 in the order of a step's forward; the number is the link between a trace 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from torchdelta.runtime.state.buffer import Buffer, View
+    from torchdelta.trace.model import Phase
 
 __all__ = ["Signature", "StepLog", "next_exact_hash", "next_shape_free_hash", "signature_of"]
 
@@ -52,6 +55,10 @@ class StepLog:
         unpacks: (save, ops of the trace before it), in the order of backward.
         num_backwards: Passes of the engine in the step, nested ones included.
         saves_in_backward: Whether tensors were saved while a backward ran, as by a reentrant checkpoint.
+        uses: (key, phase, ops of the trace before it), for each use of a persistent tensor, in order. Empty where
+            parameters, gradients and optimizer states may not leave.
+        persistents: By buffer of the trace that a persistent tensor holds: the key of that tensor.
+        num_ops: Ops of the trace.
         outside_s: Seconds of the step that are part of no op and that the budget did not cost, such as reading data.
     """
 
@@ -62,6 +69,9 @@ class StepLog:
     unpacks: tuple[tuple[int, int], ...]
     num_backwards: int
     saves_in_backward: bool
+    uses: tuple[tuple[int, Phase, int], ...] = ()
+    persistents: Mapping[int, int] = field(default_factory=dict)
+    num_ops: int = 0
     outside_s: float = 0.0
 
     def why_not_followed(self) -> str:

@@ -52,6 +52,7 @@ class Candidates:
         self.known: dict[int, Persistent] = {}  # by the id of the record
         self.by_key: dict[int, Persistent] = {}
         self.has_found = False  # whether any was known
+        self.on_use: Callable[[int], None] | None = None  # where a plan is followed
         self._ledger = ledger
         self._steps = steps
         self._in_use = in_use
@@ -72,6 +73,9 @@ class Candidates:
         known = self.known.get(record.id)
         if known is not None:
             self.order.use(known.key)
+            self._ledger.observing.observer.on_use(record, known.key)
+            if self.on_use is not None:
+                self.on_use(known.key)
 
     def search(self, *, is_thorough: bool = False) -> None:
         """Find the persistent tensors; `is_thorough`: look for new parameters and optimizers first."""

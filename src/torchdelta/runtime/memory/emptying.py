@@ -39,6 +39,12 @@ class Emptying:
         self._ledger = ledger
         self._transfers = transfers
 
+    @property
+    def away_bytes(self) -> int:
+        """The bytes of the storages that have no memory now."""
+        contents = [record.emptied for record in self.emptied.values() if not record.size_bytes]
+        return sum(content.size_bytes for content in contents if content is not None)
+
     # -- out
 
     def has_spare(self, record: StorageRecord) -> bool:

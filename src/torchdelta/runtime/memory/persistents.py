@@ -31,8 +31,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from torchdelta.runtime.memory.candidates import Candidates
+from torchdelta.runtime.memory.compiled_reads import CompiledReads
 from torchdelta.runtime.memory.emptying import Emptying
 from torchdelta.runtime.memory.in_use import InUse, arguments_in
+from torchdelta.runtime.memory.planned_moves import PlannedMoves
 from torchdelta.runtime.memory.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ class Persistents:
         self._ahead = ReadAhead(self.candidates, self.emptying, self.in_use)
         self._exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._steps = steps
-        self._compiled: list[bool] = []  # for each compiled function that runs, whether it may read optimizer states
+        self.compiled = CompiledReads(self.candidates, self.emptying, self._bring)
+        self.planned = PlannedMoves(self.candidates, self.emptying, self.in_use)
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
         self._step = 0
         self._num_before = 0  # `num_emptied` when the step began
@@ -113,7 +116,7 @@ class Persistents:
         if budget_bytes is not None:
             self.piece_bytes = piece_bytes
             self._ahead.window_bytes = _PIECES_AHEAD * piece_bytes
-            self._ahead.lacks = room.lacks
+            self._ahead.lacks = self.planned.lacks = room.lacks
             self._exclusive = room.device.exclusive
 
     # -- what must be here
@@ -124,7 +127,7 @@ class Persistents:
         `may_write`: the op may write them without the recorder seeing that.
         """
         self.in_use.begin(arguments)
-        if self.is_active:
+        if self.is_active or self.ledger.observing.observer.wants_uses:
             try:
                 self.bring(arguments_in(arguments), may_write=may_write)
             except BaseException:
@@ -144,20 +147,30 @@ class Persistents:
         """
         if self._steps.num_steps != self._step:
             self._on_step()
-        missing: list[StorageRecord] = []
-        for record in self.in_use.records(tensors):
+        if self.planned.is_on or self.ledger.observing.observer.wants_uses:
+            self.candidates.search_once_a_phase()
+        used = list(self.in_use.records(tensors))
+        for record in used:
             self.candidates.use(record)
             if may_write:
                 self.emptying.spoil(record)
-            if record.emptied is not None and record not in missing:
-                missing.append(record)
+        if self.planned.on_moment is not None and not may_write:  # else room was made for what comes next
+            self.planned.on_moment()
+            self.move_planned()
+        missing = list(dict.fromkeys(record for record in used if record.emptied is not None))
         if missing:
             self._bring(missing)
             if may_write:
                 for record in missing:
                     record.spare = None
-        if self.is_active and not may_write:  # where unrecorded code runs next, room was made for what it allocates
+        if self.is_active and not self.planned.is_on and not may_write:
             self._look_ahead()
+
+    def move_planned(self) -> None:
+        """Start the transfers that are due by the plan that is followed."""
+        if self.planned.has_due and self._may_move():
+            with self._exclusive():
+                self.planned.move()
 
     def _look_ahead(self) -> None:
         """Move beside the compute what the next uses need."""
@@ -169,7 +182,7 @@ class Persistents:
 
     def _may_move(self) -> bool:
         """Return whether tensors may leave or come back that nothing asks for."""
-        return self.is_open and not self.ledger.surveys and not self._compiled and not self.candidates.is_lent
+        return self.is_open and not self.ledger.surveys and not self.compiled.is_running and not self.candidates.is_lent
 
     def bring_record(self, record: StorageRecord) -> None:
         """Bring a storage back that a replay or an unpack reads, and let it stay for the rest of that."""
@@ -276,49 +289,6 @@ class Persistents:
         for record in self.in_use.records(arguments_in(arguments)):
             record.is_exported = True
 
-    def begin_compiled(self, *, with_states: bool) -> None:
-        """Bring back what compiled code may read, and let it stay until `end_compiled`. See [Note: compiled code].
-
-        `with_states`: It may read optimizer states, too.
-        """
-        is_here = any(self._compiled) or (bool(self._compiled) and not with_states)  # for an outer call
-        self._compiled.append(with_states)
-        try:
-            self.emptying.finish_spares()
-            if not is_here:
-                self._bring_for_compiled()
-        except BaseException:
-            self.end_compiled()
-            raise
-
-    def let_compiled_read_states(self) -> None:
-        """Bring optimizer states back if compiled code runs: an optimizer steps in there."""
-        if self._compiled:
-            self._compiled[-1] = True
-            self._bring_for_compiled()
-
-    def end_compiled(self) -> None:
-        """End what `begin_compiled` began last."""
-        had_states = any(self._compiled)
-        self._compiled.pop()
-        for key, record in self.emptying.spares.items():
-            known = self.candidates.known.get(key)
-            if had_states or known is None or not known.is_state:
-                record.spare = None  # it may have been written
-
-    def _bring_for_compiled(self) -> None:
-        self.emptying.prune()
-        emptied, known = self.emptying.emptied, self.candidates.known
-        if emptied and not all(self._compiled):
-            self.candidates.search()  # a state may have become a parameter's data
-        missing = [record for key, record in emptied.items() if self.may_be_read(known.get(key))]
-        if missing:
-            self._bring(missing)
-
-    def may_be_read(self, known: Persistent | None) -> bool:
-        """Return whether compiled code that runs may read a tensor; None: one of which nothing is known."""
-        return bool(self._compiled) and (any(self._compiled) or known is None or not known.is_state)
-
     # -- evictions
 
     def evict_idle(self, target_bytes: int) -> None:
@@ -338,7 +308,7 @@ class Persistents:
         for attempt in range(3):
             if attempt == 2 and candidates.was_searched:
                 break
-            if attempt or not candidates.known or self._compiled:
+            if attempt or not candidates.known or self.compiled.is_running:
                 candidates.search(is_thorough=attempt == 2)
             else:
                 candidates.search_once_a_phase()
@@ -363,7 +333,7 @@ class Persistents:
         while ranking and needed_bytes > 0:
             known = ranking.pop()
             record = known.record
-            if record.address in locked or record.emptied is not None or self.may_be_read(known):
+            if record.address in locked or record.emptied is not None or self.compiled.may_read(known):
                 continue
             if self.emptying.has_spare(record):
                 self.emptying.finish_spare(record)  # the transfer holds the storage
@@ -385,7 +355,8 @@ class Persistents:
         """Notice that a step has ended."""
         self._step = self._steps.num_steps
         was_active = self.is_active
-        self.is_active = self.ledger.num_emptied > 0 or self.emptying.num_emptied > self._num_before
+        has_left = self.ledger.num_emptied > 0 or self.emptying.num_emptied > self._num_before
+        self.is_active = has_left or self.planned.is_on
         if was_active and not self.is_active:
             # From here on nothing shows what the engine adds to a gradient.
             self.emptying.spoil_all()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.need import Timing
     from torchdelta.trace.model import BufferKind, Op, Phase, Trace
 
+__all__ = ["Draft", "PlainStorage", "PlainVersion", "size_of"]
+
 # How many dead gradients are remembered as possible summands of the engine's next sum.
 NUM_RECENT: Final = 8
 
@@ -110,7 +112,7 @@ class Draft:
         self.num_storages += 1
         storage.is_optimizers = by_optimizer
         storage.records.add(record.id)
-        version = self.by_record[record.id] = self._version(storage, record.size_bytes, birth_op)
+        version = self.by_record[record.id] = self._version(storage, size_of(record), birth_op)
         if record.current is not None:
             self.by_buffer[record.current.id] = version
         return version
@@ -119,7 +121,7 @@ class Draft:
         """Add a version of a storage that an op has written."""
         storage = old.storage
         old.death_op = index
-        version = self._version(storage, record.size_bytes, index)
+        version = self._version(storage, size_of(record), index)
         for other in storage.records:  # copies of the old content, for replays
             self.by_record.pop(other, None)
         storage.records = {record.id}
@@ -198,3 +200,8 @@ class Draft:
             created_by=created_by("recorder"),
         )
         return finished(header, self.versions, self.ops, self.saved)
+
+
+def size_of(record: StorageRecord) -> int:
+    """Return the bytes that a storage has while its content is here."""
+    return record.size_bytes if record.emptied is None else record.emptied.size_bytes

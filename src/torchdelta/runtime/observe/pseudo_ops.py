@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from torchdelta._torch.tensors import version_of
+from torchdelta.runtime.observe.draft import size_of
 from torchdelta.runtime.observe.step_draft import StepDraft, guarded
 from torchdelta.trace.model import Op
 
@@ -79,7 +80,7 @@ class PseudoOps(StepDraft):
     def _accumulate(self, record: live.StorageRecord, old: PlainVersion | None) -> PlainVersion:
         index = len(self._draft.ops)
         reads = [] if old is None else [old.id]
-        reads += self._draft.sources_of_sum(record.size_bytes, 2 - len(reads))
+        reads += self._draft.sources_of_sum(size_of(record), 2 - len(reads))
         version = self._born(record, index, "backward") if old is None else self._draft.overwritten(old, record, index)
         name = "torchdelta.accumulate" if reads else "torchdelta.external"
         self._add(Op(index=index, name=name, phase="backward", reads=tuple(reads), writes=(version.id,)))

@@ -76,6 +76,8 @@ class StepDraft(Observer):
         # Index in the draft's `saved`, ops before it, what it is, bytes of its storage.
         self._saves: list[tuple[int, int, Signature, int]] = []
         self._unpacks: list[tuple[int, int]] = []
+        self._uses: list[tuple[int, Phase, int]] = []  # of persistent tensors: key, phase, ops before it
+        self._keys: dict[int, int] = {}  # of persistent tensors, by the id of their storage
         self._num_backwards = 0
         self._saves_in_backward = False
         self._ended_s = 0.0  # when the latest op with a time ended
@@ -135,6 +137,13 @@ class StepDraft(Observer):
             pack_ops=tuple(op for _, op, _, _ in self._saves),
             buffer_ids=tuple(saved[index].version.id if index >= 0 else -1 for index, _, _, _ in self._saves),
             unpacks=tuple(self._unpacks),
+            uses=tuple(self._uses),
+            persistents={
+                version.id: self._keys[version.storage.id]
+                for version in self._draft.versions
+                if version.storage.id in self._keys
+            },
+            num_ops=len(self._draft.ops),
             num_backwards=self._num_backwards,
             saves_in_backward=self._saves_in_backward,
             outside_s=self._outside_s,

@@ -56,7 +56,7 @@ class StepTraces:
         """Begin the trace of a step: all storages that exist are known from here on."""
         pause_s = time.perf_counter() - self._began_s - (self._steps.counters.lost_s - self._lost_before_s)
         builder = self._builder = TraceBuilder(self._ledger, self._steps, self._device)
-        builder.is_for_plans = not self._is_first
+        builder.is_for_plans = builder.wants_uses = not self._is_first
         self._ledger.observing.observer = builder
         scan_storages(self._ledger)
         builder.start_clock(pause_s)

@@ -146,6 +146,17 @@ class TraceBuilder(PseudoOps):
             if version is not None:
                 self._opaque_reads[version.id] = None
 
+    @guarded
+    def on_use(self, record: live.StorageRecord, key: int) -> None:
+        """Note the use of a persistent tensor. Repeated uses in a row, in one phase, count once."""
+        version = self._draft.by_record.get(record.id)
+        if version is None:
+            return
+        self._keys[version.storage.id] = key
+        phase = self._steps.phase
+        if not self._uses or self._uses[-1][:2] != (key, phase):
+            self._uses.append((key, phase, len(self._draft.ops)))
+
     # -- ops
 
     @guarded

@@ -113,8 +113,7 @@ class Backward:
         if graph is not None and follows:
             grads = tuple(leaf.grad is None for leaf in graph.leaves)
             follows_as = hash((graph.signature, grads, self.recorder.forward_hash))
-            needs_a_mode = self.recorder.subclasses.need_a_mode
-            is_watched = graph.has_hooks or needs_a_mode or self.observing.observer.wants_every_op
+            is_watched = graph.has_hooks or self._needs_a_mode()
             if not is_watched and follower.may_run_unwatched(follows_as, start_bytes, follower.leaving_bytes()):
                 follower.on_unwatched()
                 self.latest_known = KnownBackward(graph, grads, follows_as)
@@ -219,14 +218,14 @@ class Backward:
 
     def _may_fit(self) -> bool:
         """Return whether a backward that fitted before may run unwatched."""
-        return (
-            self.room.budget_bytes is not None
-            and not self.ledger.surveys
-            and not self.observing.observer.wants_every_op
-            and not self.recorder.subclasses.need_a_mode
-            and (self.persistents is None or not self.persistents.is_active)
-            and not self.room.costs.misses_saved()  # bringing buffers back would exceed the measured growth
-        )
+        if self.room.budget_bytes is None or self.ledger.surveys or self._needs_a_mode():
+            return False
+        return not self.room.costs.misses_saved()  # bringing buffers back would exceed the measured growth
+
+    def _needs_a_mode(self) -> bool:
+        """Return whether the ops of a backward must be seen, even if it fits."""
+        may_be_away = self.persistents is not None and self.persistents.is_active
+        return may_be_away or self.recorder.subclasses.need_a_mode or self.observing.observer.wants_every_op
 
     def running_leaves(self) -> list[Any]:
         """Return the leaves that the running backward reaches; empty outside of one."""

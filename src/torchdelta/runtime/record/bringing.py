@@ -49,6 +49,7 @@ class BringingRecorder(Recorder):
             return super()._see(func, types, args, kwargs)
         finally:
             self.persistents.end()
+            self.persistents.planned.num_ops += 1
 
 
 def recorder_for(

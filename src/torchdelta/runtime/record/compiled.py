@@ -169,7 +169,7 @@ class CompiledRegions:
             return
         is_module = isinstance(function, torch.nn.Module)
         if is_module:
-            persistents.begin_compiled(with_states=False)
+            persistents.compiled.begin(with_states=False)
         try:
             persistents.begin(tensors, may_write=True)
             try:
@@ -178,7 +178,7 @@ class CompiledRegions:
                 persistents.end()
         finally:
             if is_module:
-                persistents.end_compiled()
+                persistents.compiled.end()
 
     def _call(
         self,

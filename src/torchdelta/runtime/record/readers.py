@@ -152,8 +152,8 @@ def _begin_compiled(function: Any, _inputs: Any) -> Callable[[], None] | None:
     persistents = _here()
     if persistents is None:
         return None
-    persistents.begin_compiled(with_states=not _is_forward(function))
-    return shielded(persistents.end_compiled)
+    persistents.compiled.begin(with_states=not _is_forward(function))
+    return shielded(persistents.compiled.end)
 
 
 @shielded
@@ -161,7 +161,7 @@ def _before_optimizer(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
     """Have optimizer states here if the forward of a compiled module makes an optimizer step."""
     persistents = _here()
     if persistents is not None:
-        persistents.let_compiled_read_states()
+        persistents.compiled.let_read_states()
 
 
 def _is_forward(function: Any) -> bool:

@@ -25,6 +25,7 @@ class Observer:
     """Ignores what happens in a step. The base class of the observers that do something."""
 
     wants_every_op = False  # whether ops of backward are recorded even if backward fits
+    wants_uses = False  # whether uses of persistent tensors are reported even if none of them has left
 
     def module_of(self, record: StorageRecord) -> str:
         """Return the path of the module whose op made a storage, or an empty string if it is not known."""
@@ -51,6 +52,9 @@ class Observer:
 
     def on_unpack(self, tensor: torch.Tensor, save: int = -1) -> None:
         """Backward reads a saved tensor. `save` is its number in the step, -1 if it stays."""
+
+    def on_use(self, record: StorageRecord, key: int) -> None:
+        """Something is about to use a persistent tensor, which `key` identifies across steps."""
 
     def on_op(
         self,

@@ -69,7 +69,7 @@ class Absent:
         """Return whether a tensor would stay, whatever is read."""
         record = self._find(tensor)
         known = self._candidates.known.get(record.id) if record is not None else None
-        if known is None or self._persistents.may_be_read(known):
+        if known is None or self._persistents.compiled.may_read(known):
             return True
         return known.record.emptied is None and not self._may_leave(known.record, set())
 
@@ -82,7 +82,7 @@ class Absent:
         locked = self._persistents.in_use.addresses()
         known = self._candidates.known
         for each in known.values():
-            if not self._persistents.may_be_read(each) and self._may_leave(each.record, locked):
+            if not self._persistents.compiled.may_read(each) and self._may_leave(each.record, locked):
                 yield each.record
         gradients = [record for leaf in leaves if (record := self._made_gradient(leaf)) is not None]
         num_uses = collections.Counter(record.id for record in gradients)

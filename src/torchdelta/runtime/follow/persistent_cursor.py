@@ -1,0 +1,110 @@
+"""Where in a plan's step the running step is, for persistent tensors: asks for the moves that are due."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from torchdelta.runtime.memory.use_order import UseSequence
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.persistent_schedule import PersistentSchedule
+    from torchdelta.runtime.memory.persistents import Persistents
+    from torchdelta.runtime.state.steps import StepTracker
+    from torchdelta.trace.model import Phase
+
+__all__ = ["PersistentCursor"]
+
+
+class PersistentCursor:
+    """The position in the schedule that is followed. Mutable; one for each session whose persistent tensors may leave.
+
+    From the end of a followed step to the first save of the next one, that is taken to follow the same schedule.
+
+    Args:
+        persistents: Moves them.
+        steps: Knows the phase of the running step.
+    """
+
+    def __init__(self, persistents: Persistents, steps: StepTracker) -> None:
+        self._persistents = persistents
+        self._planned = persistents.planned
+        self._steps = steps
+        self._schedule: PersistentSchedule | None = None
+        self._sequence: UseSequence[tuple[Phase, int]] = UseSequence()
+        self._num_done = 0  # of the schedule's moves
+        self._op = 0  # all that was due before this op was asked for
+        self._counted_from = (0, 0)  # an op of the schedule, and how many recorded ops had ended before it
+
+    def follow(self, schedule: PersistentSchedule | None, save: int) -> None:
+        """Follow a schedule from a save on; None: that of a plan that leaves persistent tensors alone."""
+        if schedule is None:
+            self.stop()
+            return
+        op = schedule.pack_ops[save]
+        if schedule is not self._schedule or self._op > op:
+            self._schedule = schedule
+            self._sequence = UseSequence(schedule.uses)
+            self._sequence.now = bisect_left(schedule.use_ops, op)
+            self._num_done = self._op = 0
+            self._planned.is_on = self._persistents.is_active = True
+            self._planned.on_moment = self._on_moment
+            self._persistents.candidates.on_use = self._on_use
+        self._reach(op)
+        self._persistents.move_planned()
+
+    def stop(self) -> None:
+        """Follow no schedule from now on."""
+        if self._schedule is not None:
+            self._schedule = None
+            self._planned.is_on = False
+            self._planned.on_moment = None
+            self._planned.forget()
+            self._persistents.candidates.on_use = None
+
+    def end_step(self) -> None:
+        """Do what is left of this step. The next one is taken to be alike."""
+        if self._schedule is not None:
+            self._planned.ask((move, key) for _, move, key in self._schedule.moves[self._num_done :])
+            self._sequence.now = self._num_done = self._op = 0
+            self._counted_from = (0, self._planned.num_ops)
+
+    def reach_save(self, save: int) -> None:
+        """Do what is due at a save."""
+        if self._schedule is not None and self._reach(self._schedule.pack_ops[save]):
+            self._persistents.move_planned()
+
+    def reach_unpack(self, save: int) -> None:
+        """Do what is due before the first unpack of a save."""
+        if self._schedule is not None and self._reach(self._schedule.unpack_ops.get(save, 0)):
+            self._persistents.move_planned()
+
+    def _on_use(self, key: int) -> None:
+        """Note a use; `Persistents` moves what is due then."""
+        schedule, sequence = self._schedule, self._sequence
+        if schedule is not None and sequence.use((self._steps.phase, key)):
+            self._reach(schedule.use_ops[sequence.now - 1])
+
+    def _on_moment(self) -> None:
+        """Ask for what is due before the op that is about to run."""
+        schedule, now = self._schedule, self._sequence.now
+        if schedule is not None:
+            next_op = schedule.use_ops[now] if now < len(schedule.use_ops) else schedule.num_ops
+            op, num_ended = self._counted_from
+            self._ask_until(min(op + self._planned.num_ops - num_ended, next_op))
+
+    def _reach(self, op: int) -> bool:
+        """Note that the step has come to an op, and ask for what is due before it. Return whether that is any more."""
+        self._counted_from = (op, self._planned.num_ops)
+        return self._ask_until(op)
+
+    def _ask_until(self, op: int) -> bool:
+        schedule = self._schedule
+        if schedule is None or op <= self._op:
+            return False
+        self._op = op
+        first, moves = self._num_done, schedule.moves
+        while self._num_done < len(moves) and moves[self._num_done][0] <= op:
+            self._num_done += 1
+        self._planned.ask((move, key) for _, move, key in moves[first : self._num_done])
+        return True

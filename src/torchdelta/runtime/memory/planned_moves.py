@@ -1,0 +1,148 @@
+"""Moves persistent tensors beside the compute as a plan says, in place of `ReadAhead`.
+
+A plan says where in the step each tensor leaves and where its way back begins. `follow/persistent_cursor.py` knows how
+far the step has come, and asks for what is due. What the plan misses is done as without one: a tensor that is not here
+is brought back at its use, and if memory is short, the room evicts what is needed last.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torchdelta.runtime.memory.candidates import Candidates
+    from torchdelta.runtime.memory.emptying import Emptying
+    from torchdelta.runtime.memory.in_use import InUse
+    from torchdelta.runtime.state.buffer import StorageRecord
+    from torchdelta.runtime.state.persistent import Persistent
+
+__all__ = ["Move", "PlannedMoves"]
+
+
+_OPS_PER_SEARCH: Final = 8
+
+
+class Move(enum.IntEnum):
+    """What a plan does with a tensor. What frees memory is less."""
+
+    LEAVE = 0  # its memory is freed, after its copy out has ended
+    FETCH = 1  # its memory is taken, and its copy in begins
+    COPY = 2  # its copy out begins
+
+
+class PlannedMoves:
+    """Carries out moves that are due. Mutable.
+
+    Args:
+        candidates: What may leave.
+        emptying: Moves it.
+        in_use: What must stay.
+
+    Attributes:
+        is_on: Whether a plan is followed.
+        num_ops: How many recorded ops have ended so far.
+        on_moment: Called before an op, after its uses were reported.
+        lacks: Returns how many bytes have to leave for a number of bytes to fit.
+    """
+
+    def __init__(self, candidates: Candidates, emptying: Emptying, in_use: InUse) -> None:
+        self.is_on = False
+        self.num_ops = 0
+        self.on_moment: Callable[[], None] | None = None
+        self.lacks: Callable[[int], int] = _lacks_all
+        self._candidates = candidates
+        self._emptying = emptying
+        self._in_use = in_use
+        self._due: dict[int, Move] = {}  # by key: only its last move counts
+        self._late: dict[int, None] = {}  # keys of those that should have left, but are in use or not known yet
+        self._fetches: list[int] = []  # keys of those that should come back, and for which there was no room so far
+        self._searched_at = 0  # `num_ops` at the latest search
+
+    @property
+    def has_due(self) -> bool:
+        """Whether anything has to be moved."""
+        return bool(self._due or self._late or self._fetches)
+
+    def ask(self, moves: Iterable[tuple[Move, int]]) -> None:
+        """Ask for moves of tensors, which are named by their keys, in this order."""
+        for move, key in moves:
+            earlier = self._due.pop(key, None)
+            # A copy out that is due together with its end: leaving waits for it.
+            self._due[key] = earlier if move is Move.COPY and earlier is Move.LEAVE else move
+
+    def move(self) -> None:
+        """Carry out what is due. What cannot be moved now stays where it is; a copy in is tried again later."""
+        due, self._due = self._due, {}
+        leaving = [key for key, move in due.items() if move is Move.LEAVE]
+        if leaving or self._late:
+            self._fetches = [key for key in self._fetches if due.get(key) is not Move.LEAVE]
+            self._leave([key for key in self._late if key not in due] + leaving)
+        self._fetches += [key for key, move in due.items() if move is Move.FETCH]
+        for index, key in enumerate(self._fetches):
+            if not self._fetch(key):
+                del self._fetches[:index]
+                break
+        else:
+            self._fetches.clear()
+        for key, move in due.items():
+            if move is Move.COPY:
+                self._copy(key)
+
+    def forget(self) -> None:
+        """Forget what is due."""
+        self._due.clear()
+        self._late.clear()
+        self._fetches.clear()
+
+    def _find(self, key: int) -> Persistent | None:
+        known = self._candidates.by_key.get(key)
+        return known if known is not None and known.record.storage() is not None else None
+
+    def _leave(self, keys: list[int]) -> None:
+        candidates, emptying, locked = self._candidates, self._emptying, self._in_use.addresses()
+        records: list[StorageRecord] = []
+        if self.num_ops - self._searched_at >= _OPS_PER_SEARCH and any(self._find(key) is None for key in keys):
+            self._searched_at = self.num_ops
+            candidates.search()  # gradients are new in each step
+        self._late = {}
+        for key in keys:
+            known = self._find(key)
+            if known is None or known.record.address in locked:
+                self._late[key] = None
+                continue
+            if known.record.emptied is not None:
+                continue
+            if emptying.has_spare(known.record):
+                emptying.finish_spare(known.record)  # the transfer holds the storage
+            if candidates.may_leave(known):
+                records.append(known.record)
+        if records:
+            candidates.note_leaving(records)
+            emptying.empty(records)
+
+    def _fetch(self, key: int) -> bool:
+        """Start a copy in, if that is needed. Return whether there was room."""
+        known = self._find(key)
+        content = known.record.emptied if known is not None else None
+        if known is None or content is None or content.transfer is not None or content.is_read:
+            return True
+        if self.lacks(content.size_bytes):
+            return False
+        self._emptying.start_refill(known.record)
+        return True
+
+    def _copy(self, key: int) -> None:
+        known = self._find(key)
+        if known is None or known.record.current is None:
+            return
+        if known.record.emptied is not None:
+            self._fetches.append(key)  # the copy in was due as well
+        elif not self._emptying.has_spare(known.record) and self._candidates.may_leave(known):
+            self._emptying.make_spare(known.record)
+
+
+def _lacks_all(size_bytes: int) -> int:
+    return size_bytes

@@ -1,0 +1,187 @@
+"""What a plan does with persistent tensors: at which moments of a step its moves are asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.follow.test_schedule import _drop, _log, _plan, _swap
+from torchdelta.runtime.follow.persistent_cursor import PersistentCursor
+from torchdelta.runtime.follow.persistent_schedule import make_persistent_schedule
+from torchdelta.runtime.follow.schedule import make_schedule
+from torchdelta.runtime.memory.planned_moves import Move
+
+NUM_OPS = 20
+WEIGHT, STATE = 1, 2
+# The weight is used by two ops of forward and one of backward, and with its state by the optimizer.
+USES = (
+    (WEIGHT, "forward", 1),
+    (WEIGHT, "forward", 4),
+    (WEIGHT, "backward", 11),
+    (STATE, "optimizer", 16),
+    (WEIGHT, "optimizer", 17),
+)
+PERSISTENTS = {20: WEIGHT, 21: WEIGHT, 22: STATE, 23: STATE}  # two versions of each
+
+
+def schedule_of(*absences: Any, **changes: Any) -> Any:
+    """Return what a plan of these absences does with persistent tensors."""
+    log = _log(uses=USES, persistents=PERSISTENTS, num_ops=NUM_OPS, **changes)
+    return make_persistent_schedule(_plan(*absences), log)
+
+
+class Asked:
+    """Stands in for the persistent tensors of a session. Mutable; notes what is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Move, int]] = []
+        self.is_active = False
+        self.candidates = SimpleNamespace(on_use=None)
+        self.planned = SimpleNamespace(
+            is_on=False, num_ops=0, on_moment=None, ask=self.asked.extend, forget=self.asked.clear
+        )
+
+    def move_planned(self) -> None:
+        """Do nothing."""
+
+    def take(self) -> list[tuple[Move, int]]:
+        """Return what was asked for since the last time."""
+        asked = list(self.asked)
+        self.asked.clear()
+        return asked
+
+    def use(self, key: int) -> None:
+        """Use a tensor, as the first argument of an op."""
+        if self.candidates.on_use is not None:
+            self.candidates.on_use(key)
+        self.run_op()
+
+    def run_op(self) -> None:
+        """Run an op, after its uses."""
+        if self.planned.on_moment is not None:
+            self.planned.on_moment()
+        self.planned.num_ops += 1
+
+
+@pytest.fixture
+def step() -> SimpleNamespace:
+    """Return a cursor, the tensors that it moves, and the phase of the step."""
+    asked, steps = Asked(), SimpleNamespace(phase="forward")
+    return SimpleNamespace(cursor=PersistentCursor(asked, steps), asked=asked, steps=steps)  # pyright: ignore[reportArgumentType]
+
+
+def test_moves_are_in_the_order_of_the_plan():
+    """What is away over the end of the step comes back at the beginning of the next one."""
+    schedule = schedule_of(_swap(23, 16, 36, leave=18, back=33), _swap(20, 4, 11, leave=6, back=9, out=5))
+    assert schedule.moves == (
+        (6, Move.LEAVE, WEIGHT),
+        (6, Move.COPY, WEIGHT),
+        (9, Move.FETCH, WEIGHT),
+        (13, Move.FETCH, STATE),
+        (17, Move.COPY, STATE),
+        (18, Move.LEAVE, STATE),
+    )
+
+
+def test_what_is_never_free_is_not_moved():
+    """A copy that frees no memory is left out; so are replays, and buffers that no persistent tensor holds."""
+    assert schedule_of(_swap(20, 4, 11, leave=11, back=11)).moves == ()
+    assert schedule_of(_drop(20, 4, 11)) is None
+    assert schedule_of(_swap(10, 0, 15, leave=7, back=11)) is None
+
+
+def test_absences_that_are_carried_out_are_counted():
+    """Saved and persistent ones are; others are not."""
+    log = _log(uses=USES, persistents=PERSISTENTS, num_ops=NUM_OPS)
+    plan = _plan(_swap(10, 0, 15, leave=7, back=11), _swap(20, 4, 11, leave=6, back=9), _drop(19, 1, 12))
+    schedule = make_schedule(plan, log)
+    assert schedule.num_not_carried_out == 1
+    assert schedule.persistent is not None
+    assert make_schedule(plan, _log()).num_not_carried_out == 2  # there, no persistent tensor may leave
+
+
+def test_moves_are_asked_for_at_saves_uses_and_unpacks(step: Any) -> None:
+    """Each moment asks for what is due by then, once."""
+    step.cursor.follow(schedule_of(_swap(20, 4, 11, leave=6, back=9), _swap(23, 16, 36, leave=18, back=33)), 0)
+    assert step.asked.take() == []
+    assert step.asked.is_active
+    step.asked.use(WEIGHT)
+    step.cursor.reach_save(3)  # four ops ran before it
+    assert step.asked.take() == []
+    step.asked.use(WEIGHT)  # op 4
+    step.asked.run_op()  # op 5
+    assert step.asked.take() == [(Move.COPY, WEIGHT)]
+    step.cursor.reach_save(4)
+    assert step.asked.take() == [(Move.LEAVE, WEIGHT)]
+    step.steps.phase = "backward"
+    step.cursor.reach_unpack(4)
+    assert step.asked.take() == []
+    step.cursor.reach_unpack(3)
+    assert step.asked.take() == [(Move.FETCH, WEIGHT)]
+    step.asked.use(WEIGHT)  # op 11
+    assert step.asked.take() == []
+    step.steps.phase = "optimizer"
+    step.asked.use(STATE)
+    step.asked.use(WEIGHT)
+    assert step.asked.take() == [(Move.FETCH, STATE), (Move.COPY, STATE)]
+    step.cursor.end_step()
+    assert step.asked.take() == [(Move.LEAVE, STATE)]
+
+
+def test_ops_are_counted_up_to_the_next_use(step: Any) -> None:
+    """A step with more ops than the traced one does not run ahead of it."""
+    step.cursor.follow(schedule_of(_swap(23, 16, 36, leave=18, back=28)), 0)
+    for _ in range(30):
+        step.asked.run_op()
+    assert step.asked.take() == []  # the next use is that of the weight, at op 1
+    step.steps.phase = "backward"
+    step.asked.use(WEIGHT)  # op 11; the state is due at op 8
+    assert step.asked.take() == [(Move.FETCH, STATE)]
+
+
+def test_a_step_that_is_alike_begins_before_its_first_save(step: Any) -> None:
+    """The next step is taken to follow the same schedule; an evaluation in between does not use that up."""
+    schedule = schedule_of(_swap(23, 16, 36, leave=18, back=21))
+    step.cursor.follow(schedule, 0)
+    step.cursor.end_step()
+    step.asked.take()
+    step.asked.use(WEIGHT)
+    assert step.asked.take() == [(Move.FETCH, STATE)]
+    step.asked.use(WEIGHT)
+    step.cursor.follow(schedule, 0)  # the first save: no op ran before it
+    step.asked.use(WEIGHT)
+    assert step.asked.take() == [(Move.FETCH, STATE)]
+
+
+def test_nothing_is_asked_for_once_no_schedule_is_followed(step: Any) -> None:
+    """What was due and is not done yet is forgotten."""
+    step.cursor.follow(schedule_of(_swap(20, 4, 11, leave=6, back=9)), 0)
+    step.cursor.stop()
+    assert not step.asked.planned.is_on
+    step.asked.use(WEIGHT)
+    step.cursor.reach_save(4)
+    step.cursor.end_step()
+    assert step.asked.take() == []
+    step.cursor.follow(None, 0)
+    assert not step.asked.planned.is_on
+
+
+@given(st.data())
+def test_every_move_is_asked_for_once_a_step(data: st.DataObject) -> None:
+    """Whatever moments a step has, and in whatever order: none is left out, none is done twice."""
+    asked, steps = Asked(), SimpleNamespace(phase="forward")
+    cursor = PersistentCursor(asked, steps)  # pyright: ignore[reportArgumentType]
+    schedule = schedule_of(
+        _swap(20, 4, 11, leave=6, back=9), _swap(22, 0, 16, leave=2, back=12), _swap(23, 16, 36, leave=18, back=33)
+    )
+    cursor.follow(schedule, 0)
+    for _ in range(data.draw(st.integers(0, 12))):
+        steps.phase = data.draw(st.sampled_from(("forward", "backward", "optimizer")))
+        moment = data.draw(st.sampled_from((asked.use, cursor.reach_save, cursor.reach_unpack)))
+        moment(data.draw(st.sampled_from((WEIGHT, STATE) if moment == asked.use else range(5))))
+    cursor.end_step()
+    assert asked.take() == [(move, key) for _, move, key in schedule.moves]

@@ -1,0 +1,189 @@
+"""Plans for parameters, gradients and optimizer states: the bits of plain, and moves ahead of use in the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.following import following_drawn, planned_here, planned_soon
+from tests.runtime.parts import running_session
+from tests.same_bits.drawn_networks import plain_observations
+from tests.same_bits.drawn_networks import train as train_drawn
+from tests.same_bits.judge import bits_of
+from tests.same_bits.test_everything_swaps import adamw, batch_of, bert, convnext, gpt2, parameter_bytes, plain_scope
+from tests.sampling import keep, sample
+from torchdelta import Config, MemoryBudget
+from torchdelta.errors import NativeError
+from torchdelta.native.counting import new_counter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchdelta.summary import Summary
+
+NUM_STEPS = 9
+LEAST_BYTES = 4096
+NUM_DRAWN = 200
+
+
+@pytest.fixture(autouse=True)
+def needs_counter() -> None:
+    """Skip where allocations cannot be counted: nothing is planned without that."""
+    made = new_counter()
+    if isinstance(made, NativeError):
+        pytest.skip(f"no counting allocator here: {made}")
+
+
+def train(
+    make: Callable[[], torch.nn.Module],
+    scope_of: Callable[[int], contextlib.AbstractContextManager[Any]],
+    *,
+    num_backwards: int = 1,
+    sizes: tuple[int, ...] = (2,),
+    in_step: Callable[[int, torch.nn.Module, torch.optim.Optimizer], Any] | None = None,
+) -> tuple[dict[str, Any], contextlib.AbstractContextManager[Any]]:
+    """Train in a scope that is chosen by the bytes of the parameters. Return all that can be observed.
+
+    Args:
+        make: Builds the model.
+        scope_of: Returns the scope.
+        num_backwards: Of each step.
+        sizes: How many samples the batches of the steps have, in turn.
+        in_step: Called before the optimizer steps.
+    """
+    torch.manual_seed(0)
+    model = make()
+    optimizer = adamw(model.parameters())
+    scope = scope_of(parameter_bytes(model))
+    observed: list[Any] = []
+    with scope:
+        for step in range(NUM_STEPS):
+            for _ in range(num_backwards):
+                batch = {name: tensor[: sizes[step % len(sizes)]] for name, tensor in batch_of(model).items()}
+                loss = model(**batch).loss
+                loss.backward()
+                observed.append(loss.item())
+            if in_step is not None:
+                observed.append(in_step(step, model, optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+    states = list(optimizer.state_dict()["state"].values())
+    return {"observed": observed, "model": bits_of(model.state_dict()), "optimizer": bits_of(states)}, scope
+
+
+def planned(size_bytes: int, share: float = 2.0) -> MemoryBudget:
+    """Return a scope of half of what parameters, gradients and states take, whose steps are planned."""
+    return MemoryBudget(
+        int(share * size_bytes), Config(decision_class="all", planner="torchdelta", tier="memory", policy="swap-only")
+    )
+
+
+def summary_of(scope: Any) -> Summary:
+    """Return the summary of a budget, to which every step has kept but the first one of each kind."""
+    assert isinstance(scope, MemoryBudget)
+    summary = scope.summary()
+    assert summary.follow is not None
+    steps = [step for step in summary.steps if step.plan] + list(summary.steps[-2:])
+    assert all(step.peak_bytes <= scope.budget_bytes for step in steps)
+    return summary
+
+
+@pytest.mark.parametrize("make", keep([gpt2, bert, convnext], [gpt2, convnext]))
+def test_steps_below_what_persists_follow_their_plan(make: Any) -> None:
+    """A plan of the step moves states, gradients and parameters; what it moves is there before its use."""
+    plain, _ = train(make, plain_scope, in_step=_nothing)
+    moved: list[int] = []
+
+    def note(step: int, _model: Any, _optimizer: Any) -> None:
+        if step == NUM_STEPS - 1:
+            schedule = next(iter(running_session().programs.cache)).schedule
+            assert schedule.persistent is not None
+            moved.append(len(schedule.persistent.moves))
+
+    with planned_here(least_bytes=LEAST_BYTES):
+        observed, scope = train(make, planned, in_step=note)
+    assert observed == plain
+    summary = summary_of(scope)
+    assert summary.follow.num_followed_steps >= NUM_STEPS - 4
+    assert moved[0] > 20
+
+
+def test_a_plan_is_the_default_once_it_pays() -> None:
+    """The planner "auto" plans steps of this class as well."""
+    plain, _ = train(gpt2, plain_scope)
+
+    def scope_of(size_bytes: int) -> MemoryBudget:
+        return MemoryBudget(2 * size_bytes, Config(decision_class="all", tier="memory"))
+
+    with planned_soon(least_bytes=LEAST_BYTES):
+        observed, scope = train(gpt2, scope_of)
+    assert observed == plain
+    assert summary_of(scope).follow.num_followed_steps > 0
+
+
+def test_a_checkpoint_in_a_planned_step_equals_that_of_plain() -> None:
+    """To the byte, although most of what it holds is away when it is saved."""
+
+    def save(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+        file = io.BytesIO()
+        if step == NUM_STEPS - 2:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        return file.getvalue()
+
+    plain, _ = train(gpt2, plain_scope, in_step=save)
+    with planned_here(least_bytes=LEAST_BYTES):
+        observed, scope = train(gpt2, planned, in_step=save)
+    assert observed == plain
+    assert summary_of(scope).follow.num_followed_steps >= NUM_STEPS - 4
+
+
+@pytest.mark.parametrize(
+    ("num_backwards", "sizes", "share"), [(2, (2,), 3.5), (1, (2, 1), 2.0), (1, (2, 2, 2, 2, 1), 2.0)]
+)
+def test_steps_that_differ(num_backwards: int, sizes: tuple[int, ...], share: float) -> None:
+    """Accumulated gradients, and batches of other sizes: other programs, the same bits, never past the budget."""
+    plain, _ = train(gpt2, plain_scope, num_backwards=num_backwards, sizes=sizes)
+    with planned_here(least_bytes=LEAST_BYTES):
+        observed, scope = train(gpt2, lambda size: planned(size, share), num_backwards=num_backwards, sizes=sizes)
+    assert observed == plain
+    assert summary_of(scope).follow.num_followed_steps > 0
+
+
+def test_an_exception_in_a_planned_step() -> None:
+    """What was due in the step that failed is forgotten, and the next steps are followed again."""
+
+    def interrupt(step: int, model: torch.nn.Module, _optimizer: Any) -> None:
+        if step == NUM_STEPS - 4:
+            hook = model.lm_head.register_full_backward_pre_hook(_fail)
+            with contextlib.suppress(ZeroDivisionError):
+                model(**batch_of(model)).loss.backward()
+            hook.remove()
+
+    plain, _ = train(gpt2, plain_scope, in_step=interrupt)
+    with planned_here(least_bytes=LEAST_BYTES):
+        observed, scope = train(gpt2, planned, in_step=interrupt)
+    assert observed == plain
+    assert summary_of(scope).follow.num_followed_steps >= 3
+
+
+def _nothing(*_arguments: Any) -> None:
+    return
+
+
+def _fail(*_arguments: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", sample(range(NUM_DRAWN), 3, 20))
+def test_drawn_loops_while_a_drawn_plan_moves_everything(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a plan does with parameters, gradients and states, at moments that no planner would choose."""
+    plain = plain_observations(seed)
+    if plain is None:
+        pytest.skip("plain fails or does not equal itself")
+    monkeypatch.setattr("torchdelta.runtime.memory.candidates.LEAST_BYTES", 1)
+    assert train_drawn(seed, lambda: following_drawn(seed, decision_class="all")) == plain
