@@ -1,16 +1,17 @@
 """Training in less memory than parameters, gradients and optimizer states take: the decision class "all".
 
 Each model trains with AdamW. The *persistent* bytes are those of its parameters, gradients and states. Budgets are
-shares of them, and hold the activations, too. Plain steps, steps in the budget, and steps in the budget where nothing
-moves beside the compute take turns in one process. Two more processes train a few steps each, one of them plain: both
-must end with the same bits. The *named* budget is the least one that a `BudgetError` names in a budget that is far too
-small; it is tried, too.
+shares of them, and hold the activations, too. Plain steps, steps that follow a plan, steps that react, and steps that
+react and in which nothing moves beside the compute take turns in one process. Three more processes train a few steps
+each, one of them plain, one with a plan: all must end with the same bits. The *named* budget is the least one that a
+`BudgetError` names in a budget that is far too small; it is tried, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -26,10 +27,13 @@ from benchmarks.turns import PLAIN, Block, Interval, median_interval, ratios, ta
 if TYPE_CHECKING:
     import argparse
 
-AHEAD, AT_USE = "ahead", "at use"
-CONTENDERS = (PLAIN, AHEAD, AT_USE)
+FOLLOWED, AHEAD, AT_USE = "followed", "ahead", "at use"
+CONTENDERS = (PLAIN, FOLLOWED, AHEAD, AT_USE)
+PLANNER = "torchdelta"
+PLAN_WAIT_S = 300.0
 SHARES = (0.9, 0.7, 0.5)
-NUM_WARM, NUM_TIMED, NUM_CHECKED = 4, 4, 4
+NUM_WARM, NUM_TIMED, NUM_CHECKED = 4, 4, 6
+NUM_BEFORE_PLAN, NUM_SETTLING = 3, 8  # the steps before a plan is waited for, and the followed ones that are not timed
 TOO_SMALL = 50  # the persistent bytes over a budget in which nothing trains
 MIB = 2**20
 
@@ -51,7 +55,8 @@ def run(options: argparse.Namespace) -> Outcome:
     named = [_measure_named(outcome, name, options) for name in chosen]
     print("\n" + format_table(["model", "named budget MiB", "of persistent", "peak"], named))
     rows = [row for name in chosen for share in options.shares for row in _measure(outcome, name, share, options)]
-    header = ["model", "budget MiB", "of persistent", "step / plain", "read at use / plain", "waits of a step", "peak"]
+    header = ["model", "budget MiB", "of persistent", "followed / plain", "reacting / plain", "read at use / plain"]
+    header += ["predicted time", "waits of a step", "peak"]
     if rows:
         print("\n" + format_table(header, rows))
     return outcome
@@ -77,11 +82,15 @@ def _measure_named(outcome: Outcome, model: str, options: argparse.Namespace) ->
 def _measure(outcome: Outcome, model: str, share: float, options: argparse.Namespace) -> list[list[str]]:
     common: dict[str, Any] = {"threads": options.threads, "timeout_s": options.timeout, "model": model, "share": share}
     found = run_worker("everything:train_in_turns", num_rounds=options.rounds, **common)
-    digests = [run_worker("everything:train", in_budget=in_budget, **common) for in_budget in (False, True)]
+    ways = ({"in_budget": False}, {"in_budget": True}, {"in_budget": True, "planner": PLANNER})
+    digests = [run_worker("everything:train", **way, **common) for way in ways]
     label = f"{model} {share:.0%}"
     outcome.data[label] = found | {"budget_share": share, "bits": digests}
-    is_same = all(digests[0][key] == digests[1][key] for key in ("state", "optimizer"))
-    outcome.check(f"{label}: same bits", digests[1]["state"][:12], passed=is_same)
+    for name, digest in zip(("reacting", "followed"), digests[1:], strict=True):
+        is_same = all(digests[0][key] == digest[key] for key in ("state", "optimizer"))
+        outcome.check(f"{label}: same bits, {name}", digest["refused"] or digest["state"][:12], passed=is_same)
+    num_followed = digests[2]["num_followed"]
+    outcome.check(f"{label}: a plan is followed", f"{num_followed} of {NUM_CHECKED} steps", passed=num_followed > 0)
     if found["refused"]:
         outcome.check(f"{label}: trains", found["refused"], passed=False, required=False)
         return []
@@ -89,20 +98,31 @@ def _measure(outcome: Outcome, model: str, share: float, options: argparse.Names
     outcome.check(f"{label}: peak after the first step", f"{peak:.4f} of the budget", passed=peak <= 1)
     summary = summarize(found["rounds"])
     outcome.data[label]["summary"] = {name: asdict(interval) for name, interval in summary.items()}
-    gain = summary["ahead over at use"]
+    gain, planned = summary["ahead over at use"], summary["followed over ahead"]
     outcome.check(f"{label}: reading ahead is not slower", str(gain), passed=gain.median <= 1)
+    outcome.check(f"{label}: a plan is not slower than reacting", str(planned), passed=planned.median <= 1)
+    predicted = summary["predicted over measured"].median
+    outcome.check(f"{label}: predicted time", f"{predicted:.3f} of the measured one", passed=abs(predicted - 1) <= 0.1)
     size, waits = f"{found['budget_bytes'] / MIB:.0f}", f"{summary['waits'].median:.1%}"
-    return [[model, size, f"{share:.0%}", str(summary[AHEAD]), str(summary[AT_USE]), waits, f"{peak:.4f}"]]
+    steps = [str(summary[name]) for name in CONTENDERS[1:]]
+    return [[model, size, f"{share:.0%}", *steps, f"{predicted:.3f}", waits, f"{peak:.4f}"]]
 
 
 def summarize(rounds: list[dict[str, Block]]) -> dict[str, Interval]:
-    """Return the step times over plain's, one over the other, and the share of a step that waits for transfers."""
+    """Return the step times over plain's, some over others, and the share of a planned step that waits."""
     return {
+        FOLLOWED: median_interval(ratios(rounds, FOLLOWED, num_warm_steps=0)),
         AHEAD: median_interval(ratios(rounds, AHEAD, num_warm_steps=0)),
         AT_USE: median_interval(ratios(rounds, AT_USE, num_warm_steps=0)),
         "ahead over at use": median_interval(ratios(rounds, AHEAD, AT_USE, num_warm_steps=0)),
-        "waits": median_interval([blocks[AHEAD]["stall_share"] for blocks in rounds]),
+        "followed over ahead": median_interval(ratios(rounds, FOLLOWED, AHEAD, num_warm_steps=0)),
+        "waits": median_interval([blocks[FOLLOWED]["stall_share"] for blocks in rounds]),
+        "predicted over measured": median_interval([_predicted_over_measured(blocks[FOLLOWED]) for blocks in rounds]),
     }
+
+
+def _predicted_over_measured(block: Block) -> float:
+    return block["predicted_s"] / statistics.median(block["times_s"])
 
 
 def _build(model: str) -> tuple[models.Workload, torch.optim.Optimizer, int]:
@@ -115,6 +135,7 @@ def _build(model: str) -> tuple[models.Workload, torch.optim.Optimizer, int]:
 def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
     """Train in turns, as a worker."""
     from torchdelta import Config, MemoryBudget
+    from torchdelta.runtime.current import current_session
     from torchdelta.runtime.memory.read_ahead import ReadAhead
 
     workload, optimizer, persistent_bytes = _build(model)
@@ -131,8 +152,12 @@ def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
             return timed_steps(step, NUM_TIMED)
         off = mock.patch.object(ReadAhead, "look") if name == AT_USE else contextlib.nullcontext()
         try:
-            with off, MemoryBudget(budget_bytes, Config(decision_class="all")) as budget:
-                timed_steps(step, NUM_WARM)
+            config = Config(decision_class="all", planner=PLANNER if name == FOLLOWED else None)
+            with off, MemoryBudget(budget_bytes, config) as budget:
+                if name == FOLLOWED:
+                    timed_steps(step, NUM_BEFORE_PLAN)
+                    current_session().programs.wait(PLAN_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
+                timed_steps(step, NUM_SETTLING if name == FOLLOWED else NUM_WARM)
                 block = timed_steps(step, NUM_TIMED)
         except torch.OutOfMemoryError as error:
             found["refused"] = str(error)
@@ -145,6 +170,14 @@ def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
             "recompute_share": sum(each.recompute_s for each in timed) / sum(each.time_s for each in timed),
             "swapped_out_bytes": sum(each.swapped_out_bytes for each in timed) // NUM_TIMED,
         }
+        follow = budget.summary().follow
+        if follow is not None:
+            last = steps[-1].plan
+            shares |= {
+                "num_unplanned": follow.num_unplanned,
+                "plan": last,
+                "predicted_s": follow.predicted_time_s or 0.0,
+            }
         return block | shares
 
     step()
@@ -166,23 +199,28 @@ def name_budget(model: str) -> dict[str, int]:
     raise AssertionError(f"{model} trains in {too_small_bytes} bytes")
 
 
-def train(model: str, share: float, *, in_budget: bool) -> dict[str, Any]:
+def train(model: str, share: float, *, in_budget: bool, planner: str | None = None) -> dict[str, Any]:
     """Train a few steps, as a worker. Return the fingerprints of what they end with, and the peaks in a budget."""
     workload, optimizer, persistent_bytes = _build(model)
     scope: Any = contextlib.nullcontext()
     if in_budget:
         from torchdelta import Config, MemoryBudget
+        from torchdelta.runtime.current import current_session
 
-        scope = MemoryBudget(int(share * persistent_bytes), Config(decision_class="all"))
+        scope = MemoryBudget(int(share * persistent_bytes), Config(decision_class="all", planner=planner))
     models.seed_everything(1)
     refused = ""
     try:
         with scope:
-            for _ in range(NUM_CHECKED):
+            for index in range(NUM_CHECKED):
                 workload.train(optimizer)
+                if planner is not None and index == NUM_BEFORE_PLAN - 1:
+                    current_session().programs.wait(PLAN_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
     except torch.OutOfMemoryError as error:
         refused = str(error).partition("\n")[0]
+    follow = scope.summary().follow if in_budget else None
     return {
+        "num_followed": follow.num_followed_steps if follow is not None else 0,
         "state": bits.state_digest(workload.model),
         "optimizer": bits.digest(_states(optimizer)),
         "refused": refused,

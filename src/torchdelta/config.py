@@ -75,14 +75,15 @@ class Config:
             lists them), in place of the policy: once buffers have left, steps are traced, a helper process plans them
             while the training goes on, and the following steps carry the plans out, one for each kind of step. Steps
             without a plan, and what a plan misses, are left to the policy. Of any plan, only the decisions about saved
-            tensors are carried out. "auto" follows plans of "torchdelta", but asks for one only once the budget has
+            tensors are carried out, and with decision_class="all" those about parameters, gradients and optimizer
+            states. "auto" follows plans of "torchdelta", but asks for one only once the budget has
             cost as much time as a plan does (10 s), and gives it up if followed steps take longer than reacting did;
             on CPU only, and not where several processes train on one machine. None never plans. A plan needs the extra
             "plan"; without it "auto" is None.
         decision_class: Which tensors may leave the device. "saved": those that autograd saves for backward. "all": also
             parameters, gradients and optimizer states, if that is not enough. A step then fits into less than these
-            take together. Experimental; other threads must not read them, no step is planned, and a named `planner`,
-            `decisions` and `arena` are not possible with it.
+            take together. Experimental; other threads must not read them, and `decisions` and `arena` are not possible
+            with it.
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.

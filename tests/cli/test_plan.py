@@ -228,7 +228,11 @@ def test_an_empty_trace_is_refused(tmp_path):
         ((*ON, "--effort", "bets", "--memory-budget", "1GiB"), "unknown effort 'bets': did you mean best?", 2),
         ((*ON, "--effort", "most", "--memory-budget", "1GiB"), "unknown effort 'most': use fast or best", 2),
         ((*ON, "--class", "save", "--memory-budget", "1GiB"), "unknown class 'save': did you mean saved?", 2),
-        ((*ON, "--class", "most", "--memory-budget", "1GiB"), "unknown class 'most': use saved, extended or all", 2),
+        (
+            (*ON, "--class", "most", "--memory-budget", "1GiB"),
+            "unknown class 'most': use saved, extended, persistent or all",
+            2,
+        ),
         ((*KNAPSACK, "--class", "all", "--memory-budget", "1GiB"), "does not plan in the class 'all': use 'saved'", 2),
         ((*ON, "--planner", "torchdelta-all", "--memory-budget", "1GiB"), "with --class all", 2),
         ((*KNAPSACK, "--memory-budget", "1.5"), "is ambiguous", 2),
@@ -261,7 +265,7 @@ def test_planners_are_listed():
     for command in ("plan", "fit"):
         lines = torchdelta(command, "--planner", "list").stdout.splitlines()
         assert [line.split()[0] for line in lines] == list(names())
-        assert any(line.split() == ["torchdelta", "saved,", "extended,", "all"] for line in lines)
+        assert any(line.split() == ["torchdelta", "saved,", "extended,", "persistent,", "all"] for line in lines)
 
 
 def test_times_without_launches_are_marked(tmp_path):

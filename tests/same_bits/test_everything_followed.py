@@ -142,7 +142,7 @@ def test_a_checkpoint_in_a_planned_step_equals_that_of_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_backwards", "sizes", "share"), [(2, (2,), 3.5), (1, (2, 1), 2.0), (1, (2, 2, 2, 2, 1), 2.0)]
+    ("num_backwards", "sizes", "share"), [(2, (2,), 2.0), (3, (2,), 3.5), (1, (2, 1), 2.0), (1, (2, 2, 2, 2, 1), 2.0)]
 )
 def test_steps_that_differ(num_backwards: int, sizes: tuple[int, ...], share: float) -> None:
     """Accumulated gradients, and batches of other sizes: other programs, the same bits, never past the budget."""

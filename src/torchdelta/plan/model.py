@@ -50,7 +50,8 @@ import msgspec
 FORMAT_NAME = "torchdelta-plan"
 FORMAT_VERSION = 4
 """What is written. Version 1 had no end record; version 2 had no `links`, `synchronous`, `out_op`, `return_rank` and
-`carried_s`, and is read as if each copy out were queued right after the last use."""
+`carried_s`, and is read as if each copy out were queued right after the last use; version 3 had no class "persistent".
+"""
 
 READABLE_VERSIONS = (1, 2, 3, 4)
 

@@ -15,10 +15,10 @@ from itertools import pairwise
 import msgspec
 
 from torchdelta.plan.model import DecisionClass
-from torchdelta.trace.model import BEFORE_STEP, Trace, versions_over_end
+from torchdelta.trace.model import BEFORE_STEP, Trace, uses_of, versions_over_end
 from torchdelta.trace.replay_reads import replay_makes
 
-__all__ = ["MIN_SIZE_BYTES", "Gap", "find_gaps", "uses_of"]
+__all__ = ["MIN_SIZE_BYTES", "Gap", "find_gaps"]
 
 MIN_SIZE_BYTES = 2**18
 """Smaller buffers stay: they cost more to handle than they free."""
@@ -42,15 +42,6 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     last_use_op: int
     next_use_op: int
     can_recompute: bool
-
-
-def uses_of(trace: Trace) -> list[list[int]]:
-    """Return the ops that use each buffer, in order: its birth, if an op of the step wrote it, then its reads."""
-    uses: list[list[int]] = [[] if b.birth_op == BEFORE_STEP else [b.birth_op] for b in trace.buffers]
-    for op in trace.ops:
-        for buffer_id in op.reads:
-            uses[buffer_id].append(op.index)
-    return uses
 
 
 def find_gaps(

@@ -5,10 +5,9 @@ from bisect import bisect_right
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.simulate.execute import check_header, execute
-from torchdelta.simulate.gaps import uses_of
 from torchdelta.simulate.model import Decision, Options, Simulation
 from torchdelta.simulate.problem import PlanningProblem
-from torchdelta.trace.model import Trace
+from torchdelta.trace.model import Trace, uses_of
 
 __all__ = ["decisions_of", "simulate_plan"]
 

@@ -304,6 +304,15 @@ def storage_versions(trace: Trace) -> dict[int, list[Buffer]]:
     return versions
 
 
+def uses_of(trace: Trace) -> list[list[int]]:
+    """Return the ops that use each buffer, in order: its birth, if an op of the step wrote it, then its reads."""
+    uses: list[list[int]] = [[] if b.birth_op == BEFORE_STEP else [b.birth_op] for b in trace.buffers]
+    for op in trace.ops:
+        for buffer_id in op.reads:
+            uses[buffer_id].append(op.index)
+    return uses
+
+
 def versions_over_end(trace: Trace) -> dict[int, Buffer]:
     """Return the first version of each storage that outlives the step from before it, by the id of the last version.
 

@@ -152,7 +152,7 @@ def test_kinds_of_steps_that_were_never_timed_are_not_judged() -> None:
         ({"planner": None}, "cpu", 1, False),
         ({"planner": "torchdelta"}, "cpu", 1, False),
         ({"decisions": "swap"}, "cpu", 1, False),
-        ({"decision_class": "all"}, "cpu", 1, False),
+        ({"decision_class": "all"}, "cpu", 1, True),
         ({"arena": True}, "cpu", 1, False),
         ({}, "cuda", 1, False),
         ({}, "cpu", 2, False),
@@ -161,7 +161,7 @@ def test_kinds_of_steps_that_were_never_timed_are_not_judged() -> None:
 def test_where_auto_may_plan(
     options: dict[str, Any], device_type: str, num_processes: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, alone on the machine, for saved tensors; options that exclude a plan are no errors beside "auto"."""
+    """On a CPU, alone on the machine; options that exclude a plan are no errors beside "auto"."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
     assert may_plan(Config(**options), device_type) is expected
 

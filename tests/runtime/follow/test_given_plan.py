@@ -41,18 +41,24 @@ def _needs_counter() -> None:
 
 
 def _train(
-    budget: int | str, *, depth: int = 6, num_steps: int = NUM_STEPS, **options: Any
+    budget: int | str,
+    *,
+    depth: int = 6,
+    num_steps: int = NUM_STEPS,
+    num_rows: int = NUM_ROWS,
+    config: Config = MEMORY,
+    **options: Any,
 ) -> tuple[list[torch.Tensor], list[int], Session]:
     """Train with AdamW. Return the parameters, the peaks, and the session."""
     torch.manual_seed(0)
     layers = [part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with MemoryBudget(budget, MEMORY, **options) as memory_budget:
+    with MemoryBudget(budget, config, **options) as memory_budget:
         session = running_session()
         for _ in range(num_steps):
             optimizer.zero_grad()
-            model(torch.randn(NUM_ROWS, WIDTH)).square().mean().backward()
+            model(torch.randn(num_rows, WIDTH)).square().mean().backward()
             optimizer.step()
     peaks = [one.peak_bytes for one in memory_budget.summary().steps]
     return [parameter.detach().clone() for parameter in model.parameters()], peaks, session
@@ -87,6 +93,24 @@ def test_a_given_plan_is_followed_from_the_third_step_on(
     if decision_class == "saved":
         assert session.counters.num_unplanned == 0
         assert session.programs.latest.proofs
+
+
+def test_a_given_plan_moves_what_persists(tmp_path: Path) -> None:
+    """Where parameters and states take the most, states are away in forward and backward, as the plan says."""
+    few: dict[str, Any] = {"num_rows": 64}
+    expected, peaks, _ = _train(UNLIMITED, trace_out=tmp_path / "step.trace", **few)
+    trace, share = read_trace(tmp_path / "step.trace"), int(0.6 * max(peaks))
+    made = _planned(trace, int(0.97 * share), "persistent")
+    budget = share + sum(parameter.nbytes for parameter in expected)
+    states = {buffer.id for buffer in trace.buffers if buffer.kind == "optimizer_state"}
+    assert any(absence.buffer_id in states for absence in made.absences)
+    config = Config(tier="memory", decision_class="all", planner=None)
+    found, peaks, session = _train(budget, config=config, plan=made, **few)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert max(peaks[1:]) <= budget
+    assert session.follower.num_followed_steps >= NUM_STEPS - 3
+    assert session.programs.latest is not None
+    assert session.programs.latest.schedule.num_not_carried_out == 0
 
 
 def test_a_plan_that_cannot_be_carried_out_as_a_whole_is_said_once(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torchdelta.runtime.follow.idle import without_idle
+
 if TYPE_CHECKING:
     from torchdelta.machine.model import Machine
     from torchdelta.runtime.follow.program import Key, Program
@@ -50,6 +52,11 @@ class Asked:
             unseen_bytes=program.unseen_bytes,
             replaces=program,
         )
+
+    def without_idle(self) -> Asked | None:
+        """Return this request for a step without what it leaves to later ones; None if there is no such thing."""
+        step = without_idle(*self.step) if not self.step[1].released else None
+        return replace(self, step=step, num_plans=1) if step is not None else None
 
     def without_margin(self) -> Asked | None:
         """Return this request for all of the budget that a plan can use; None if it is not the first one."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from torchdelta.runtime.follow.idle import LEAVING_OPS
 from torchdelta.runtime.memory.planned_moves import Move
 from torchdelta.trace.model import BEFORE_STEP
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.trace.model import Phase, Trace
 
-__all__ = ["PersistentSchedule", "make_persistent_schedule"]
+__all__ = ["PersistentSchedule", "is_carried_out", "make_persistent_schedule", "makes_states"]
 
 
 _NUMBER_BYTES: Final = 16  # such as the number of the step, which may be a new tensor each time
@@ -61,12 +62,15 @@ def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | N
         log: The uses of that step.
     """
     absences = [absence for absence in plan.absences if is_carried_out(absence, log)]
-    if not absences:
+    if not absences and not log.released:
         return None
     unpack_ops: dict[int, int] = {}
     for save, op in log.unpacks:
         unpack_ops.setdefault(save, op)
-    moves = sorted(move for absence in absences for move in _moves(absence, log))
+    moves = [move for absence in absences for move in _moves(absence, log)]
+    for op, key in log.released:
+        moves += [(max(0, op - LEAVING_OPS), Move.COPY, 0, key), (op, Move.LEAVE, 0, key)]
+    moves.sort()
     return PersistentSchedule(
         uses=tuple((phase, key) for key, phase, _ in log.uses),
         use_ops=tuple(op for _, _, op in log.uses),

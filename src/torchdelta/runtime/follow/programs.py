@@ -302,9 +302,9 @@ class Programs:
         if planned.plan is None:
             if asked.replaces is not None:
                 asked.replaces.wrong_s = 0.0  # no other program was found for it
-            without_margin = asked.without_margin() if asked.replaces is None else None
-            if without_margin is not None:
-                self._ask(without_margin)
+            other = asked.without_margin() or asked.without_idle() if asked.replaces is None else None
+            if other is not None:
+                self._ask(other)
             elif self.cache.find(asked.key, asked.start_bytes) is None:  # else the earlier program goes on
                 level = logging.DEBUG if self.why_no_plan else logging.INFO  # once, not for each kind of step
                 _logger.log(level, "plan: none is followed: %s", planned.answer.error)

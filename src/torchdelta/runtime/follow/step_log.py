@@ -59,6 +59,7 @@ class StepLog:
             parameters, gradients and optimizer states may not leave.
         persistents: By buffer of the trace that a persistent tensor holds: the key of that tensor.
         num_ops: Ops of the trace.
+        released: (op, key) of persistent tensors that leave before an op and are not used after it: see idle.py.
         outside_s: Seconds of the step that are part of no op and that the budget did not cost, such as reading data.
     """
 
@@ -72,6 +73,7 @@ class StepLog:
     uses: tuple[tuple[int, Phase, int], ...] = ()
     persistents: Mapping[int, int] = field(default_factory=dict)
     num_ops: int = 0
+    released: tuple[tuple[int, int], ...] = ()
     outside_s: float = 0.0
 
     def why_not_followed(self) -> str:

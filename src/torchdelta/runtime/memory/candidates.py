@@ -93,6 +93,10 @@ class Candidates:
         self.known = {known.record.id: known for known in found}
         self.by_key = {known.key: known for known in found}
         self.has_found |= bool(found)
+        observer = self._ledger.observing.observer
+        if observer.wants_uses:
+            for known in found:
+                observer.on_persistent(known)
         for known in found:
             if known.is_gradient and known.key in earlier and earlier[known.key].record is not known.record:
                 self._fleeting.add(known.key)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state import buffer as live
     from torchdelta.runtime.state.buffer import OpEntry
     from torchdelta.runtime.state.need import Timing
+    from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.trace.model import BufferKind, Phase
 
 __all__ = ["TraceBuilder"]
@@ -145,6 +146,15 @@ class TraceBuilder(PseudoOps):
             version = self._known(tensor)
             if version is not None:
                 self._opaque_reads[version.id] = None
+
+    @guarded
+    def on_persistent(self, known: Persistent) -> None:
+        """Note which storage holds a persistent tensor, also if the step does not use it."""
+        version = self._draft.by_record.get(known.record.id)
+        if version is not None:
+            self._keys[version.storage.id] = known.key
+            if known.is_state and version.storage.kind is None:
+                version.storage.kind = "optimizer_state"
 
     @guarded
     def on_use(self, record: live.StorageRecord, key: int) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.state.buffer import Buffer, OpEntry, StorageRecord, View
     from torchdelta.runtime.state.need import Timing
+    from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.trace.model import BufferKind
 
 __all__ = ["Observer", "Observing"]
@@ -52,6 +53,9 @@ class Observer:
 
     def on_unpack(self, tensor: torch.Tensor, save: int = -1) -> None:
         """Backward reads a saved tensor. `save` is its number in the step, -1 if it stays."""
+
+    def on_persistent(self, known: Persistent) -> None:
+        """A persistent tensor was found."""
 
     def on_use(self, record: StorageRecord, key: int) -> None:
         """Something is about to use a persistent tensor, which `key` identifies across steps."""
