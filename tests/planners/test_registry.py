@@ -36,7 +36,7 @@ def test_what_does_not_fit_names_the_least_budget():
 
 def test_a_planner_names_its_classes():
     """The first is its own; another one that it does not have is an error that lists those that it has."""
-    assert planners.classes_of("torchdelta") == ("saved", "extended", "all")
+    assert planners.classes_of("torchdelta") == ("saved", "extended", "persistent", "all")
     assert planners.classes_of("dtr") == ("extended",)
     assert planners.get("torchdelta") is planners.get("torchdelta", "saved") is not planners.get("torchdelta", "all")
     with pytest.raises(PlanError, match="'dtr' does not plan in the class 'saved': use 'extended'"):
