@@ -27,7 +27,18 @@ def swapped(gaps, **options):
     return simulate(STEP, MACHINE, decisions, decision_class="all", **options)
 
 
-def test_only_the_class_all_has_gaps_over_the_end():
+def test_the_class_persistent_has_the_gaps_of_saved_and_of_what_persists():
+    """None of a temporary, and of an activation only the one from forward to backward."""
+    saved, persistent, everything = (
+        set(find_gaps(STEP, decision_class=name, min_size_bytes=1)) for name in ("saved", "persistent", "all")
+    )
+    kinds = {"parameter", "gradient", "optimizer_state"}
+    assert persistent == saved | {gap for gap in everything if STEP.buffers[gap.buffer_id].kind in kinds}
+    assert persistent < everything
+    assert saved < persistent
+
+
+def test_only_classes_of_what_persists_have_gaps_over_the_end():
     """For each momentum and parameter, but for the one that the last op writes and the first op reads next."""
     for name in ("saved", "extended"):
         assert all(gap.next_use_op < NUM_OPS for gap in find_gaps(STEP, decision_class=name))

@@ -1,0 +1,152 @@
+"""Moves of persistent tensors that a plan asks for: done when possible, never against a running op or the budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.runtime.parts import is_emptied, running_session
+from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.memory.planned_moves import Move
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchdelta.runtime.memory.persistents import Persistents
+
+WIDTH = 64
+
+
+class Moved:
+    """A model in a scope, whose first weight is moved. Its budget is no reason to evict anything."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+        self.weight = self.model[0].weight
+        assert isinstance(self.weight, torch.Tensor)
+        self.content = self.weight.detach().clone()
+
+    def begin(self) -> None:
+        """Let the session know the model."""
+        self.model(torch.ones(1, WIDTH)).sum().backward()
+        persistents = running_session().room.persistents
+        assert persistents is not None
+        self.persistents: Persistents = persistents
+        persistents.is_active = persistents.planned.is_on = True
+        persistents.candidates.search()
+        record = running_session().ledger.find(self.weight)
+        assert record is not None
+        self.key = persistents.candidates.known[record.id].key
+
+    def ask(self, *moves: Move) -> None:
+        """Ask for moves of the weight that are due together, and carry them out."""
+        self.persistents.planned.ask((move, self.key) for move in moves)
+        self.persistents.move_planned()
+
+    def holds(self) -> bool:
+        """Return whether the weight has its content. This brings it back."""
+        return torch.equal(self.weight, self.content)
+
+
+@pytest.fixture
+def moved() -> Iterator[Moved]:
+    """Return a model in a scope."""
+    made = Moved()
+    with MemoryBudget("1TiB", Config(decision_class="all", tier="memory", planner=None)):
+        made.begin()
+        yield made
+    assert torch.equal(made.weight, made.content)
+
+
+def test_a_tensor_leaves_and_comes_back(moved: Moved) -> None:
+    """Its memory is free in between, and is being filled before it is used."""
+    moved.ask(Move.LEAVE)
+    assert is_emptied(moved.weight)
+    assert running_session().room.persistents is moved.persistents
+    num_ahead = moved.persistents.emptying.num_read_ahead
+    moved.ask(Move.FETCH)
+    assert moved.persistents.emptying.num_read_ahead == num_ahead + 1
+    assert moved.holds()
+    assert not is_emptied(moved.weight)
+
+
+def test_what_was_copied_before_leaves_without_another_copy(moved: Moved) -> None:
+    """A copy and a departure that are due together are one copy."""
+    counters = running_session().counters
+    moved.ask(Move.COPY)
+    num_bytes = counters.swapped_out_bytes
+    assert num_bytes >= moved.weight.nbytes
+    moved.ask(Move.LEAVE)
+    assert is_emptied(moved.weight)
+    assert moved.holds()
+    moved.ask(Move.COPY, Move.LEAVE)  # it was only read since
+    assert is_emptied(moved.weight)
+    assert counters.swapped_out_bytes == num_bytes
+
+
+def test_what_was_written_since_is_copied_anew(moved: Moved) -> None:
+    """A copy from before the write is not used."""
+    moved.ask(Move.COPY)
+    with torch.no_grad():
+        moved.weight.add_(1.0)
+    moved.content += 1.0
+    moved.ask(Move.LEAVE)
+    assert is_emptied(moved.weight)
+    assert moved.holds()
+
+
+def test_what_is_in_use_leaves_later(moved: Moved) -> None:
+    """The arguments of the running op stay; once it has ended, they leave."""
+    in_use = moved.persistents.in_use
+    in_use.begin([moved.weight])
+    moved.ask(Move.LEAVE)
+    assert not is_emptied(moved.weight)
+    assert moved.persistents.planned.has_due
+    in_use.end()
+    moved.persistents.move_planned()
+    assert is_emptied(moved.weight)
+    assert not moved.persistents.planned.has_due
+
+
+def test_a_copy_in_waits_for_room(moved: Moved) -> None:
+    """Nothing is evicted for it; its use brings the tensor back in any case."""
+    planned = moved.persistents.planned
+    moved.ask(Move.LEAVE)
+    lacks, planned.lacks = planned.lacks, lambda size_bytes: size_bytes
+    num_ahead = moved.persistents.emptying.num_read_ahead
+    moved.ask(Move.FETCH)
+    assert planned.has_due
+    planned.lacks = lacks
+    assert moved.persistents.emptying.num_read_ahead == num_ahead
+    moved.persistents.move_planned()
+    assert moved.persistents.emptying.num_read_ahead == num_ahead + 1
+    assert not planned.has_due
+    assert moved.holds()
+
+
+def test_of_several_moves_the_last_counts(moved: Moved) -> None:
+    """What leaves and returns between two moments stays where it is."""
+    moved.ask(Move.LEAVE, Move.FETCH)
+    assert not is_emptied(moved.weight)
+    moved.ask(Move.FETCH, Move.COPY, Move.LEAVE)
+    assert is_emptied(moved.weight)
+
+
+def test_tensors_that_died_are_passed_over(moved: Moved) -> None:
+    """A plan may name a gradient that the program has freed."""
+    gradient = moved.weight.grad
+    assert gradient is not None
+    record = running_session().ledger.find(gradient)
+    assert record is not None
+    key = moved.persistents.candidates.known[record.id].key
+    moved.weight.grad = gradient = record = None
+    moved.persistents.planned.ask([(Move.COPY, key), (Move.FETCH, key)])
+    moved.persistents.move_planned()
+    moved.persistents.planned.ask([(Move.LEAVE, key)])
+    moved.persistents.move_planned()
+    moved.persistents.planned.forget()
+    assert not moved.persistents.planned.has_due
+    assert moved.holds()
