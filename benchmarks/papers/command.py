@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--planners",
         nargs="+",
         default=[*ours, *OTHERS],
-        help="names; '/extended' or '/all' and ':fast' or ':best' after them",
+        help="names; '/extended', '/persistent' or '/all' and ':fast' or ':best' after them",
     )
     parser.add_argument("--effort", choices=("fast", "best"), default="fast", help="of the largest batches")
     parser.add_argument("--by-kind", action="store_true", help="on the catalog's machines, as `torchdelta fit` prices")

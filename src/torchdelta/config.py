@@ -74,16 +74,15 @@ class Config:
         planner: Follow plans of this planner, such as "torchdelta" or "delta-2024" (`torchdelta plan --planner list`
             lists them), in place of the policy: once buffers have left, steps are traced, a helper process plans them
             while the training goes on, and the following steps carry the plans out, one for each kind of step. Steps
-            without a plan, and what a plan misses, are left to the policy. Of any plan, only the decisions about saved
-            tensors are carried out, and with decision_class="all" those about parameters, gradients and optimizer
-            states. "auto" follows plans of "torchdelta", but asks for one only once the budget has
-            cost as much time as a plan does (10 s), and gives it up if followed steps take longer than reacting did;
-            on CPU only, and not where several processes train on one machine. None never plans. A plan needs the extra
-            "plan"; without it "auto" is None.
+            without a plan, and what a plan misses, are left to the policy. Only decisions about saved tensors are
+            carried out; with decision_class="all", also those about parameters, gradients and optimizer states. "auto"
+            follows plans of "torchdelta", but asks for one only once the budget has cost as much time as a plan does
+            (10 s), and gives it up if followed steps take longer than reacting did; on CPU only, and not where several
+            processes train on one machine. None never plans. A plan needs the extra "plan"; without it "auto" is None.
         decision_class: Which tensors may leave the device. "saved": those that autograd saves for backward. "all": also
-            parameters, gradients and optimizer states, if that is not enough. A step then fits into less than these
-            take together. Experimental; other threads must not read them, and `decisions` and `arena` are not possible
-            with it.
+            parameters, gradients and optimizer states, if that is not enough, or when a plan says so (of its class
+            "persistent"). A step then fits into less than these take together. Experimental; other threads must not
+            read them, and `decisions` and `arena` are not possible with it.
         decisions: Forces the decision for every saved buffer when it is saved; the budget is then ignored:
             "recompute", "swap", "keep", or a callable that takes a `SavedBuffer` and returns one of the three. For
             tests and comparisons.

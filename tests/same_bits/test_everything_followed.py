@@ -76,14 +76,14 @@ def train(
 
 
 def planned(size_bytes: int, share: float = 2.0) -> MemoryBudget:
-    """Return a scope of half of what parameters, gradients and states take, whose steps are planned."""
+    """Return a scope of a multiple of the parameters' bytes, whose steps are planned. With AdamW, four times persist."""
     return MemoryBudget(
         int(share * size_bytes), Config(decision_class="all", planner="torchdelta", tier="memory", policy="swap-only")
     )
 
 
 def summary_of(scope: Any) -> Summary:
-    """Return the summary of a budget, to which every step has kept but the first one of each kind."""
+    """Assert that followed steps and the last two have kept to a budget; return its summary."""
     assert isinstance(scope, MemoryBudget)
     summary = scope.summary()
     assert summary.follow is not None
@@ -145,7 +145,7 @@ def test_a_checkpoint_in_a_planned_step_equals_that_of_plain() -> None:
     ("num_backwards", "sizes", "share"), [(2, (2,), 2.0), (3, (2,), 3.5), (1, (2, 1), 2.0), (1, (2, 2, 2, 2, 1), 2.0)]
 )
 def test_steps_that_differ(num_backwards: int, sizes: tuple[int, ...], share: float) -> None:
-    """Accumulated gradients, and batches of other sizes: other programs, the same bits, never past the budget."""
+    """Accumulated gradients, and batches of other sizes: other programs, the same bits."""
     plain, _ = train(gpt2, plain_scope, num_backwards=num_backwards, sizes=sizes)
     with planned_here(least_bytes=LEAST_BYTES):
         observed, scope = train(gpt2, lambda size: planned(size, share), num_backwards=num_backwards, sizes=sizes)

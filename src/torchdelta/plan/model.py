@@ -10,7 +10,8 @@ A buffer that stays is not mentioned. Every time that one is away is an `Absence
 birth or a read) and is there again at its next use. A buffer can be away several times in a step: the class *saved*
 has at most one absence a buffer, over the gap from the last use in forward to the first one in backward; the class
 *extended* any gap of any buffer, dropped again after a replay included; the class *all* those of gradients, parameters
-and optimizer states too, by swap, also over the end of the step; the class *persistent* these and those of *saved*.
+and optimizer states too, by swap, also over the end of the step; the class *persistent* those of *saved*, and the
+swaps of gradients, parameters and optimizer states.
 
 The buffer's memory is free at the moments `leave_op <= i < return_op`. The moments of a swap are
 
@@ -142,8 +143,8 @@ class Absence(
         last_use_op: The op after which it leaves: the one that wrote it, one that reads it, or the `at_op` of a replay
             that reads or keeps it.
         next_use_op: The next op that reads it, or the `at_op` of the next replay that does: compute waits there for its
-            copy in. In the class *all* it may be `num_ops` or more: then it is used next by op `next_use_op - num_ops`
-            of the following step. See [Note: over the end].
+            copy in. In the classes *persistent* and *all* it may be `num_ops` or more: then it is used next by op
+            `next_use_op - num_ops` of the following step. See [Note: over the end].
         action: How.
         tier: Where a swapped buffer goes.
         out_op: The op after which its copy out is queued; None for right after `last_use_op`, and where it is

@@ -13,7 +13,7 @@ __all__ = ["Answer", "Request"]
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A step to plan: the file of its trace, whose ops carry measured times, and the file that the plan goes to.
 
-    A planner that does not plan in `decision_class` plans in its own; None: in its own.
+    A planner without `decision_class` uses its default class; so does None.
     """
 
     trace_path: str

@@ -79,10 +79,10 @@ def test_moves_are_in_the_order_of_the_plan():
     schedule = schedule_of(_swap(23, 16, 36, leave=18, back=33), _swap(20, 4, 11, leave=6, back=9, out=5))
     assert schedule.moves == (
         (6, Move.LEAVE, WEIGHT),
-        (6, Move.COPY, WEIGHT),
-        (9, Move.FETCH, WEIGHT),
-        (13, Move.FETCH, STATE),
-        (17, Move.COPY, STATE),
+        (6, Move.COPY_OUT, WEIGHT),
+        (9, Move.COPY_IN, WEIGHT),
+        (13, Move.COPY_IN, STATE),
+        (17, Move.COPY_OUT, STATE),
         (18, Move.LEAVE, STATE),
     )
 
@@ -114,20 +114,20 @@ def test_moves_are_asked_for_at_saves_uses_and_unpacks(step: Any) -> None:
     assert step.asked.take() == []
     step.asked.use(WEIGHT)  # op 4
     step.asked.run_op()  # op 5
-    assert step.asked.take() == [(Move.COPY, WEIGHT)]
+    assert step.asked.take() == [(Move.COPY_OUT, WEIGHT)]
     step.cursor.reach_save(4)
     assert step.asked.take() == [(Move.LEAVE, WEIGHT)]
     step.steps.phase = "backward"
     step.cursor.reach_unpack(4)
     assert step.asked.take() == []
     step.cursor.reach_unpack(3)
-    assert step.asked.take() == [(Move.FETCH, WEIGHT)]
+    assert step.asked.take() == [(Move.COPY_IN, WEIGHT)]
     step.asked.use(WEIGHT)  # op 11
     assert step.asked.take() == []
     step.steps.phase = "optimizer"
     step.asked.use(STATE)
     step.asked.use(WEIGHT)
-    assert step.asked.take() == [(Move.FETCH, STATE), (Move.COPY, STATE)]
+    assert step.asked.take() == [(Move.COPY_IN, STATE), (Move.COPY_OUT, STATE)]
     step.cursor.end_step()
     assert step.asked.take() == [(Move.LEAVE, STATE)]
 
@@ -140,21 +140,21 @@ def test_ops_are_counted_up_to_the_next_use(step: Any) -> None:
     assert step.asked.take() == []  # the next use is that of the weight, at op 1
     step.steps.phase = "backward"
     step.asked.use(WEIGHT)  # op 11; the state is due at op 8
-    assert step.asked.take() == [(Move.FETCH, STATE)]
+    assert step.asked.take() == [(Move.COPY_IN, STATE)]
 
 
 def test_a_step_that_is_alike_begins_before_its_first_save(step: Any) -> None:
-    """The next step is taken to follow the same schedule; an evaluation in between does not use that up."""
+    """The next step is taken to follow the same schedule; an evaluation in between changes nothing."""
     schedule = schedule_of(_swap(23, 16, 36, leave=18, back=21))
     step.cursor.follow(schedule, 0)
     step.cursor.end_step()
     step.asked.take()
     step.asked.use(WEIGHT)
-    assert step.asked.take() == [(Move.FETCH, STATE)]
+    assert step.asked.take() == [(Move.COPY_IN, STATE)]
     step.asked.use(WEIGHT)
     step.cursor.follow(schedule, 0)  # the first save: no op ran before it
     step.asked.use(WEIGHT)
-    assert step.asked.take() == [(Move.FETCH, STATE)]
+    assert step.asked.take() == [(Move.COPY_IN, STATE)]
 
 
 def test_nothing_is_asked_for_once_no_schedule_is_followed(step: Any) -> None:

@@ -67,7 +67,7 @@ def test_a_tensor_leaves_and_comes_back(moved: Moved) -> None:
     assert is_emptied(moved.weight)
     assert running_session().room.persistents is moved.persistents
     num_ahead = moved.persistents.emptying.num_read_ahead
-    moved.ask(Move.FETCH)
+    moved.ask(Move.COPY_IN)
     assert moved.persistents.emptying.num_read_ahead == num_ahead + 1
     assert moved.holds()
     assert not is_emptied(moved.weight)
@@ -76,20 +76,20 @@ def test_a_tensor_leaves_and_comes_back(moved: Moved) -> None:
 def test_what_was_copied_before_leaves_without_another_copy(moved: Moved) -> None:
     """A copy and a departure that are due together are one copy."""
     counters = running_session().counters
-    moved.ask(Move.COPY)
-    num_bytes = counters.swapped_out_bytes
-    assert num_bytes >= moved.weight.nbytes
+    moved.ask(Move.COPY_OUT)
+    swapped_bytes = counters.swapped_out_bytes
+    assert swapped_bytes >= moved.weight.nbytes
     moved.ask(Move.LEAVE)
     assert is_emptied(moved.weight)
     assert moved.holds()
-    moved.ask(Move.COPY, Move.LEAVE)  # it was only read since
+    moved.ask(Move.COPY_OUT, Move.LEAVE)  # it was only read since
     assert is_emptied(moved.weight)
-    assert counters.swapped_out_bytes == num_bytes
+    assert counters.swapped_out_bytes == swapped_bytes
 
 
 def test_what_was_written_since_is_copied_anew(moved: Moved) -> None:
     """A copy from before the write is not used."""
-    moved.ask(Move.COPY)
+    moved.ask(Move.COPY_OUT)
     with torch.no_grad():
         moved.weight.add_(1.0)
     moved.content += 1.0
@@ -117,7 +117,7 @@ def test_a_copy_in_waits_for_room(moved: Moved) -> None:
     moved.ask(Move.LEAVE)
     lacks, planned.lacks = planned.lacks, lambda size_bytes: size_bytes
     num_ahead = moved.persistents.emptying.num_read_ahead
-    moved.ask(Move.FETCH)
+    moved.ask(Move.COPY_IN)
     assert planned.has_due
     planned.lacks = lacks
     assert moved.persistents.emptying.num_read_ahead == num_ahead
@@ -129,9 +129,9 @@ def test_a_copy_in_waits_for_room(moved: Moved) -> None:
 
 def test_of_several_moves_the_last_counts(moved: Moved) -> None:
     """What leaves and returns between two moments stays where it is."""
-    moved.ask(Move.LEAVE, Move.FETCH)
+    moved.ask(Move.LEAVE, Move.COPY_IN)
     assert not is_emptied(moved.weight)
-    moved.ask(Move.FETCH, Move.COPY, Move.LEAVE)
+    moved.ask(Move.COPY_IN, Move.COPY_OUT, Move.LEAVE)
     assert is_emptied(moved.weight)
 
 
@@ -143,7 +143,7 @@ def test_tensors_that_died_are_passed_over(moved: Moved) -> None:
     assert record is not None
     key = moved.persistents.candidates.known[record.id].key
     moved.weight.grad = gradient = record = None
-    moved.persistents.planned.ask([(Move.COPY, key), (Move.FETCH, key)])
+    moved.persistents.planned.ask([(Move.COPY_OUT, key), (Move.COPY_IN, key)])
     moved.persistents.move_planned()
     moved.persistents.planned.ask([(Move.LEAVE, key)])
     moved.persistents.move_planned()

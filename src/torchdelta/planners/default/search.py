@@ -185,5 +185,5 @@ def allowed_codes(problem: PlanningProblem) -> NDArray[np.bool_]:
     allowed[:, Code.SWAP] = True
     allowed[:, Code.DISK] = problem.disk_budget_bytes > 0 and problem.host_budget_bytes < problem.plain_peak_bytes
     allowed[:, Code.RECOMPUTE] = can_recompute
-    allowed[:, Code.AGAIN] = can_recompute & (problem.decision_class != "saved")
+    allowed[:, Code.AGAIN] = can_recompute & (problem.decision_class in ("extended", "all"))
     return allowed

@@ -1,1 +1,1 @@
-"""Carries a plan out: from the traced step on, saved tensors leave and return at the moments of a program."""
+"""Carries a plan out: from the traced step on, tensors leave and return at the moments of a program."""

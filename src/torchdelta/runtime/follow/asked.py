@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.follow.idle import without_idle
+from torchdelta.runtime.follow.departures import with_departures
 
 if TYPE_CHECKING:
     from torchdelta.machine.model import Machine
@@ -22,7 +22,7 @@ class Asked:
 
     Attributes:
         key: Which step it is.
-        start_bytes: The bytes in use at its first save.
+        start_bytes: The bytes in use at its first save, those of persistent tensors that are away included.
         step: Its trace, and what was logged while it was traced.
         margin_bytes: So much less than the budget was asked for.
         num_plans: How many plans of this step were asked for, with this one.
@@ -53,10 +53,10 @@ class Asked:
             replaces=program,
         )
 
-    def without_idle(self) -> Asked | None:
-        """Return this request for a step without what it leaves to later ones; None if there is no such thing."""
-        step = without_idle(*self.step) if not self.step[1].released else None
-        return replace(self, step=step, num_plans=1) if step is not None else None
+    def with_departures(self) -> Asked | None:
+        """Return the request for this step in which tensors without a next use depart; None if there are none."""
+        step = with_departures(*self.step) if not self.step[1].departures else None
+        return replace(self, step=step, num_plans=self.num_plans + 1) if step is not None else None
 
     def without_margin(self) -> Asked | None:
         """Return this request for all of the budget that a plan can use; None if it is not the first one."""

@@ -48,7 +48,7 @@ class EndedStep:
     Attributes:
         key: What it saved.
         first: The exact hash of its first save.
-        start_bytes: The bytes in use at its first save.
+        start_bytes: The bytes in use at its first save, those of persistent tensors that are away included.
         program: The program that carried it out to its end; None if there was none, or it left the step.
         is_exact: Whether that program was made for these shapes.
         was_watched: Whether its backward ran under the recorder.
@@ -230,7 +230,7 @@ class Follower:
             self.programs.use(program)
             if self.persistents is not None:
                 self.persistents.end_step()
-                program.settle()  # each of its steps is recorded as a whole
+                program.settle()  # recording is never reduced, so its times count from now on
         elif self._running is not None:
             self.leave(f"it ended early: {self.position.num_saves} saves of {self._running.schedule.num_saves}")
         if self._why_left:

@@ -19,7 +19,7 @@ __all__ = ["PersistentCursor"]
 class PersistentCursor:
     """The position in the schedule that is followed. Mutable; one for each session whose persistent tensors may leave.
 
-    From the end of a followed step to the first save of the next one, that is taken to follow the same schedule.
+    Between the end of a followed step and the next first save, the next step is assumed to follow the same schedule.
 
     Args:
         persistents: Moves them.
@@ -31,7 +31,7 @@ class PersistentCursor:
         self._planned = persistents.planned
         self._steps = steps
         self._schedule: PersistentSchedule | None = None
-        self._sequence: UseSequence[tuple[Phase, int]] = UseSequence()
+        self._sequence: UseSequence[tuple[int, Phase]] = UseSequence()
         self._num_done = 0  # of the schedule's moves
         self._op = 0  # all that was due before this op was asked for
         self._counted_from = (0, 0)  # an op of the schedule, and how many recorded ops had ended before it
@@ -42,7 +42,7 @@ class PersistentCursor:
             self.stop()
             return
         op = schedule.pack_ops[save]
-        if schedule is not self._schedule or self._op > op:
+        if schedule is not self._schedule or self._op > op:  # in the last case, an evaluation has used the tensors
             self._schedule = schedule
             self._sequence = UseSequence(schedule.uses)
             self._sequence.now = bisect_left(schedule.use_ops, op)
@@ -63,7 +63,7 @@ class PersistentCursor:
             self._persistents.candidates.on_use = None
 
     def end_step(self) -> None:
-        """Do what is left of this step. The next one is taken to be alike."""
+        """Ask for the remaining moves. The next step is assumed to follow the same schedule."""
         if self._schedule is not None:
             self._planned.ask((move, key) for _, move, key in self._schedule.moves[self._num_done :])
             self._sequence.now = self._num_done = self._op = 0
@@ -82,7 +82,7 @@ class PersistentCursor:
     def _on_use(self, key: int) -> None:
         """Note a use; `Persistents` moves what is due then."""
         schedule, sequence = self._schedule, self._sequence
-        if schedule is not None and sequence.use((self._steps.phase, key)):
+        if schedule is not None and sequence.use((key, self._steps.phase)):
             self._reach(schedule.use_ops[sequence.now - 1])
 
     def _on_moment(self) -> None:
@@ -94,7 +94,7 @@ class PersistentCursor:
             self._ask_until(min(op + self._planned.num_ops - num_ended, next_op))
 
     def _reach(self, op: int) -> bool:
-        """Note that the step has come to an op, and ask for what is due before it. Return whether that is any more."""
+        """Note that the step has come to an op, and ask for what is due before it. Return whether it has advanced."""
         self._counted_from = (op, self._planned.num_ops)
         return self._ask_until(op)
 

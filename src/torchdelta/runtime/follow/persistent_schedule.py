@@ -4,8 +4,8 @@
 A plan's moments are ops of the trace. A followed step knows how far it has come at each save, at the first unpack of
 each save, and at each use of a persistent tensor: the traced step has noted how many ops ran before it. From there on
 it counts the recorded ops, but never beyond the next use: a trace may have ops that are not recorded, and a step may
-run ops that the traced one did not. What is due by then is done, so a move is not earlier than planned, but for such
-ops.
+run ops that the traced one did not. Moves that are due by then are done. A move is early only if the step runs ops that
+the traced one did not.
 
 A plan is that of a step which repeats. What is away over its end returns in the next step: the moments that a plan
 counts beyond the end of the step are reached there.
@@ -14,23 +14,19 @@ counts beyond the end of the step are reached there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from torchdelta.runtime.follow.idle import LEAVING_OPS
+from torchdelta.runtime.follow.departures import DEPARTURE_OPS
 from torchdelta.runtime.memory.planned_moves import Move
-from torchdelta.trace.model import BEFORE_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torchdelta.plan.model import Absence, Plan
     from torchdelta.runtime.follow.step_log import StepLog
-    from torchdelta.trace.model import Phase, Trace
+    from torchdelta.trace.model import Phase
 
-__all__ = ["PersistentSchedule", "is_carried_out", "make_persistent_schedule", "makes_states"]
-
-
-_NUMBER_BYTES: Final = 16  # such as the number of the step, which may be a new tensor each time
+__all__ = ["PersistentSchedule", "is_carried_out", "make_persistent_schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +34,15 @@ class PersistentSchedule:
     """What a plan does with persistent tensors, as a step carries it out. Immutable. A key identifies a tensor.
 
     Attributes:
-        uses: (phase, key) of each use, in the order of the traced step.
-        use_ops: By use: the ops before it.
-        pack_ops: By save: the ops before it.
-        unpack_ops: By save: the ops before its first unpack.
+        uses: (key, phase) of each use, in the order of the traced step.
+        use_ops: By use: how many ops came before it.
+        pack_ops: By save: how many ops came before it.
+        unpack_ops: By save: how many ops came before its first unpack.
         moves: (op, move, key): due before this op, in order.
         num_ops: Ops of the step.
     """
 
-    uses: tuple[tuple[Phase, int], ...]
+    uses: tuple[tuple[int, Phase], ...]
     use_ops: tuple[int, ...]
     pack_ops: tuple[int, ...]
     unpack_ops: dict[int, int]
@@ -62,17 +58,17 @@ def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | N
         log: The uses of that step.
     """
     absences = [absence for absence in plan.absences if is_carried_out(absence, log)]
-    if not absences and not log.released:
+    if not absences and not log.departures:
         return None
     unpack_ops: dict[int, int] = {}
     for save, op in log.unpacks:
         unpack_ops.setdefault(save, op)
     moves = [move for absence in absences for move in _moves(absence, log)]
-    for op, key in log.released:
-        moves += [(max(0, op - LEAVING_OPS), Move.COPY, 0, key), (op, Move.LEAVE, 0, key)]
+    for op, key in log.departures:
+        moves += [(max(0, op - DEPARTURE_OPS + 1), Move.COPY_OUT, 0, key), (op, Move.LEAVE, 0, key)]
     moves.sort()
     return PersistentSchedule(
-        uses=tuple((phase, key) for key, phase, _ in log.uses),
+        uses=tuple((key, phase) for key, phase, _ in log.uses),
         use_ops=tuple(op for _, _, op in log.uses),
         pack_ops=log.pack_ops,
         unpack_ops=unpack_ops,
@@ -81,17 +77,8 @@ def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | N
     )
 
 
-def makes_states(trace: Trace) -> bool:
-    """Return whether an optimizer makes its states in a step: its first one. Later steps need other memory."""
-    found_there = {buffer.storage_id for buffer in trace.buffers if buffer.birth_op == BEFORE_STEP}
-    states = (
-        buffer for buffer in trace.buffers if buffer.kind == "optimizer_state" and buffer.size_bytes > _NUMBER_BYTES
-    )
-    return any(state.storage_id not in found_there and state.death_op == len(trace.ops) for state in states)
-
-
 def is_carried_out(absence: Absence, log: StepLog) -> bool:
-    """Return whether an absence is one of a persistent tensor that the step knows when it is due."""
+    """Return whether an absence is a swap of a persistent tensor, in a step whose uses were logged."""
     return absence.action == "swap" and absence.buffer_id in log.persistents and bool(log.uses)
 
 
@@ -100,6 +87,6 @@ def _moves(absence: Absence, log: StepLog) -> Iterable[tuple[int, Move, int, int
     if absence.leave_op >= absence.return_op:
         return  # its memory is never free
     key, num_ops = log.persistents[absence.buffer_id], log.num_ops
-    yield (absence.queued_op + 1) % num_ops, Move.COPY, absence.last_use_op, key
+    yield (absence.queued_op + 1) % num_ops, Move.COPY_OUT, absence.last_use_op, key
     yield absence.leave_op % num_ops, Move.LEAVE, absence.last_use_op, key
-    yield absence.return_op % num_ops, Move.FETCH, absence.return_rank, key
+    yield absence.return_op % num_ops, Move.COPY_IN, absence.return_rank, key

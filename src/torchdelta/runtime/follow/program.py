@@ -107,7 +107,8 @@ class Program:
     Attributes:
         schedule: What is due when.
         key: The step that it was made for.
-        start_bytes: The bytes in use at the first save of that step.
+        start_bytes: The bytes in use at the first save of that step, those of persistent tensors that are away
+            included.
         answer: What the planner predicts.
         step: The traced step, from which the program may be planned again. Kept until the program has held; for the
             newest program also until its time was compared with the prediction.

@@ -16,9 +16,9 @@ from torchdelta.errors import PlanError, TierError, TraceFileError
 from torchdelta.notices import warn_once
 from torchdelta.runtime.follow.asked import Asked
 from torchdelta.runtime.follow.automatic import PLANNER, Automatic, may_plan
+from torchdelta.runtime.follow.departures import makes_states
 from torchdelta.runtime.follow.measured_machine import MeasuredMachine
 from torchdelta.runtime.follow.other_budgets import OtherBudgets
-from torchdelta.runtime.follow.persistent_schedule import makes_states
 from torchdelta.runtime.follow.planning import Planning
 from torchdelta.runtime.follow.predictions import Predictions, outside_s
 from torchdelta.runtime.follow.program import Program
@@ -227,8 +227,8 @@ class Programs:
 
     def _judge_times(self, program: Program, ended: EndedStep, time_s: float, peak_bytes: int, *, is_own: bool) -> None:
         """Have a step planned again whose time or peak is not as predicted, or give its program up."""
-        is_usual = not ended.was_watched or self.follower.persistents is not None  # there, each backward is watched
-        may_judge = is_own and program.has_held and is_usual
+        is_representative = not ended.was_watched or self.follower.persistents is not None  # there, all are watched
+        may_judge = is_own and program.has_held and is_representative
         if may_judge and self.predictions.is_wrong(program, time_s, peak_bytes):
             self._ask_again(program)
         elif self.automatic is not None and not self.cache.holds(program):
@@ -302,7 +302,7 @@ class Programs:
         if planned.plan is None:
             if asked.replaces is not None:
                 asked.replaces.wrong_s = 0.0  # no other program was found for it
-            other = asked.without_margin() or asked.without_idle() if asked.replaces is None else None
+            other = asked.without_margin() or asked.with_departures() if asked.replaces is None else None
             if other is not None:
                 self._ask(other)
             elif self.cache.find(asked.key, asked.start_bytes) is None:  # else the earlier program goes on

@@ -1,7 +1,7 @@
 """Turns a plan into lists of what is due at each save and each unpack of a step, so that a step searches nothing.
 
 [Note: moments]
-A plan's moments are ops of the trace. A followed step does not count ops: it reaches a moment at the first save or
+A plan's moments are ops of the trace. For saved tensors, a followed step does not count ops: it reaches a moment at the first save or
 unpack that stood after it in the traced step, hence never earlier than planned where memory is taken (fetches,
 replays), and never later where a copy out starts. What is due at an unpack is done before that tensor is returned.
 

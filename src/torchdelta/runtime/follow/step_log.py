@@ -45,7 +45,7 @@ def next_shape_free_hash(before: int, signature: Signature) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
-    """The saves of one traced step.
+    """The saves of one traced step, and its uses of persistent tensors.
 
     Attributes:
         signatures: By save.
@@ -57,9 +57,9 @@ class StepLog:
         saves_in_backward: Whether tensors were saved while a backward ran, as by a reentrant checkpoint.
         uses: (key, phase, ops of the trace before it), for each use of a persistent tensor, in order. Empty where
             parameters, gradients and optimizer states may not leave.
-        persistents: By buffer of the trace that a persistent tensor holds: the key of that tensor.
+        persistents: By id of the trace's buffers that are content of a persistent tensor: its key.
         num_ops: Ops of the trace.
-        released: (op, key) of persistent tensors that leave before an op and are not used after it: see idle.py.
+        departures: (op, key) of persistent tensors that leave before an op and are not used after it: departures.py.
         outside_s: Seconds of the step that are part of no op and that the budget did not cost, such as reading data.
     """
 
@@ -73,7 +73,7 @@ class StepLog:
     uses: tuple[tuple[int, Phase, int], ...] = ()
     persistents: Mapping[int, int] = field(default_factory=dict)
     num_ops: int = 0
-    released: tuple[tuple[int, int], ...] = ()
+    departures: tuple[tuple[int, int], ...] = ()
     outside_s: float = 0.0
 
     def why_not_followed(self) -> str:

@@ -17,9 +17,11 @@ and is read from the tier. Reading an alias in between would crash the process. 
 
 A storage that was only read since it came back has a valid copy (`StorageRecord.spare`), and leaves without a transfer.
 Some writes are not ops (the engine's accumulation, hooks). They invalidate the copy, but are looked for only if
-something is away now or was in the last step. So after a step in which nothing left, all these copies are given up.
+something is away now or was in the last step, or a plan is followed. So after a step without a plan in which nothing
+left, all these copies are given up.
 
-From the second step on, transfers run beside the compute: see read_ahead.py.
+From the second step on, transfers run beside the compute: see read_ahead.py, and planned_moves.py where a plan is
+followed.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class Persistents:
         self.make: Callable[[int, str], None] = _make_nothing  # of the room that uses this
         self.piece_bytes = sys.maxsize  # see [Note: lists in pieces]
         self.is_open = True  # whether anything may leave
-        self.is_active = False  # whether anything has left in this step or the last
+        self.is_active = False  # whether anything has left in this step or the last, or a plan is followed
         self.in_use = InUse(ledger)
         self.emptying = Emptying(ledger, transfers)
         self.candidates = Candidates(ledger, steps, self.in_use, find)
@@ -154,7 +156,7 @@ class Persistents:
             self.candidates.use(record)
             if may_write:
                 self.emptying.spoil(record)
-        if self.planned.on_moment is not None and not may_write:  # else room was made for what comes next
+        if self.planned.on_moment is not None and not may_write:
             self.planned.on_moment()
             self.move_planned()
         missing = list(dict.fromkeys(record for record in used if record.emptied is not None))
@@ -163,6 +165,7 @@ class Persistents:
             if may_write:
                 for record in missing:
                     record.spare = None
+        # Not where unrecorded code runs next: room was made for what that allocates.
         if self.is_active and not self.planned.is_on and not may_write:
             self._look_ahead()
 

@@ -26,11 +26,11 @@ _OPS_PER_SEARCH: Final = 8
 
 
 class Move(enum.IntEnum):
-    """What a plan does with a tensor. What frees memory is less."""
+    """What a plan does with a tensor. At one op, moves that free memory come first."""
 
     LEAVE = 0  # its memory is freed, after its copy out has ended
-    FETCH = 1  # its memory is taken, and its copy in begins
-    COPY = 2  # its copy out begins
+    COPY_IN = 1  # its memory is taken, and its copy in begins
+    COPY_OUT = 2  # its copy out begins
 
 
 class PlannedMoves:
@@ -70,17 +70,17 @@ class PlannedMoves:
         """Ask for moves of tensors, which are named by their keys, in this order."""
         for move, key in moves:
             earlier = self._due.pop(key, None)
-            # A copy out that is due together with its end: leaving waits for it.
-            self._due[key] = earlier if move is Move.COPY and earlier is Move.LEAVE else move
+            # At one op, LEAVE sorts before COPY_OUT. LEAVE copies out if that is needed, so COPY_OUT is dropped.
+            self._due[key] = earlier if move is Move.COPY_OUT and earlier is Move.LEAVE else move
 
     def move(self) -> None:
-        """Carry out what is due. What cannot be moved now stays where it is; a copy in is tried again later."""
+        """Carry out what is due. A departure of a tensor in use and a copy in without room are tried again later."""
         due, self._due = self._due, {}
         leaving = [key for key, move in due.items() if move is Move.LEAVE]
         if leaving or self._late:
             self._fetches = [key for key in self._fetches if due.get(key) is not Move.LEAVE]
             self._leave([key for key in self._late if key not in due] + leaving)
-        self._fetches += [key for key, move in due.items() if move is Move.FETCH]
+        self._fetches += [key for key, move in due.items() if move is Move.COPY_IN]
         for index, key in enumerate(self._fetches):
             if not self._fetch(key):
                 del self._fetches[:index]
@@ -88,7 +88,7 @@ class PlannedMoves:
         else:
             self._fetches.clear()
         for key, move in due.items():
-            if move is Move.COPY:
+            if move is Move.COPY_OUT:
                 self._copy(key)
 
     def forget(self) -> None:
@@ -139,7 +139,7 @@ class PlannedMoves:
         if known is None or known.record.current is None:
             return
         if known.record.emptied is not None:
-            self._fetches.append(key)  # the copy in was due as well
+            self._fetches.append(key)  # it is still away: bring it back first
         elif not self._emptying.has_spare(known.record) and self._candidates.may_leave(known):
             self._emptying.make_spare(known.record)
 
