@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.following import following_drawn, planned_here, planned_soon
+from tests.following import UNLIMITED, drawn_plan, follow_anyway, following_drawn, planned_here, planned_soon
 from tests.runtime.parts import running_session
 from tests.same_bits.drawn_networks import plain_observations
 from tests.same_bits.drawn_networks import train as train_drawn
@@ -19,6 +20,7 @@ from tests.sampling import keep, sample
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import new_counter
+from torchdelta.runtime.record.backward import Backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +78,7 @@ def train(
 
 
 def planned(size_bytes: int, share: float = 2.0) -> MemoryBudget:
-    """Return a scope of a multiple of the parameters' bytes, whose steps are planned. With AdamW, four times persist."""
+    """Return a scope of a multiple of the parameters' bytes, of which AdamW lets four times persist, with plans."""
     return MemoryBudget(
         int(share * size_bytes), Config(decision_class="all", planner="torchdelta", tier="memory", policy="swap-only")
     )
@@ -168,6 +170,69 @@ def test_an_exception_in_a_planned_step() -> None:
         observed, scope = train(gpt2, planned, in_step=interrupt)
     assert observed == plain
     assert summary_of(scope).follow.num_followed_steps >= 3
+
+
+def test_an_optimizer_whose_states_are_replaced() -> None:
+    """As by `load_state_dict`: the step is planned once more, and the new states move, too."""
+
+    def replace(step: int, _model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if step == 5:
+            for states in optimizer.state.values():
+                states.update({name: state.clone() for name, state in states.items()})
+
+    num_unknown: list[int] = []
+
+    def note(step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        replace(step, model, optimizer)
+        session = running_session()
+        assert session.room.persistents is not None
+        schedules = [program.schedule.persistent for program in session.programs.cache]
+        known = session.room.persistents.candidates.by_key.keys()
+        num_unknown.append(sum(len(schedule.lasting - known) for schedule in schedules if schedule is not None))
+
+    plain, _ = train(gpt2, plain_scope, in_step=replace)
+    with planned_here(least_bytes=LEAST_BYTES):
+        observed, scope = train(gpt2, planned, in_step=note)
+    assert observed == {**plain, "observed": observed["observed"]}
+    follow = summary_of(scope).follow
+    assert follow is not None
+    assert follow.num_followed_steps >= 3
+    assert num_unknown[-1] == 0
+
+
+def test_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen weight is a saved tensor and a parameter, and may leave in both ways."""
+    monkeypatch.setattr("torchdelta.runtime.memory.candidates.LEAST_BYTES", 1)
+
+    def frozen() -> torch.nn.Module:
+        model = gpt2()
+        for block in model.transformer.h[:3]:  # pyright: ignore[reportAttributeAccessIssue, reportIndexIssue]
+            block.requires_grad_(requires_grad=False)
+        return model
+
+    plain, _ = train(frozen, plain_scope)
+    for seed in (1, 2):
+        observed, _ = train(frozen, lambda _size, seed=seed: following_drawn(seed, decision_class="all"))
+        assert observed == plain
+
+
+def test_no_backward_of_a_followed_step_is_unwatched() -> None:
+    """Parameters and gradients may leave in any of them, and come back only if it is watched."""
+
+    def run(decision_class: str) -> int:
+        saved = planned_here(lambda trace, _machine, _budget_bytes: drawn_plan(trace, 0), least_bytes=0)
+        config = Config(decision_class=decision_class, planner="torchdelta", tier="memory")  # pyright: ignore[reportArgumentType]
+        unwatched = mock.patch.object(Backward, "_run_unwatched", autospec=True, side_effect=Backward._run_unwatched)  # noqa: SLF001
+        with saved, unwatched as calls, MemoryBudget(UNLIMITED, config):
+            follow_anyway(running_session())
+            running_session().pause.forbid()
+            observed, _ = train(gpt2, plain_scope)
+        assert observed == plain
+        return calls.call_count
+
+    plain, _ = train(gpt2, plain_scope)
+    assert run("all") == 0
+    assert run("saved") > 0
 
 
 def _nothing(*_arguments: Any) -> None:

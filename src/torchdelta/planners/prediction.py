@@ -123,8 +123,8 @@ def plan_step(
         machine: Where the step would run: a machine, or its name in the catalog, such as `"a100-80g"`.
         budget: The most bytes on the device at any moment: an int, or text such as `"8GiB"` or `"80%"` of its memory.
         planner: Registered name of the planner; `torchdelta plan --planner list` lists them.
-        decision_class: What may leave the device: `"saved"`, `"extended"`, `"persistent"` or `"all"` (`plan.model.DecisionClass`); None
-            for the planner's own, which is `"saved"` for the default planner.
+        decision_class: What may leave the device: `"saved"`, `"extended"`, `"persistent"` or `"all"`
+            (`plan.model.DecisionClass`); None for the planner's own, which is `"saved"` for the default planner.
         effort: How long the planner may think: `"fast"` or `"best"`.
         with_bound: Whether to prove how much faster another plan of the class *saved* could be (extra `solver`).
         within_footprint: Whether the budget is for the footprint, fragmentation included, and not for the bytes alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,9 @@ from torchdelta.runtime.follow.persistent_cursor import PersistentCursor
 from torchdelta.runtime.follow.persistent_schedule import make_persistent_schedule
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.runtime.memory.planned_moves import Move
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 NUM_OPS = 20
 WEIGHT, STATE = 1, 2
@@ -35,15 +38,30 @@ def schedule_of(*absences: Any, **changes: Any) -> Any:
 
 
 class Asked:
-    """Stands in for the persistent tensors of a session. Mutable; notes what is asked for."""
+    """Stands in for the persistent tensors of a session. Mutable; notes what is asked for.
 
-    def __init__(self) -> None:
+    Args:
+        steps: Counts ops.
+    """
+
+    def __init__(self, steps: SimpleNamespace) -> None:
+        self.steps = steps
+        self.known = {WEIGHT, STATE}
         self.asked: list[tuple[Move, int]] = []
         self.is_active = False
         self.candidates = SimpleNamespace(on_use=None)
         self.planned = SimpleNamespace(
-            is_on=False, num_ops=0, on_moment=None, ask=self.asked.extend, forget=self.asked.clear
+            is_on=False,
+            on_moment=None,
+            ask=self.asked.extend,
+            forget=self.asked.clear,
+            end_step=lambda: None,
+            knows=self.holds,
         )
+
+    def holds(self, keys: Iterable[int]) -> bool:
+        """Return whether all keys are known."""
+        return self.known.issuperset(keys)
 
     def move_planned(self) -> None:
         """Do nothing."""
@@ -64,13 +82,18 @@ class Asked:
         """Run an op, after its uses."""
         if self.planned.on_moment is not None:
             self.planned.on_moment()
-        self.planned.num_ops += 1
+        self.steps.counters.num_ops += 1
+
+
+def _steps() -> SimpleNamespace:
+    return SimpleNamespace(phase="forward", counters=SimpleNamespace(num_ops=0))
 
 
 @pytest.fixture
 def step() -> SimpleNamespace:
     """Return a cursor, the tensors that it moves, and the phase of the step."""
-    asked, steps = Asked(), SimpleNamespace(phase="forward")
+    steps = _steps()
+    asked = Asked(steps)
     return SimpleNamespace(cursor=PersistentCursor(asked, steps), asked=asked, steps=steps)  # pyright: ignore[reportArgumentType]
 
 
@@ -102,6 +125,16 @@ def test_absences_that_are_carried_out_are_counted():
     assert schedule.num_not_carried_out == 1
     assert schedule.persistent is not None
     assert make_schedule(plan, _log()).num_not_carried_out == 2  # there, no persistent tensor may leave
+
+
+def test_a_buffer_that_is_saved_and_persists_moves_as_what_persists():
+    """A frozen weight: its saved tensor is not copied out as well."""
+    log = _log(uses=USES, persistents={10: WEIGHT}, num_ops=NUM_OPS)
+    schedule = make_schedule(_plan(_swap(10, 0, 15, leave=7, back=11)), log)
+    assert not schedule.evictions
+    assert schedule.persistent is not None
+    assert schedule.persistent.moves
+    assert schedule.num_not_carried_out == 0
 
 
 def test_moves_are_asked_for_at_saves_uses_and_unpacks(step: Any) -> None:
@@ -173,7 +206,8 @@ def test_nothing_is_asked_for_once_no_schedule_is_followed(step: Any) -> None:
 @given(st.data())
 def test_every_move_is_asked_for_once_a_step(data: st.DataObject) -> None:
     """Whatever moments a step has, and in whatever order: none is left out, none is done twice."""
-    asked, steps = Asked(), SimpleNamespace(phase="forward")
+    steps = _steps()
+    asked = Asked(steps)
     cursor = PersistentCursor(asked, steps)  # pyright: ignore[reportArgumentType]
     schedule = schedule_of(
         _swap(20, 4, 11, leave=6, back=9), _swap(22, 0, 16, leave=2, back=12), _swap(23, 16, 36, leave=18, back=33)
@@ -185,3 +219,44 @@ def test_every_move_is_asked_for_once_a_step(data: st.DataObject) -> None:
         moment(data.draw(st.sampled_from((WEIGHT, STATE) if moment == asked.use else range(5))))
     cursor.end_step()
     assert asked.take() == [(move, key) for _, move, key in schedule.moves]
+
+
+def test_a_run_of_uses_goes_on_counting(step: Any) -> None:
+    """A weight that is used in a loop, of which the traced step notes the first use alone."""
+    uses = ((WEIGHT, "forward", 0), (STATE, "forward", 12))
+    log = _log(uses=uses, persistents=PERSISTENTS, num_ops=NUM_OPS)
+    schedule = make_persistent_schedule(_plan(_swap(23, 12, 32, leave=18, back=28)), log)
+    assert schedule is not None
+    step.cursor.follow(schedule, 0)
+    for _ in range(9):
+        step.asked.use(WEIGHT)
+    assert step.asked.take() == [(Move.COPY_IN, STATE)]  # it is due at op 8
+
+
+def test_tensors_that_were_replaced_end_a_schedule(step: Any) -> None:
+    """As by `load_state_dict` of an optimizer: what the moves name is not there any more. Gradients need not be."""
+    schedule = schedule_of(_swap(23, 16, 36, leave=18, back=33))
+    step.cursor.follow(schedule, 0)
+    step.asked.known = {WEIGHT}
+    assert not step.cursor.end_step()
+    assert not step.asked.planned.is_on
+    log = _log(uses=USES, persistents=PERSISTENTS | {23: -STATE}, num_ops=NUM_OPS)
+    of_gradient = make_persistent_schedule(_plan(_swap(23, 16, 36, leave=18, back=33)), log)
+    step.cursor.follow(of_gradient, 0)
+    assert step.cursor.end_step()
+
+
+def test_an_evaluation_of_several_batches_follows_nothing(step: Any) -> None:
+    """From its second batch on: what it needs next is read ahead as without a plan. The next step is followed again."""
+    uses = ((WEIGHT, "forward", 1), (STATE, "forward", 4), (WEIGHT, "optimizer", 16))
+    log = _log(uses=uses, persistents=PERSISTENTS, num_ops=NUM_OPS)
+    schedule = make_persistent_schedule(_plan(_swap(21, 16, 21, leave=18, back=20)), log)
+    step.cursor.follow(schedule, 0)
+    assert step.cursor.end_step()
+    for key in (WEIGHT, STATE):
+        step.asked.use(key)
+    assert step.asked.planned.is_on
+    step.asked.use(WEIGHT)
+    assert not step.asked.planned.is_on
+    step.cursor.follow(schedule, 0)
+    assert step.asked.planned.is_on

@@ -229,7 +229,8 @@ class Follower:
             program.num_followed += 1
             self.programs.use(program)
             if self.persistents is not None:
-                self.persistents.end_step()
+                if not self.persistents.end_step():
+                    self.programs.remove(program)  # it is traced and planned anew
                 program.settle()  # recording is never reduced, so its times count from now on
         elif self._running is not None:
             self.leave(f"it ended early: {self.position.num_saves} saves of {self._running.schedule.num_saves}")
@@ -343,7 +344,8 @@ class Follower:
             leaving = self._find(buffer_id)
             if action is Action.SWAP:
                 self._swapped.append(weakref.ref(leaving) if leaving is not None else None)
-            if leaving is not None and leaving.residence is not Residence.LEAVING:
+            is_emptied = leaving is not None and leaving.record is not None and leaving.record.emptied is not None
+            if leaving is not None and leaving.residence is not Residence.LEAVING and not is_emptied:
                 self.room.evict(leaving, action, lazily=True)
 
     def _find(self, buffer_id: int) -> Buffer | None:

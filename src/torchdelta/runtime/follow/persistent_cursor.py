@@ -34,7 +34,8 @@ class PersistentCursor:
         self._sequence: UseSequence[tuple[int, Phase]] = UseSequence()
         self._num_done = 0  # of the schedule's moves
         self._op = 0  # all that was due before this op was asked for
-        self._counted_from = (0, 0)  # an op of the schedule, and how many recorded ops had ended before it
+        self._counted_from = (0, 0)  # an op of the schedule, and how many recorded ops had begun before it
+        self._is_between_steps = False  # whether a followed step has ended, and the next one has not saved anything yet
 
     def follow(self, schedule: PersistentSchedule | None, save: int) -> None:
         """Follow a schedule from a save on; None: that of a plan that leaves persistent tensors alone."""
@@ -43,6 +44,8 @@ class PersistentCursor:
             return
         op = schedule.pack_ops[save]
         if schedule is not self._schedule or self._op > op:  # in the last case, an evaluation has used the tensors
+            if schedule is not self._schedule:
+                self._planned.forget()
             self._schedule = schedule
             self._sequence = UseSequence(schedule.uses)
             self._sequence.now = bisect_left(schedule.use_ops, op)
@@ -50,6 +53,7 @@ class PersistentCursor:
             self._planned.is_on = self._persistents.is_active = True
             self._planned.on_moment = self._on_moment
             self._persistents.candidates.on_use = self._on_use
+        self._is_between_steps = False
         self._reach(op)
         self._persistents.move_planned()
 
@@ -62,12 +66,22 @@ class PersistentCursor:
             self._planned.forget()
             self._persistents.candidates.on_use = None
 
-    def end_step(self) -> None:
-        """Ask for the remaining moves. The next step is assumed to follow the same schedule."""
+    def end_step(self) -> bool:
+        """Ask for the remaining moves. The next step is assumed to follow the same schedule.
+
+        Returns:
+            Whether the schedule moves tensors that are still there: the program may have replaced some.
+        """
         if self._schedule is not None:
+            self._planned.end_step()
+            if not self._planned.knows(self._schedule.lasting):
+                self.stop()
+                return False
+            self._is_between_steps = True
             self._planned.ask((move, key) for _, move, key in self._schedule.moves[self._num_done :])
             self._sequence.now = self._num_done = self._op = 0
-            self._counted_from = (0, self._planned.num_ops)
+            self._counted_from = (0, self._steps.counters.num_ops)
+        return True
 
     def reach_save(self, save: int) -> None:
         """Do what is due at a save."""
@@ -82,8 +96,13 @@ class PersistentCursor:
     def _on_use(self, key: int) -> None:
         """Note a use; `Persistents` moves what is due then."""
         schedule, sequence = self._schedule, self._sequence
-        if schedule is not None and sequence.use((key, self._steps.phase)):
-            self._reach(schedule.use_ops[sequence.now - 1])
+        before = sequence.now
+        if schedule is None or not sequence.use((key, self._steps.phase)) or sequence.now == before:
+            return  # in the last case, the traced step has noted the first of several uses in a row
+        if self._is_between_steps and sequence.now < before:
+            self.stop()  # an evaluation: what it needs next is read ahead without a plan
+            return
+        self._reach(schedule.use_ops[sequence.now - 1])
 
     def _on_moment(self) -> None:
         """Ask for what is due before the op that is about to run."""
@@ -91,11 +110,11 @@ class PersistentCursor:
         if schedule is not None:
             next_op = schedule.use_ops[now] if now < len(schedule.use_ops) else schedule.num_ops
             op, num_ended = self._counted_from
-            self._ask_until(min(op + self._planned.num_ops - num_ended, next_op))
+            self._ask_until(min(op + self._steps.counters.num_ops - num_ended, next_op))
 
     def _reach(self, op: int) -> bool:
         """Note that the step has come to an op, and ask for what is due before it. Return whether it has advanced."""
-        self._counted_from = (op, self._planned.num_ops)
+        self._counted_from = (op, self._steps.counters.num_ops)
         return self._ask_until(op)
 
     def _ask_until(self, op: int) -> bool:

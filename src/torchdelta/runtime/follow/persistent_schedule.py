@@ -40,6 +40,7 @@ class PersistentSchedule:
         unpack_ops: By save: how many ops came before its first unpack.
         moves: (op, move, key): due before this op, in order.
         num_ops: Ops of the step.
+        lasting: The keys of the tensors that are moved and that outlive a step: all but gradients.
     """
 
     uses: tuple[tuple[int, Phase], ...]
@@ -48,6 +49,7 @@ class PersistentSchedule:
     unpack_ops: dict[int, int]
     moves: tuple[tuple[int, Move, int], ...]
     num_ops: int
+    lasting: frozenset[int]
 
 
 def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | None:
@@ -74,6 +76,7 @@ def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | N
         unpack_ops=unpack_ops,
         moves=tuple((op, move, key) for op, move, _, key in moves),
         num_ops=log.num_ops,
+        lasting=frozenset(key for _, _, _, key in moves if key >= 0),
     )
 
 

@@ -43,6 +43,7 @@ _LARGER_MARGIN_SHARE: Final = 0.01  # added when a program did not hold
 _MAX_PLANS: Final = 4  # of one step
 _MISSES_ALLOWED: Final = 1  # in the first followed steps copies out may be slower than they were measured
 _MOST_GIVEN_TRACES: Final = 3  # for a given plan; a trace can be dropped
+_MOST_FIRST_STEPS: Final = 8  # an optimizer that makes new states in each step is planned all the same
 _MOST_WAITING: Final = 4  # requests without an answer
 
 
@@ -80,6 +81,7 @@ class Programs:
         self._asked: list[Asked] = []  # without an answer
         self._wanted = WantedSteps()
         self._num_given_traces = 0
+        self._num_first_steps = 0  # traced steps that made optimizer states
         self._is_fruitless = False  # whether the running step was traced although it has a program
         self._is_traced = False
         if self.planning is not None and self.automatic is None and find_spec("numba") is None:
@@ -121,8 +123,11 @@ class Programs:
             return  # a part of it was not traced, or is no part of the step
         known = self.cache.find(key, start_bytes)
         self._is_fruitless = self._has_program(key, start_bytes) or self._wanted.is_unplannable(key, start_bytes)
-        if not key[0] or self._is_fruitless or (log.uses and makes_states(trace)):
-            return  # in the last case no later step is like it
+        if not key[0] or self._is_fruitless:
+            return
+        if log.uses and self._num_first_steps < _MOST_FIRST_STEPS and makes_states(trace):
+            self._num_first_steps += 1
+            return  # no later step is like it
         why = log.why_not_followed()
         if why:
             self._wanted.note_unplannable(key, 0)
@@ -302,7 +307,7 @@ class Programs:
         if planned.plan is None:
             if asked.replaces is not None:
                 asked.replaces.wrong_s = 0.0  # no other program was found for it
-            other = asked.without_margin() or asked.with_departures() if asked.replaces is None else None
+            other = (asked.without_margin() if asked.replaces is None else None) or asked.with_departures()
             if other is not None:
                 self._ask(other)
             elif self.cache.find(asked.key, asked.start_bytes) is None:  # else the earlier program goes on
@@ -380,6 +385,8 @@ class Programs:
         planning, self.planning = self.planning, None
         self._asked.clear()
         self.follower.is_on = len(self.cache) > 0
+        if not self.follower.is_on:
+            self.follower.leave("no step is planned any more")
         if planning is not None:
             planning.close()
 

@@ -1,9 +1,10 @@
 """Turns a plan into lists of what is due at each save and each unpack of a step, so that a step searches nothing.
 
 [Note: moments]
-A plan's moments are ops of the trace. For saved tensors, a followed step does not count ops: it reaches a moment at the first save or
-unpack that stood after it in the traced step, hence never earlier than planned where memory is taken (fetches,
-replays), and never later where a copy out starts. What is due at an unpack is done before that tensor is returned.
+A plan's moments are ops of the trace. For saved tensors, a followed step does not count ops: it reaches a moment at the
+first save or unpack that stood after it in the traced step, hence never earlier than planned where memory is taken
+(fetches, replays), and never later where a copy out starts. What is due at an unpack is done before that tensor is
+returned.
 
 A dropped buffer is released at each of its saves, not only at the last one. This frees nothing too early: the program
 holds the storage as long as it uses it, so a buffer that is saved again later is still resident then.
@@ -99,7 +100,11 @@ def make_schedule(plan: Plan, log: StepLog) -> Schedule:
         first_unpacks.setdefault(save, position)
     maker = _Maker(log, saves, first_unpacks)
     end_of_forward = log.unpacks[0][1] if log.unpacks else 0
-    absences = [a for a in plan.absences if a.buffer_id in saves and a.last_use_op < end_of_forward <= a.next_use_op]
+    absences = [
+        a
+        for a in plan.absences
+        if a.buffer_id in saves and a.last_use_op < end_of_forward <= a.next_use_op and not is_carried_out(a, log)
+    ]
     maker.add_drops([a for a in absences if a.action == "recompute"])
     maker.add_swaps([a for a in absences if a.action == "swap"])
     all_due = {log.unpacks[position][0]: due for position, due in maker.due.items()}

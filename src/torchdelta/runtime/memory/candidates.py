@@ -59,7 +59,7 @@ class Candidates:
         self._find = find
         self._lent: set[int] | None = None  # see `lend`
         self._searched_in = -1  # the step in which `find` looked for new parameters
-        self._searched_at: tuple[int, str] | None = None  # the step and phase of the last search
+        self._searched_phases: tuple[int, set[str]] = (-1, set())  # a step, and its phases in which `find` was called
         self._left: set[int] = set()  # keys of those that left in the last step
         self._leaving: set[int] = set()  # and in this one
         self._fleeting: set[int] = set()  # keys of gradients that the program frees after the optimizer has stepped
@@ -81,7 +81,7 @@ class Candidates:
         """Find the persistent tensors; `is_thorough`: look for new parameters and optimizers first."""
         if is_thorough:
             self._searched_in = self._steps.num_steps
-        self._searched_at = (self._steps.num_steps, self._steps.phase)
+        self._phases_of_step().add(self._steps.phase)
         self._ranking.clear()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.known.clear()  # its C++ reads and writes them at any time
@@ -103,8 +103,13 @@ class Candidates:
 
     def search_once_a_phase(self) -> None:
         """Find the persistent tensors, unless that was done in this phase of the step: gradients and states are new."""
-        if self._searched_at != (self._steps.num_steps, self._steps.phase):
+        if self._steps.phase not in self._phases_of_step():
             self.search()
+
+    def _phases_of_step(self) -> set[str]:
+        if self._searched_phases[0] != self._steps.num_steps:
+            self._searched_phases = (self._steps.num_steps, set())
+        return self._searched_phases[1]
 
     @property
     def was_searched(self) -> bool:

@@ -40,7 +40,7 @@ from torchdelta.runtime.memory.planned_moves import PlannedMoves
 from torchdelta.runtime.memory.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.memory.transfers import Transfers
@@ -245,6 +245,15 @@ class Persistents:
             self.emptying.spoil_all()
 
     # -- what stays
+
+    @contextlib.contextmanager
+    def all_here(self) -> Iterator[None]:
+        """Let nothing leave while code runs for which nothing would be brought back."""
+        was_open, self.is_open = self.is_open, False
+        try:
+            yield
+        finally:
+            self.is_open = was_open
 
     def lock(self, tensors: Iterable[torch.Tensor], *, may_write: bool = False) -> None:
         """Bring tensors back that unrecorded code is about to read. In backward they stay until `in_use.unlock`."""

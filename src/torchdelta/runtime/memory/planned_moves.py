@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Move", "PlannedMoves"]
 
 
-_OPS_PER_SEARCH: Final = 8
+_FEWEST_BEFORE_SEARCH: Final = 8
 
 
 class Move(enum.IntEnum):
@@ -43,23 +43,21 @@ class PlannedMoves:
 
     Attributes:
         is_on: Whether a plan is followed.
-        num_ops: How many recorded ops have ended so far.
         on_moment: Called before an op, after its uses were reported.
         lacks: Returns how many bytes have to leave for a number of bytes to fit.
     """
 
     def __init__(self, candidates: Candidates, emptying: Emptying, in_use: InUse) -> None:
         self.is_on = False
-        self.num_ops = 0
         self.on_moment: Callable[[], None] | None = None
         self.lacks: Callable[[int], int] = _lacks_all
         self._candidates = candidates
         self._emptying = emptying
         self._in_use = in_use
         self._due: dict[int, Move] = {}  # by key: only its last move counts
-        self._late: dict[int, None] = {}  # keys of those that should have left, but are in use or not known yet
+        self._late: dict[int, None] = {}  # keys of those that should have left, but cannot or are not known yet
         self._fetches: list[int] = []  # keys of those that should come back, and for which there was no room so far
-        self._searched_at = 0  # `num_ops` at the latest search
+        self._num_before_search = 0  # how often unknown keys are passed over before they are looked for again
 
     @property
     def has_due(self) -> bool:
@@ -70,8 +68,9 @@ class PlannedMoves:
         """Ask for moves of tensors, which are named by their keys, in this order."""
         for move, key in moves:
             earlier = self._due.pop(key, None)
-            # At one op, LEAVE sorts before COPY_OUT. LEAVE copies out if that is needed, so COPY_OUT is dropped.
-            self._due[key] = earlier if move is Move.COPY_OUT and earlier is Move.LEAVE else move
+            # At one op, LEAVE sorts before COPY_OUT. LEAVE copies out if that is needed, so COPY_OUT is dropped; so is
+            # that of a tensor which is not back yet.
+            self._due[key] = move if earlier is None or move is not Move.COPY_OUT else earlier
 
     def move(self) -> None:
         """Carry out what is due. A departure of a tensor in use and a copy in without room are tried again later."""
@@ -87,9 +86,21 @@ class PlannedMoves:
                 break
         else:
             self._fetches.clear()
-        for key, move in due.items():
-            if move is Move.COPY_OUT:
-                self._copy(key)
+        copies = [key for key, move in due.items() if move is Move.COPY_OUT]
+        locked = self._in_use.addresses() if copies else set[int]()
+        for key in copies:
+            self._copy(key, locked)
+
+    def end_step(self) -> None:
+        """Try no departure of this step again."""
+        self._late.clear()
+
+    def knows(self, keys: Iterable[int]) -> bool:
+        """Return whether there is a tensor for each key."""
+        if all(self._find(key) is not None for key in keys):
+            return True
+        self._candidates.search()
+        return all(self._find(key) is not None for key in keys)
 
     def forget(self) -> None:
         """Forget what is due."""
@@ -104,9 +115,11 @@ class PlannedMoves:
     def _leave(self, keys: list[int]) -> None:
         candidates, emptying, locked = self._candidates, self._emptying, self._in_use.addresses()
         records: list[StorageRecord] = []
-        if self.num_ops - self._searched_at >= _OPS_PER_SEARCH and any(self._find(key) is None for key in keys):
-            self._searched_at = self.num_ops
-            candidates.search()  # gradients are new in each step
+        if any(self._find(key) is None for key in keys):  # gradients are new in each step
+            self._num_before_search -= 1
+            if self._num_before_search < 0:
+                candidates.search()
+                self._num_before_search = max(_FEWEST_BEFORE_SEARCH, len(candidates.known) // _FEWEST_BEFORE_SEARCH)
         self._late = {}
         for key in keys:
             known = self._find(key)
@@ -114,11 +127,14 @@ class PlannedMoves:
                 self._late[key] = None
                 continue
             if known.record.emptied is not None:
+                emptying.cancel_refill(known.record)  # it came back for a use that the step has left out
                 continue
             if emptying.has_spare(known.record):
                 emptying.finish_spare(known.record)  # the transfer holds the storage
             if candidates.may_leave(known):
                 records.append(known.record)
+            else:
+                self._late[key] = None
         if records:
             candidates.note_leaving(records)
             emptying.empty(records)
@@ -134,13 +150,13 @@ class PlannedMoves:
         self._emptying.start_refill(known.record)
         return True
 
-    def _copy(self, key: int) -> None:
+    def _copy(self, key: int, locked: set[int]) -> None:
         known = self._find(key)
-        if known is None or known.record.current is None:
+        if known is None or known.record.current is None or known.record.emptied is not None:
             return
-        if known.record.emptied is not None:
-            self._fetches.append(key)  # it is still away: bring it back first
-        elif not self._emptying.has_spare(known.record) and self._candidates.may_leave(known):
+        if known.record.address in locked:
+            return  # the running op may write it
+        if not self._emptying.has_spare(known.record) and self._candidates.may_leave(known):
             self._emptying.make_spare(known.record)
 
 

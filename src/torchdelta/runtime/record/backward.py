@@ -81,6 +81,7 @@ class Backward:
         self._on_end = on_end
         self.persistents = recorder.persistents
         self._gap_reads = GapReads(self.persistents) if self.persistents is not None else None
+        self._all_here = self.persistents.all_here if self.persistents is not None else contextlib.nullcontext
         self._depth = 0
         self.headroom = Headroom()
         self._gaps = Gaps(recorder.room)
@@ -224,7 +225,7 @@ class Backward:
 
     def _needs_a_mode(self) -> bool:
         """Return whether the ops of a backward must be seen, even if it fits."""
-        may_be_away = self.persistents is not None and self.persistents.is_active
+        may_be_away = self.persistents is not None and (self.persistents.is_active or self.follower.is_following)
         return may_be_away or self.recorder.subclasses.need_a_mode or self.observing.observer.wants_every_op
 
     def running_leaves(self) -> list[Any]:
@@ -255,7 +256,7 @@ class Backward:
         self._leaves.extend(leaves)  # a survey may begin where a followed backward brings a buffer back
         try:
             self._gradients.end_read(leaves)
-            with without_mode(self.recorder), self.python_writes.on():
+            with without_mode(self.recorder), self.python_writes.on(), self._all_here():
                 return call_outside(original, outputs, *args, **kwargs)
         except BaseException as raised:
             error = raised

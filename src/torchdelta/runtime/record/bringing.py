@@ -49,7 +49,6 @@ class BringingRecorder(Recorder):
             return super()._see(func, types, args, kwargs)
         finally:
             self.persistents.end()
-            self.persistents.planned.num_ops += 1
 
 
 def recorder_for(

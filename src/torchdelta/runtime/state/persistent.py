@@ -15,7 +15,7 @@ class Persistent(NamedTuple):
 
     Attributes:
         record: Its storage.
-        key: Identifies the tensor across steps.
+        key: Identifies the tensor across steps; below 0 for a gradient.
         is_gradient: Whether it is the gradient of a parameter.
         is_state: Whether it is a state of an optimizer.
     """
