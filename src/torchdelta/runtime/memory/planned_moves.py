@@ -23,6 +23,7 @@ __all__ = ["Move", "PlannedMoves"]
 
 
 _FEWEST_BEFORE_SEARCH: Final = 8
+_CALLS_UNTIL_RETRY: Final = 16  # of what may not leave: something else holds it, perhaps for long
 
 
 class Move(enum.IntEnum):
@@ -55,7 +56,9 @@ class PlannedMoves:
         self._emptying = emptying
         self._in_use = in_use
         self._due: dict[int, Move] = {}  # by key: only its last move counts
-        self._late: dict[int, None] = {}  # keys of those that should have left, but cannot or are not known yet
+        # Keys of those that should have left, but cannot or are not known; and at which call of `move` to try again.
+        self._late: dict[int, int] = {}
+        self._num_calls = 0
         self._fetches: list[int] = []  # keys of those that should come back, and for which there was no room so far
         self._num_before_search = 0  # how often unknown keys are passed over before they are looked for again
 
@@ -75,10 +78,14 @@ class PlannedMoves:
     def move(self) -> None:
         """Carry out what is due. A departure of a tensor in use and a copy in without room are tried again later."""
         due, self._due = self._due, {}
-        leaving = [key for key, move in due.items() if move is Move.LEAVE]
-        if leaving or self._late:
+        self._num_calls += 1
+        late = [key for key, at in self._late.items() if at <= self._num_calls or key in due]
+        for key in late:
+            del self._late[key]
+        leaving = [key for key in late if key not in due] + [key for key, move in due.items() if move is Move.LEAVE]
+        if leaving:
             self._fetches = [key for key in self._fetches if due.get(key) is not Move.LEAVE]
-            self._leave([key for key in self._late if key not in due] + leaving)
+            self._leave(leaving)
         self._fetches += [key for key, move in due.items() if move is Move.COPY_IN]
         for index, key in enumerate(self._fetches):
             if not self._fetch(key):
@@ -120,11 +127,10 @@ class PlannedMoves:
             if self._num_before_search < 0:
                 candidates.search()
                 self._num_before_search = max(_FEWEST_BEFORE_SEARCH, len(candidates.known) // _FEWEST_BEFORE_SEARCH)
-        self._late = {}
         for key in keys:
             known = self._find(key)
             if known is None or known.record.address in locked:
-                self._late[key] = None
+                self._late[key] = self._num_calls + 1
                 continue
             if known.record.emptied is not None:
                 emptying.cancel_refill(known.record)  # it came back for a use that the step has left out
@@ -134,7 +140,7 @@ class PlannedMoves:
             if candidates.may_leave(known):
                 records.append(known.record)
             else:
-                self._late[key] = None
+                self._late[key] = self._num_calls + _CALLS_UNTIL_RETRY
         if records:
             candidates.note_leaving(records)
             emptying.empty(records)
