@@ -16,6 +16,11 @@ from tests.accelerator import standin
 
 REPOSITORY = Path(__file__).parents[2]
 LONGEST_TEST_S = 300
+# Without the interpreter's end: there, torch's engine now and then aborts ("terminate called without an active
+# exception") on the threads that it has started for the device.
+PYTEST = (
+    "import os, sys, pytest; code = pytest.main(sys.argv[1:]); sys.stdout.flush(); sys.stderr.flush(); os._exit(code)"
+)
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(standin.compiler() is None, reason="no C++ compiler to build the accelerator with"),
@@ -27,7 +32,7 @@ def failures_of(*words: str) -> str:
     """Run tests on the accelerator that computes late. Return what went wrong."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *(sys.executable, "-c", PYTEST, "-q", "-p", "no:cacheprovider"),
             # Threads that wait for each other end the process, and say where they are.
             *("-o", f"faulthandler_timeout={LONGEST_TEST_S}", "-o", "faulthandler_exit_on_timeout=true"),
             *words,

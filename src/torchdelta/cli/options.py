@@ -78,7 +78,10 @@ PlannerOption = Annotated[
 ClassOption = Annotated[
     str | None,
     typer.Option(
-        "--class", help="What may leave: saved (the default), extended, persistent or all.", show_default=False
+        "--class",
+        help="What may leave: saved (the default), extended, persistent (what `torchdelta run --class all` carries out) "
+        "or all.",
+        show_default=False,
     ),
 ]
 OptimizerOption = Annotated[
