@@ -9,6 +9,7 @@ each, one of them plain, one with a plan: all must end with the same bits. The *
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import statistics
@@ -25,7 +26,7 @@ from benchmarks.outcome import Outcome, format_table
 from benchmarks.turns import PLAIN, Block, Interval, median_interval, ratios, take_turns, timed_steps
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Callable
 
 FOLLOWED, REACTING, AT_USE = "followed", "reacting", "at use"
 CONTENDERS = (PLAIN, FOLLOWED, REACTING, AT_USE)
@@ -33,7 +34,7 @@ PLANNER = "torchdelta"
 PLAN_WAIT_S = 300.0
 SHARES = (0.9, 0.7, 0.5)
 NUM_WARM, NUM_TIMED, NUM_CHECKED = 4, 4, 6
-NUM_BEFORE_PLAN, NUM_SETTLING = 3, 8  # the steps before a plan is waited for, and the followed ones that are not timed
+NUM_BEFORE_PLAN, NUM_SETTLING, MOST_PLANS = 3, 5, 4  # steps before a plan is waited for, and after each plan
 TOO_SMALL = 50  # the persistent bytes over a budget in which nothing trains
 MIB = 2**20
 
@@ -41,6 +42,7 @@ MIB = 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--named", action=argparse.BooleanOptionalAction, default=True, help="try named budgets")
     parser.add_argument(
         "--shares", type=float, nargs="*", default=list(SHARES), help="budgets / persistent bytes, beside the named one"
     )
@@ -52,8 +54,9 @@ def run(options: argparse.Namespace) -> Outcome:
     chosen = [name for name in options.models if name != "resnet50"]
     if options.quick:
         options.rounds, chosen, options.shares = 1, ["tiny"], [0.7]
-    named = [_measure_named(outcome, name, options) for name in chosen]
-    print("\n" + format_table(["model", "named budget MiB", "of persistent", "peak"], named))
+    if options.named:
+        named = [_measure_named(outcome, name, options) for name in chosen]
+        print("\n" + format_table(["model", "named budget MiB", "of persistent", "peak"], named))
     rows = [row for name in chosen for share in options.shares for row in _measure(outcome, name, share, options)]
     header = ["model", "budget MiB", "of persistent", "followed / plain", "reacting / plain", "read at use / plain"]
     header += ["predicted / measured time", "waits of a step", "peak"]
@@ -156,8 +159,9 @@ def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
             with off, MemoryBudget(budget_bytes, config) as budget:
                 if name == FOLLOWED:
                     timed_steps(step, NUM_BEFORE_PLAN)
-                    current_session().programs.wait(PLAN_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
-                timed_steps(step, NUM_SETTLING if name == FOLLOWED else NUM_WARM)
+                    _settle(step, current_session())
+                else:
+                    timed_steps(step, NUM_WARM)
                 block = timed_steps(step, NUM_TIMED)
         except torch.OutOfMemoryError as error:
             found["refused"] = str(error)
@@ -183,6 +187,16 @@ def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
     step()
     found["rounds"] = take_turns(CONTENDERS, num_rounds, run_block)
     return found
+
+
+def _settle(step: Callable[[], None], session: Any) -> None:
+    """Run steps until they are not planned again."""
+    for _ in range(MOST_PLANS):
+        session.programs.wait(PLAN_WAIT_S)
+        num_programs = session.programs.num_programs
+        timed_steps(step, NUM_SETTLING)
+        if session.programs.num_programs == num_programs and not len(session.programs.planning or ()):
+            return
 
 
 def name_budget(model: str) -> dict[str, int]:

@@ -79,8 +79,7 @@ ClassOption = Annotated[
     str | None,
     typer.Option(
         "--class",
-        help="What may leave: saved (the default), extended, persistent (what `torchdelta run --class all` carries out) "
-        "or all.",
+        help="What may leave: saved (the default), extended, persistent (what `run --class all` carries out) or all.",
         show_default=False,
     ),
 ]

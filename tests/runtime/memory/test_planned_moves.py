@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.runtime.parts import is_emptied, running_session
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.memory.emptying import Emptying
 from torchdelta.runtime.memory.planned_moves import Move
 
 if TYPE_CHECKING:
@@ -42,9 +44,14 @@ class Moved:
         self.key = persistents.candidates.known[record.id].key
 
     def ask(self, *moves: Move) -> None:
-        """Ask for moves of the weight that are due together, and carry them out."""
+        """Ask for moves of the weight that are due together, and carry them out to their ends."""
         self.persistents.planned.ask((move, self.key) for move in moves)
+        self.finish()
+
+    def finish(self) -> None:
+        """Carry out what is due, and wait for copies out, as if all memory were needed."""
         self.persistents.move_planned()
+        self.persistents.planned.finish_leaving(0, running_session().ledger.usage)
 
     def holds(self) -> bool:
         """Return whether the weight has its content. This brings it back."""
@@ -106,9 +113,25 @@ def test_what_is_in_use_leaves_later(moved: Moved) -> None:
     assert not is_emptied(moved.weight)
     assert moved.persistents.planned.has_due
     in_use.end()
-    moved.persistents.move_planned()
+    moved.finish()
     assert is_emptied(moved.weight)
     assert not moved.persistents.planned.has_due
+
+
+def test_nothing_waits_for_a_departure_until_its_memory_is_needed(moved: Moved) -> None:
+    """Its copy out goes on; a tensor that is due back before its end stays, and is not copied in."""
+    planned = moved.persistents.planned
+    with mock.patch.object(Emptying, "is_clean", return_value=False):  # as if the copy never ended
+        planned.ask([(Move.LEAVE, moved.key)])
+        moved.persistents.move_planned()
+        assert not is_emptied(moved.weight)
+        assert planned.has_due
+        planned.ask([(Move.COPY_IN, moved.key)])
+        moved.persistents.move_planned()
+        assert not planned.has_due
+    moved.finish()
+    assert not is_emptied(moved.weight)
+    assert moved.holds()
 
 
 def test_a_copy_in_waits_for_room(moved: Moved) -> None:

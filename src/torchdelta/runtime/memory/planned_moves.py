@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.memory.in_use import InUse
     from torchdelta.runtime.state.buffer import StorageRecord
     from torchdelta.runtime.state.persistent import Persistent
+    from torchdelta.runtime.state.usage import Usage
 
 __all__ = ["Move", "PlannedMoves"]
 
@@ -29,7 +30,7 @@ _CALLS_UNTIL_RETRY: Final = 16  # of what may not leave: something else holds it
 class Move(enum.IntEnum):
     """What a plan does with a tensor. At one op, moves that free memory come first."""
 
-    LEAVE = 0  # its memory is freed, after its copy out has ended
+    LEAVE = 0  # its memory is freed, once its copy out has ended
     COPY_IN = 1  # its memory is taken, and its copy in begins
     COPY_OUT = 2  # its copy out begins
 
@@ -59,13 +60,14 @@ class PlannedMoves:
         # Keys of those that should have left, but cannot or are not known; and at which call of `move` to try again.
         self._late: dict[int, int] = {}
         self._num_calls = 0
+        self._leaving: dict[int, None] = {}  # keys of those that leave once their copies out have ended
         self._fetches: list[int] = []  # keys of those that should come back, and for which there was no room so far
         self._num_before_search = 0  # how often unknown keys are passed over before they are looked for again
 
     @property
     def has_due(self) -> bool:
         """Whether anything has to be moved."""
-        return bool(self._due or self._late or self._fetches)
+        return bool(self._due or self._late or self._leaving or self._fetches)
 
     def ask(self, moves: Iterable[tuple[Move, int]]) -> None:
         """Ask for moves of tensors, which are named by their keys, in this order."""
@@ -82,7 +84,11 @@ class PlannedMoves:
         late = [key for key, at in self._late.items() if at <= self._num_calls or key in due]
         for key in late:
             del self._late[key]
-        leaving = [key for key in late if key not in due] + [key for key, move in due.items() if move is Move.LEAVE]
+        copied = [key for key in self._leaving if key in due or not self._is_copying(key)]
+        for key in copied:
+            del self._leaving[key]
+        leaving = [key for key in (*copied, *late) if key not in due]
+        leaving += [key for key, move in due.items() if move is Move.LEAVE]
         if leaving:
             self._fetches = [key for key in self._fetches if due.get(key) is not Move.LEAVE]
             self._leave(leaving)
@@ -97,6 +103,17 @@ class PlannedMoves:
         locked = self._in_use.addresses() if copies else set[int]()
         for key in copies:
             self._copy(key, locked)
+
+    def finish_leaving(self, target_bytes: int, usage: Usage) -> None:
+        """Wait for copies out, and let their tensors leave, until no more than `target_bytes` live."""
+        for key in list(self._leaving):
+            if usage.live_bytes <= target_bytes:
+                return
+            del self._leaving[key]
+            known = self._find(key)
+            if known is not None and self._emptying.has_spare(known.record):
+                self._emptying.finish_spare(known.record)
+                self._leave([key])
 
     def end_step(self) -> None:
         """Try no departure of this step again."""
@@ -113,7 +130,14 @@ class PlannedMoves:
         """Forget what is due."""
         self._due.clear()
         self._late.clear()
+        self._leaving.clear()
         self._fetches.clear()
+
+    def _is_copying(self, key: int) -> bool:
+        known = self._find(key)
+        return (
+            known is not None and self._emptying.has_spare(known.record) and not self._emptying.is_clean(known.record)
+        )
 
     def _find(self, key: int) -> Persistent | None:
         known = self._candidates.by_key.get(key)
@@ -135,8 +159,12 @@ class PlannedMoves:
             if known.record.emptied is not None:
                 emptying.cancel_refill(known.record)  # it came back for a use that the step has left out
                 continue
-            if emptying.has_spare(known.record):
-                emptying.finish_spare(known.record)  # the transfer holds the storage
+            if not emptying.has_spare(known.record):
+                self._copy(key, locked)
+            if self._is_copying(key):
+                self._leaving[key] = None  # nothing waits for it until its memory is needed
+                continue
+            emptying.finish_spare(known.record)  # it has ended, but the transfer holds the storage
             if candidates.may_leave(known):
                 records.append(known.record)
             else:
