@@ -40,7 +40,7 @@ from torchdelta.runtime.memory.planned_moves import PlannedMoves
 from torchdelta.runtime.memory.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable
 
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.memory.transfers import Transfers
@@ -247,7 +247,7 @@ class Persistents:
     # -- what stays
 
     @contextlib.contextmanager
-    def all_here(self) -> Iterator[None]:
+    def all_here(self) -> Generator[None]:
         """Let nothing leave while code runs for which nothing would be brought back."""
         was_open, self.is_open = self.is_open, False
         try:
