@@ -106,3 +106,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name bytes by their length: what gzip wrote differs by the second, and workers have to collect the same names."""
     return f"{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
+@pytest.fixture
+def needs_counter() -> None:
+    """Skip a test where allocations cannot be counted: nothing is planned or measured without that."""
+    from torchdelta.errors import NativeError
+    from torchdelta.native.counting import new_counter
+
+    made = new_counter()
+    if isinstance(made, NativeError):
+        pytest.skip(f"no counting allocator here: {made}")

@@ -18,8 +18,6 @@ from tests.same_bits.judge import bits_of
 from tests.same_bits.test_everything_swaps import adamw, batch_of, bert, convnext, gpt2, parameter_bytes, plain_scope
 from tests.sampling import keep, sample
 from torchdelta import Config, MemoryBudget
-from torchdelta.errors import NativeError
-from torchdelta.native.counting import new_counter
 from torchdelta.runtime.record.backward import Backward
 
 if TYPE_CHECKING:
@@ -27,17 +25,11 @@ if TYPE_CHECKING:
 
     from torchdelta.summary import Summary
 
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
 NUM_STEPS = 9
 LEAST_BYTES = 4096
 NUM_DRAWN = 200
-
-
-@pytest.fixture(autouse=True)
-def needs_counter() -> None:
-    """Skip where allocations cannot be counted: nothing is planned without that."""
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 def train(

@@ -13,26 +13,17 @@ from tests.runtime.parts import running_session
 from tests.same_bits.drawn_networks import plain_observations, train
 from tests.sampling import sample
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta.errors import NativeError
-from torchdelta.native.counting import new_counter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # The networks provoke torch's own warnings.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("needs_counter")]
 
 NUM_SEEDS = 40
 NUM_STEPS = 18
 SHARES = (0.9, 0.8, 0.7)
 SLOWER = (1e9, 1e9, 1.02, 0.0)  # from which multiple of the time of reacting steps on a plan is given up
-
-
-@pytest.fixture(autouse=True)
-def _needs_counter() -> None:
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 def train_within(

@@ -8,7 +8,6 @@ from torch import nn
 
 from tests.runtime.programs import UNLIMITED, running
 from tests.sampling import sample
-from torchdelta.native.counting import new_counter
 from torchdelta.planners import classes_of, names
 
 WIDTH, NUM_ROWS, DEPTH, NUM_STEPS = 64, 4096, 6, 6  # activations of 1 MiB: AutoSwap leaves what is smaller
@@ -36,11 +35,10 @@ def _train(budget: int | str, planner: str | None = None) -> tuple[list[torch.Te
     return [parameter.detach().clone() for parameter in model.parameters()], peaks, found
 
 
+@pytest.mark.usefixtures("needs_counter")
 @pytest.mark.parametrize("planner", sample([name for name in names() if classes_of(name)[0] != "saved"], 3))
 def test_plans_of_the_larger_classes_are_followed(planner: str) -> None:
     """Online rules as they were played, and AutoSwap's swaps: the plain bits inside the budget."""
-    if isinstance(new_counter(), Exception):
-        pytest.skip("no counting allocator here")
     expected, plain_peaks, _ = _train(UNLIMITED)
     budget = int(0.75 * max(plain_peaks[1:]))
     found, peaks, (num_followed, num_evictions, _) = _train(budget, planner)

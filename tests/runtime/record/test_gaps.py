@@ -8,19 +8,12 @@ from torch import nn
 
 from tests.runtime.programs import UNLIMITED, running
 from torchdelta._torch.modes import Quietly
-from torchdelta.errors import NativeError
-from torchdelta.native.counting import new_counter
 from torchdelta.runtime.errors import BudgetError
 from torchdelta.runtime.policies.base import Action
 
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
 WIDTH, NUM_ROWS, DEPTH = 64, 2048, 10
-
-
-@pytest.fixture(autouse=True)
-def _needs_counter() -> None:
-    made = new_counter()
-    if isinstance(made, NativeError):
-        pytest.skip(f"no counting allocator here: {made}")
 
 
 def cloned_gradient(layers: list[nn.Linear], x: torch.Tensor, offset: nn.Parameter) -> torch.Tensor:
