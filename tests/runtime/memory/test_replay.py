@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.runtime.parts import buffer_of, scoped_library
 from tests.runtime.programs import UNLIMITED, mlp, running
@@ -119,6 +120,50 @@ def test_source_changed_outside_of_the_scope_is_refused() -> None:
     weight.add_(1)
     with pytest.raises(ReplayError, match="changed in place by code"):
         total.backward()
+
+
+@pytest.mark.parametrize("decision_class", ["saved", "all"])
+def test_source_written_by_an_op_while_it_was_saved_is_read_again(decision_class: Any) -> None:
+    """Autograd counts an op's write after the op. What is recorded for the new content counts it, too."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    with running(decision_class=decision_class, planner=None, policy="recompute-only") as (_, session):
+        with torch.no_grad():
+            x = torch.randn(64, 64) * 2
+        saved = x @ weight
+        with torch.no_grad():
+            x.mul_(0.5).add_(1)
+        total = (x + 1).sin().sum()
+        y = ((x + 1) @ weight).sum() + total
+        session.room.evict_all()
+        y.backward()
+        assert session.counters.num_recomputed_ops
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, (x + 1).t() @ torch.ones(64, 64))
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["written before", "written after"])
+def test_source_written_by_an_op_and_then_outside_of_the_scope_is_refused(*, reads: bool) -> None:
+    """The version is known from the first op on that reads the new content; before, a write changes no replay."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    with running(policy="recompute-only") as (_, session):
+        with torch.no_grad():
+            x = torch.randn(64, 64) * 2
+        saved = x @ weight
+        with torch.no_grad():
+            x.mul_(0.5)
+        if not reads:
+            with _disable_current_modes():
+                x.add_(1)
+        total = ((x + 1) @ weight).sum()
+        if reads:
+            with _disable_current_modes():
+                x.add_(1)
+        session.room.evict_all()
+        with pytest.raises(ReplayError, match="not recorded") if reads else contextlib.nullcontext():
+            total.backward()
+    del saved
 
 
 def test_replay_leaves_alone_what_is_being_fetched() -> None:

@@ -25,7 +25,7 @@ from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.memory.retry import may_retry_replay, prepare_retry, run_again
 from torchdelta.runtime.memory.room import digest_of
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
-from torchdelta.runtime.state.contents import is_same_number
+from torchdelta.runtime.state.contents import UNKNOWN_VERSION, is_same_number
 from torchdelta.runtime.state.tape import Fresh, Scratch, replay_op, sources, written_sources
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _check_version(buffer: Buffer) -> None:
     A witness that has exchanged its storage since (`set_`, `.data = other`) counts that, and writes to the other one.
     """
     witness = buffer.witness
-    if witness is None or version_of(witness) == buffer.witness_version:
+    if witness is None or buffer.witness_version in (version_of(witness), UNKNOWN_VERSION):
         return
     if storage_address(witness) == buffer.witness_address:
         raise_changed(buffer.size_bytes, version_of(witness), buffer.witness_version)

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.journal import Journal
     from torchdelta.runtime.state.observer import Observing
 
-__all__ = ["Contents", "is_same_number"]
+__all__ = ["UNKNOWN_VERSION", "Contents", "is_same_number"]
 
 WRAPPED_NUMBER_BYTES = 16
+UNKNOWN_VERSION: Final = -1  # of a witness that the running op writes: autograd counts the write after the op
 _DROPPED: Final = Residence.DROPPED
 _GONE: Final = Residence.GONE
 
@@ -86,6 +87,8 @@ class Contents(Storages):
         buffer = self.buffer_of(tensor)
         buffer.last_used = self.clock
         view = View(buffer, tensor)
+        if buffer.witness_version == UNKNOWN_VERSION and buffer.witness is not None:
+            self.watch(buffer, buffer.witness, counted_version_of(buffer.witness))
         if buffer.op is None and buffer.strong is None and buffer.copy is None:
             self.hold(buffer, tensor)
             if tensor.__class__ is torch.nn.Parameter or is_trained_leaf_or_view(tensor):
@@ -176,6 +179,7 @@ class Contents(Storages):
         buffer.num_saved, buffer.has_left = old.num_saved, old.has_left
         buffer.save_order = old.save_order
         self.hold(buffer, tensor)
+        buffer.witness_version = UNKNOWN_VERSION  # until an op reads this content
 
     def reinstate(self, record: StorageRecord, buffer: Buffer, tensor: torch.Tensor) -> None:
         """Undo `invalidate`, unless that was done already: the storage was not written after all."""
