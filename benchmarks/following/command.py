@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import models
+from benchmarks.disk import measure_disk
 from benchmarks.following import compiled, report
 from benchmarks.following.contenders import (
     CONTENDERS,
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> Outcome:
         options.no_write = True  # of raw results: there are no new ones
         report.write(options.picture or sorted(map(str, RESULTS.glob("following*.json"))))
         return outcome
+    outcome.disk = measure_disk()
     if options.compiled:
         compiled.run(options, outcome)
         return outcome
