@@ -34,12 +34,13 @@ class PlainProcess:
     Args:
         model: The name of a model in `benchmarks.models`.
         optimizer: The name of its optimizer.
+        batch_size: The model's own by default.
     """
 
-    def __init__(self, model: str, optimizer: str) -> None:
+    def __init__(self, model: str, optimizer: str, batch_size: int | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._requests, theirs = context.Pipe()
-        arguments = (theirs, model, optimizer, torch.get_num_threads())
+        arguments = (theirs, model, optimizer, batch_size, torch.get_num_threads())
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -78,10 +79,10 @@ class PlainProcess:
             self._process.join()
 
 
-def _serve(requests: Connection, model: str, optimizer: str, num_threads: int) -> None:
+def _serve(requests: Connection, model: str, optimizer: str, batch_size: int | None, num_threads: int) -> None:
     """Run as many steps as each message asks for, until the other end closes."""
     torch.set_num_threads(num_threads)
-    workload = models.build(model)
+    workload = models.build(model, batch_size)
     built_optimizer = models.build_optimizer(optimizer, workload.model)
     try:
         while True:

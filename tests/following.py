@@ -134,6 +134,7 @@ def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any
     decision_class: DecisionClass = "persistent" if options.get("decision_class") == "all" else "saved"
     with (
         planned_here(lambda trace, _machine, _budget_bytes: drawn_plan(trace, seed, decision_class), least_bytes=0),
+        mock.patch("torchdelta.runtime.memory.candidates.LEAST_BYTES", 1),
         MemoryBudget(budget, Config(**options)) as memory_budget,
     ):
         follow_anyway(running_session())

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import gc
 import statistics
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ import torch
 from benchmarks import models
 from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, PEERS, RECORD_ONLY, in_budget, scope, split
 from benchmarks.plain_process import PlainProcess
-from benchmarks.settling import may_change
+from benchmarks.settling import NUM_SETTLING_STEPS, PLAN_WAIT_S, settle
 from benchmarks.turns import PLAIN, take_turns, timed_steps
 from torchdelta import Config, MemoryBudget
 from torchdelta.bounds.lp_bound import bound
@@ -36,15 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.turns import Block
-    from torchdelta.runtime.follow.programs import Programs
-    from torchdelta.trace.model import Trace
 
-PLAN_WAIT_S = 300.0
-# Followed steps until nothing new is learned: watched, followed, recorded for the outline, then in part and watched, in
-# part, and on the native tape.
-_NUM_SETTLING_STEPS = 6
-_MOST_SETTLING_STEPS = 24  # of one plan, until its time was compared with the prediction
-_MOST_PLANS = 4  # of one step: two corrections, and the return to an earlier program
 UNBOUNDED_BYTES = 1 << 40
 
 
@@ -146,25 +137,8 @@ class Race:
         return None
 
     def _settle(self) -> None:
-        for _ in range(_NUM_SETTLING_STEPS):
+        for _ in range(NUM_SETTLING_STEPS):
             self.train()
-
-    def _settle_followed(self, programs: Programs) -> tuple[int, Trace | None]:
-        """Run steps until no step is planned again. Return how many, and the trace that was planned last."""
-        num_steps, trace = 0, None
-        for _ in range(_MOST_PLANS):
-            program = _newest(programs)
-            if program is not None and program.step is not None:
-                trace = program.step[0]  # dropped when the program has held
-            for _ in range(_MOST_SETTLING_STEPS):
-                self.train()
-                num_steps += 1
-                if program is None or _is_settled(program, programs):
-                    break
-            programs.wait(PLAN_WAIT_S)
-            if _newest(programs) is program:
-                break
-        return num_steps, trace
 
     def _follow(self, label: str) -> Block:
         with MemoryBudget(self.budgets[label], Config(planner=self.planner)) as budget:
@@ -174,12 +148,10 @@ class Race:
             programs = session.programs
             if not programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
                 raise RuntimeError(programs.why_no_plan or "no plan was asked for")
-            num_settling, trace = self._settle_followed(programs)
-            program = _newest(programs)
-            if program is not None:
-                program.num_corrections = sys.maxsize  # the session counts the plain steps in between as its own time
+            settled = settle(programs, self.train)
+            program, trace = settled.program, settled.trace
             block = self.timed_pairs()
-            block |= _done(budget, self.num_steps, num_settling)
+            block |= _done(budget, self.num_steps, settled.num_steps)
             block |= _followed(session)
             if program is not None and trace is not None:
                 block["predicted"] = {
@@ -232,16 +204,6 @@ def without_fetches(program: Program) -> Program:
         step=None,
         margin_bytes=program.margin_bytes,
     )
-
-
-def _newest(programs: Programs) -> Program | None:
-    """Return the program that was made, or taken up again, last."""
-    return next(reversed(list(programs.cache)), None)
-
-
-def _is_settled(program: Program, programs: Programs) -> bool:
-    """Return whether later steps of a program will be like the latest one."""
-    return program.num_followed >= _NUM_SETTLING_STEPS and not may_change(program, programs)
 
 
 def _done(budget: MemoryBudget, num_steps: int, num_settling: int = 0) -> dict[str, Any]:

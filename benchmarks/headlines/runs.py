@@ -1,6 +1,8 @@
 """The runs of one model, as workers: plain and accumulated ones, and those under a limit.
 
-Every run builds its model anew from the same seed, so that the losses of its steps can be compared bit for bit.
+Every run builds its model anew from the same seed, so that the losses of its steps can be compared bit for bit. Each
+timed step is followed by a plain one of plain's largest batch in a second process: its time per sample is stated over
+that of this step.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import models
+from benchmarks.plain_process import PlainProcess
+from benchmarks.settling import PLAN_WAIT_S, settle
+from benchmarks.turns import BESIDE
 from torchdelta import Config, MemoryBudget
 from torchdelta.runtime.current import current_session
 
@@ -24,9 +29,7 @@ if TYPE_CHECKING:
     from benchmarks.models import Inputs
 
 UNBOUNDED_BYTES = 1 << 40
-PLAN_WAIT_S = 300.0
-NUM_TIMED = 2
-NUM_BEFORE = 3  # steps of a followed run before its time counts: the reactive, the traced and the watched one
+NUM_WARM = 3
 TRIAL_STEPS = 4
 SEARCH_RESOLUTION = 0.04
 
@@ -39,12 +42,10 @@ class Trainer:
     parts: list[tuple[float, Inputs]]  # each with its share of the batch
     optimizer: torch.optim.Optimizer
     losses: list[str] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
 
     def steps(self, num_steps: int) -> None:
-        """Run steps, and keep each one's loss and time."""
+        """Run steps, and keep the loss of each."""
         for _ in range(num_steps):
-            began_s = time.perf_counter()
             total = 0.0
             for share, inputs in self.parts:
                 loss = models.loss_of(self.model, inputs)
@@ -53,7 +54,6 @@ class Trainer:
                 del loss
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.times_s.append(time.perf_counter() - began_s)
             self.losses.append(float(total).hex())
 
 
@@ -93,76 +93,84 @@ def limit(model: str, batch_size: int) -> dict[str, int]:
     return {"limit_bytes": plain_peak(model, batch_size, num_steps=2)}
 
 
-def measure(
-    model: str, batch_size: int, limit_bytes: int, plain_batch: int, num_timed: int = NUM_TIMED
-) -> dict[str, Any]:
+def measure(model: str, batch_size: int, limit_bytes: int, plain_batch: int, num_timed: int) -> dict[str, Any]:
     """Train one batch under the limit, reactively and by a plan, and plain without it, as a worker.
 
     Returns:
-        Times per sample of plain at its largest batch, of plain at this batch (without a limit), of plain with
-        accumulation, and of both runs under the limit with their peaks, and whether their losses are plain's.
+        Times per sample, over those of plain at its largest batch: of plain at this batch (without a limit), of plain
+        with accumulation, and of both runs under the limit with their peaks, and whether their losses are plain's.
     """
-    num_steps = NUM_BEFORE + num_timed
+    with PlainProcess(model, "sgd", plain_batch) as beside:
+        return _measure(_Timer(beside, plain_batch, num_timed), model, batch_size, limit_bytes, plain_batch)
+
+
+def _measure(timer: _Timer, model: str, batch_size: int, limit_bytes: int, plain_batch: int) -> dict[str, Any]:
     plain = build(model, batch_size)
-    plain.steps(num_steps)
-    losses = plain.losses
-    found: dict[str, Any] = {
-        "batch_size": batch_size,
-        "losses": losses,
-        "plain_peak_bytes": plain_peak(model, batch_size),
-        "plain": _timed(plain, batch_size, num_timed),
-    }
+    plain.steps(NUM_WARM)
+    found: dict[str, Any] = {"batch_size": batch_size, "plain": timer.time(plain, batch_size)}
+    found["losses"] = losses = plain.losses
     del plain
-    small = build(model, plain_batch)
-    small.steps(1 + num_timed)
-    found["plain_largest"] = _timed(small, plain_batch, num_timed)
-    del small
+    found["plain_peak_bytes"] = plain_peak(model, batch_size)
     if batch_size > plain_batch:
         accumulated = build(model, batch_size, plain_batch)
-        accumulated.steps(1 + num_timed)
-        found["accumulated"] = _timed(accumulated, batch_size, num_timed)
+        accumulated.steps(NUM_WARM)
+        found["accumulated"] = timer.time(accumulated, batch_size)
         del accumulated
         found["accumulated"]["peak_bytes"] = plain_peak(model, batch_size, plain_batch)
     for name, planner in (("reactive", None), ("followed", "torchdelta")):
         try:
-            found[name] = _limited(model, batch_size, limit_bytes, planner, losses, num_timed)
+            found[name] = _limited(timer, model, batch_size, limit_bytes, planner, losses)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             least_bytes = getattr(error, "least_budget_bytes", None)
             found[name] = {"error": f"{type(error).__name__}: {error}", "least_budget_bytes": least_bytes}
     return found
 
 
+@dataclass(frozen=True)
+class _Timer:
+    """Times steps beside those of plain's largest batch."""
+
+    beside: PlainProcess
+    plain_batch: int
+    num_timed: int
+
+    def time(self, trainer: Trainer, batch_size: int) -> dict[str, Any]:
+        """Run timed steps. Return their times, those beside them, and the time per sample over that beside it."""
+        block = self.beside.timed_pairs(lambda: trainer.steps(1), self.num_timed)
+        times_s, plain_times_s = block["times_s"], block[BESIDE]["times_s"]
+        ratios = [own / plain for own, plain in zip(times_s, plain_times_s, strict=True)]
+        over_plain = statistics.median(ratios) * self.plain_batch / batch_size
+        return {"times_s": times_s, "plain_times_s": plain_times_s, "sample_over_plain": over_plain}
+
+
 def _limited(
-    model: str, batch_size: int, limit_bytes: int, planner: str | None, losses: list[str], num_timed: int
+    timer: _Timer, model: str, batch_size: int, limit_bytes: int, planner: str | None, losses: list[str]
 ) -> dict[str, Any]:
     trainer = build(model, batch_size)
     extra: dict[str, Any] = {}
     with MemoryBudget(limit_bytes, Config(planner=planner)) as budget:
         session: Any = current_session()
-        if planner is None:
-            trainer.steps(1 + num_timed)
-        else:
-            trainer.steps(2)
+        trainer.steps(NUM_WARM)
+        if planner is not None:
             if not session.programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
                 raise RuntimeError(session.programs.why_no_plan or "no plan was asked for")
-            trainer.steps(NUM_BEFORE - 2 + num_timed)
+            settle(session.programs, lambda: trainer.steps(1))
+        timed = timer.time(trainer, batch_size)
+        if planner is not None:
             extra["num_followed_steps"] = session.follower.num_followed_steps
             extra["num_unplanned"] = session.counters.num_unplanned
     summary = budget.summary()
+    num_compared = min(len(losses), len(trainer.losses))
     return {
-        **_timed(trainer, batch_size, num_timed),
+        **timed,
         **extra,
         "peak_bytes": summary.peak_bytes,
         "swapped_out_bytes": summary.steps[-1].swapped_out_bytes,
         "recomputed_bytes": summary.steps[-1].recomputed_bytes,
         "num_steps": len(trainer.losses),
-        "same_losses": trainer.losses == losses[: len(trainer.losses)],
+        "num_compared": num_compared,
+        "same_losses": trainer.losses[:num_compared] == losses[:num_compared],
     }
-
-
-def _timed(trainer: Trainer, batch_size: int, num_timed: int) -> dict[str, Any]:
-    times_s = trainer.times_s[-num_timed:]
-    return {"times_s": times_s, "sample_s": statistics.median(times_s) / batch_size}
 
 
 def largest(model: str, start_batch: int, limit_bytes: int) -> dict[str, Any]:

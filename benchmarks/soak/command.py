@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--planner", choices=PLANNERS, help="follow the plans of this planner")
+    parser.add_argument(
+        "--decision-class", choices=("saved", "all"), default="saved", help="what may leave (all: in smaller budgets)"
+    )
 
 
 @dataclass(kw_only=True)
@@ -103,6 +106,7 @@ def _worker(options: argparse.Namespace, minutes: float, *, plain: bool = False)
             least_episodes=0 if options.quick else FEWEST_EPISODES,
             plain=plain,
             planner=None if plain else options.planner,
+            decision_class=options.decision_class,
         ),
         cwd=REPOSITORY,
         env=worker_environment(options.threads),

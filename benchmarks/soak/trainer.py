@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,19 +25,30 @@ from benchmarks.soak import faults, schedule, subjects
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import TierError
 
+DecisionClass = Literal["saved", "all"]
 _MEMORY_EVENT = "[memory]"
 _METER_TOLERANCE = 0.01
 _KEPT_FOR_STEPS = 2
 PLAN_WAIT_S = 60.0
 _TYPES_EVERY = 4
+PERSISTENT_SHARE = 0.6  # of a subject's parameters and states that fit, beside a step, where everything may leave
 
 
 class Trainer:
     """Trains the subjects as the schedule says."""
 
-    def __init__(self, seed: int, swap_dir: str, planner: str | None = None, *, plain: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        swap_dir: str,
+        planner: str | None = None,
+        decision_class: DecisionClass = "saved",
+        *,
+        plain: bool,
+    ) -> None:
         self.seed = seed
         self.planner = planner
+        self.decision_class: DecisionClass = decision_class
         self.plain = plain
         self.swap_dir = swap_dir
         self.measured = {} if plain else {name: self._measure(name) for name in schedule.MODELS}
@@ -61,6 +72,8 @@ class Trainer:
 
     def _budget_bytes(self, episode: schedule.Episode) -> int:
         step_bytes, rest_bytes = self.measured[episode.model]
+        if self.decision_class == "all":
+            rest_bytes -= int((1 - PERSISTENT_SHARE) * resting_bytes(self.subjects[episode.model]))
         return rest_bytes + int(episode.share * step_bytes)
 
     def run(self, seconds: float, least_episodes: int) -> int:
@@ -78,7 +91,13 @@ class Trainer:
         subject = self.subjects[episode.model]
         scope: Any = contextlib.nullcontext()
         if not self.plain:
-            config = Config(policy=episode.policy, planner=self.planner, tier=episode.tier, swap_dir=self.swap_dir)
+            config = Config(
+                policy=episode.policy,
+                planner=self.planner,
+                tier=episode.tier,
+                swap_dir=self.swap_dir,
+                decision_class=self.decision_class,
+            )
             scope = MemoryBudget(self._budget_bytes(episode), config)
         if not episode.collects:
             gc.disable()
@@ -321,9 +340,15 @@ def say(record: dict[str, Any]) -> None:
 
 
 def run(
-    seed: int, seconds: float, planner: str | None = None, least_episodes: int = 0, *, plain: bool
+    seed: int,
+    seconds: float,
+    planner: str | None = None,
+    least_episodes: int = 0,
+    decision_class: DecisionClass = "saved",
+    *,
+    plain: bool,
 ) -> dict[str, Any]:
     """Train, with budgets or plainly. The returned record is the last one."""
     with tempfile.TemporaryDirectory(prefix="torchdelta-soak-") as swap_dir:
-        trainer = Trainer(seed, swap_dir, planner, plain=plain)
+        trainer = Trainer(seed, swap_dir, planner, decision_class, plain=plain)
         return {"kind": "end", "num_episodes": trainer.run(seconds, least_episodes)}

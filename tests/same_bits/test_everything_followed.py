@@ -192,9 +192,8 @@ def test_an_optimizer_whose_states_are_replaced() -> None:
     assert num_unknown[-1] == 0
 
 
-def test_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights() -> None:
     """A frozen weight is a saved tensor and a parameter, and may leave in both ways."""
-    monkeypatch.setattr("torchdelta.runtime.memory.candidates.LEAST_BYTES", 1)
 
     def frozen() -> torch.nn.Module:
         model = gpt2()
@@ -237,10 +236,9 @@ def _fail(*_arguments: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", sample(range(NUM_DRAWN), 3, 20))
-def test_drawn_loops_while_a_drawn_plan_moves_everything(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_loops_while_a_drawn_plan_moves_everything(seed: int) -> None:
     """Whatever a plan does with parameters, gradients and states, at moments that no planner would choose."""
     plain = plain_observations(seed)
     if plain is None:
         pytest.skip("plain fails or does not equal itself")
-    monkeypatch.setattr("torchdelta.runtime.memory.candidates.LEAST_BYTES", 1)
     assert train_drawn(seed, lambda: following_drawn(seed, decision_class="all")) == plain

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks import results
 from tools.sweep import catalog, pool
 from tools.sweep.journal import Journal, describe, key_of, read
-from tools.sweep.judging import FOLLOWED, PAUSED
+from tools.sweep.judging import EVERYTHING, FOLLOWED, PAUSED
 from tools.sweep.report import is_failed, sum_up
 from torchdelta.native.build import is_switched_off
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "sweep"
 GIB = 2**30
-MODES = ("recompute", "swap", "mixed", "bf16", FOLLOWED, PAUSED)
+MODES = ("recompute", "swap", "mixed", "bf16", FOLLOWED, EVERYTHING, PAUSED)
 # A quick sweep judges every so many groups.
 QUICK_STRIDE = 24
 PROGRESS_S = 20.0

@@ -7,6 +7,7 @@ more times before that is called the mode's fault; how often is in the record.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ MODES: dict[str, tuple[str, judge.Decisions]] = {
 
 # The step is repeated in one scope, and a drawn program of it is carried out from the third time on.
 FOLLOWED = "followed"
+# The same, and parameters and gradients leave as drawn, too.
+EVERYTHING = "everything"
 # The step is not recorded at first; from a drawn moment on it is, and all that can leave leaves then.
 PAUSED = "paused"
 PAUSED_UNTIL_BYTES = (20_000, 40_000, 60_000, 100_000)
@@ -54,6 +57,7 @@ BROKEN = (UNEQUAL, RAISED, CRASHED, TIMEOUT)
 
 NUM_DIFFERENCES_KEPT = 6
 NUM_MORE_PLAIN_RUNS = 20
+FIRST_FOLLOWED = 2
 
 
 def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str,
     plain: dict[str, judge.Outcome | dict[str, Any]] = {}
     for mode in modes:
         kind, decisions = MODES.get(mode, (PLAIN, "keep"))
-        for each in (REPEATED, kind) if mode == FOLLOWED else (kind,):
+        for each in (REPEATED, kind) if mode in {FOLLOWED, EVERYTHING} else (kind,):
             kind = each
             if kind not in plain:
                 report(kind, found)
@@ -78,7 +82,9 @@ def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str,
         if isinstance(expected, dict):
             found[mode] = expected
         elif mode == FOLLOWED:
-            found[mode] = judge_followed(steps[kind], expected)
+            found[mode] = judge_followed(steps[kind], expected, "saved")
+        elif mode == EVERYTHING:
+            found[mode] = judge_followed(steps[kind], expected, "all")
         elif mode == PAUSED:
             # Subjects differ in the bytes that a step leaves, so this is a draw.
             limit_bytes = PAUSED_UNTIL_BYTES[expected.tracked_bytes // 64 % len(PAUSED_UNTIL_BYTES)]
@@ -148,12 +154,16 @@ def judge_in(open_budget: judge.Scope, step: judge.Step, expected: judge.Outcome
     return result
 
 
-def judge_followed(step: judge.Step, expected: judge.Outcome) -> dict[str, Any]:
+def judge_followed(step: judge.Step, expected: judge.Outcome, decision_class: str) -> dict[str, Any]:
     """Repeat a step inside one scope and compare each time with the plain one, the followed times included."""
     started_s = time.perf_counter()
     outcomes: list[judge.Outcome] = []
-    with following_drawn() as budget:
-        for _ in range(NUM_STEPS):
+    with following_drawn(decision_class=decision_class) as budget:
+        for index in range(NUM_STEPS):
+            if decision_class == "all" and index in (0, FIRST_FOLLOWED):
+                (
+                    gc.freeze if index else gc.unfreeze
+                )()  # a frozen module is not found, and a thawed one slows the judge
             outcomes.append(judge.run(step))
             if outcomes[-1].raised is not None:
                 break
@@ -172,6 +182,9 @@ def judge_followed(step: judge.Step, expected: judge.Outcome) -> dict[str, Any]:
         "num_partial_steps": session.partial.num_steps,
         "num_native_steps": lane.num_steps if lane is not None else 0,
     }
+    persistents = session.room.persistents
+    if persistents is not None:
+        result["num_emptied"] = persistents.emptying.num_emptied
     if differing:
         result |= {"detail": differing[:NUM_DIFFERENCES_KEPT], "num": len(differing)}
     if holds_handles(budget):

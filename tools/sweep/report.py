@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.outcome import Outcome, format_table
 from tools.sweep.catalog import HARNESS_FAILED, JUDGED
-from tools.sweep.judging import BROKEN, EQUAL, FOLLOWED, NOT_REPRODUCIBLE, PLAIN_FAILS
+from tools.sweep.judging import BROKEN, EQUAL, EVERYTHING, FOLLOWED, NOT_REPRODUCIBLE, PLAIN_FAILS
 from tools.sweep.pool import BUILD, CRASHED, TIMEOUT
 from tools.sweep.subjects import AUTOCAST, PLAIN
 
@@ -112,7 +112,7 @@ def sum_up_family(
             **{kind.replace(" ", "_"): found[kind] for kind in COLUMNS[1:]},
             "nothing_left_memory": idle,
         }
-        if mode == FOLLOWED:
+        if mode == FOLLOWED:  # where everything may leave, steps are recorded as a whole
             native = [r for r in judgeable if r["modes"].get(mode, {}).get("num_native_steps")]
             data["modes"][mode]["num_with_native_steps"] = len(native)
     failed = [record["name"] for record in records if record["status"] == HARNESS_FAILED]
@@ -126,6 +126,8 @@ def sum_up_family(
 def is_idle(record: Record, mode: str) -> bool:
     """Tell whether a mode had nothing to do: equal bits then say little."""
     found = record["modes"][mode]
+    if mode == EVERYTHING:
+        return not found["num_emptied"]
     return not found["num_recomputed_ops"] and not found["swapped_out_bytes"]
 
 
