@@ -24,6 +24,7 @@ from torchdelta.plan.model import Absence, Plan, PlanHeader
 from torchdelta.plan.request import Answer
 from torchdelta.planners.registry import get
 from torchdelta.runtime.follow.planning import Planned
+from torchdelta.runtime.state.contents import WRAPPED_NUMBER_BYTES
 from torchdelta.simulate.gaps import find_gaps
 from torchdelta.simulate.problem import PlanningProblem
 
@@ -134,7 +135,7 @@ def following_drawn(seed: int = 0, budget: int | str = UNLIMITED, **options: Any
     decision_class: DecisionClass = "persistent" if options.get("decision_class") == "all" else "saved"
     with (
         planned_here(lambda trace, _machine, _budget_bytes: drawn_plan(trace, seed, decision_class), least_bytes=0),
-        mock.patch("torchdelta.runtime.memory.candidates.LEAST_BYTES", 1),
+        mock.patch("torchdelta.runtime.memory.candidates.LEAST_BYTES", WRAPPED_NUMBER_BYTES + 1),
         MemoryBudget(budget, Config(**options)) as memory_budget,
     ):
         follow_anyway(running_session())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.journal import Journal
     from torchdelta.runtime.state.observer import Observing
 
-__all__ = ["UNKNOWN_VERSION", "Contents", "is_same_number"]
+__all__ = ["UNKNOWN_VERSION", "WRAPPED_NUMBER_BYTES", "Contents", "is_same_number"]
 
 WRAPPED_NUMBER_BYTES = 16
 UNKNOWN_VERSION: Final = -1  # of a witness that the running op writes: autograd counts the write after the op
@@ -88,7 +88,8 @@ class Contents(Storages):
         buffer.last_used = self.clock
         view = View(buffer, tensor)
         if buffer.witness_version == UNKNOWN_VERSION and buffer.witness is not None:
-            self.watch(buffer, buffer.witness, counted_version_of(buffer.witness))
+            self._note(buffer)
+            buffer.witness_version = counted_version_of(buffer.witness)
         if buffer.op is None and buffer.strong is None and buffer.copy is None:
             self.hold(buffer, tensor)
             if tensor.__class__ is torch.nn.Parameter or is_trained_leaf_or_view(tensor):
