@@ -58,7 +58,7 @@ def settle(programs: Programs, train: Callable[[], object]) -> Settled:
             break
     program = _newest(programs)
     if program is not None:
-        program.num_corrections = sys.maxsize  # the session would count plain steps in between as its own time
+        program.num_corrections = sys.maxsize  # else the session counts the plain steps in between as its own time
     return Settled(num_steps=num_steps, program=program, trace=trace)
 
 

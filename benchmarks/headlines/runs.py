@@ -1,8 +1,8 @@
 """The runs of one model, as workers: plain and accumulated ones, and those under a limit.
 
-Every run builds its model anew from the same seed, so that the losses of its steps can be compared bit for bit. Each
-timed step is followed by a plain one of plain's largest batch in a second process: its time per sample is stated over
-that of this step.
+Every run builds its model anew from the same seed, so that the losses of its steps can be compared bit for bit. After
+each timed step, a second process runs a plain step of plain's largest batch. Times per sample are stated over that
+step's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.plain_process import PlainProcess
-from benchmarks.settling import PLAN_WAIT_S, settle
+from benchmarks.settling import NUM_SETTLING_STEPS, PLAN_WAIT_S, settle
 from benchmarks.turns import BESIDE
 from torchdelta import Config, MemoryBudget
 from torchdelta.runtime.current import current_session
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from benchmarks.models import Inputs
 
 UNBOUNDED_BYTES = 1 << 40
-NUM_WARM = 3
+NUM_BEFORE_PLAN = 2  # a step that reacts, and one that is traced
 TRIAL_STEPS = 4
 SEARCH_RESOLUTION = 0.04
 
@@ -105,24 +105,30 @@ def measure(model: str, batch_size: int, limit_bytes: int, plain_batch: int, num
 
 
 def _measure(timer: _Timer, model: str, batch_size: int, limit_bytes: int, plain_batch: int) -> dict[str, Any]:
-    plain = build(model, batch_size)
-    plain.steps(NUM_WARM)
-    found: dict[str, Any] = {"batch_size": batch_size, "plain": timer.time(plain, batch_size)}
-    found["losses"] = losses = plain.losses
-    del plain
-    found["plain_peak_bytes"] = plain_peak(model, batch_size)
+    found: dict[str, Any] = {"batch_size": batch_size}
     if batch_size > plain_batch:
         accumulated = build(model, batch_size, plain_batch)
-        accumulated.steps(NUM_WARM)
+        accumulated.steps(NUM_SETTLING_STEPS)
         found["accumulated"] = timer.time(accumulated, batch_size)
         del accumulated
         found["accumulated"]["peak_bytes"] = plain_peak(model, batch_size, plain_batch)
     for name, planner in (("reactive", None), ("followed", "torchdelta")):
         try:
-            found[name] = _limited(timer, model, batch_size, limit_bytes, planner, losses)
+            found[name] = _limited(timer, model, batch_size, limit_bytes, planner)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             least_bytes = getattr(error, "least_budget_bytes", None)
             found[name] = {"error": f"{type(error).__name__}: {error}", "least_budget_bytes": least_bytes}
+    # Last, because it runs as many steps as each of them: all losses are compared.
+    num_steps = max(len(found[name].get("losses", ())) for name in ("reactive", "followed"))
+    plain = build(model, batch_size)
+    plain.steps(max(NUM_SETTLING_STEPS, num_steps - timer.num_steps))
+    found["plain"] = timer.time(plain, batch_size) | {"losses": plain.losses}
+    for name in ("reactive", "followed"):
+        if "losses" in found[name]:
+            losses = found[name].pop("losses")
+            found[name] |= {"num_steps": len(losses), "same_losses": losses == plain.losses[: len(losses)]}
+    del plain
+    found["plain_peak_bytes"] = plain_peak(model, batch_size)
     return found
 
 
@@ -134,24 +140,29 @@ class _Timer:
     plain_batch: int
     num_timed: int
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps `time` runs: the first one does not count, because the second process was idle before."""
+        return 1 + self.num_timed
+
     def time(self, trainer: Trainer, batch_size: int) -> dict[str, Any]:
         """Run timed steps. Return their times, those beside them, and the time per sample over that beside it."""
-        block = self.beside.timed_pairs(lambda: trainer.steps(1), self.num_timed)
+        block = self.beside.timed_pairs(lambda: trainer.steps(1), self.num_steps)
         times_s, plain_times_s = block["times_s"], block[BESIDE]["times_s"]
-        ratios = [own / plain for own, plain in zip(times_s, plain_times_s, strict=True)]
+        ratios = [own / plain for own, plain in zip(times_s, plain_times_s, strict=True)][1:]
         over_plain = statistics.median(ratios) * self.plain_batch / batch_size
         return {"times_s": times_s, "plain_times_s": plain_times_s, "sample_over_plain": over_plain}
 
 
-def _limited(
-    timer: _Timer, model: str, batch_size: int, limit_bytes: int, planner: str | None, losses: list[str]
-) -> dict[str, Any]:
+def _limited(timer: _Timer, model: str, batch_size: int, limit_bytes: int, planner: str | None) -> dict[str, Any]:
     trainer = build(model, batch_size)
     extra: dict[str, Any] = {}
     with MemoryBudget(limit_bytes, Config(planner=planner)) as budget:
         session: Any = current_session()
-        trainer.steps(NUM_WARM)
-        if planner is not None:
+        if planner is None:
+            trainer.steps(NUM_SETTLING_STEPS)
+        else:
+            trainer.steps(NUM_BEFORE_PLAN)
             if not session.programs.wait(PLAN_WAIT_S) and session.counters.num_evictions:
                 raise RuntimeError(session.programs.why_no_plan or "no plan was asked for")
             settle(session.programs, lambda: trainer.steps(1))
@@ -160,16 +171,13 @@ def _limited(
             extra["num_followed_steps"] = session.follower.num_followed_steps
             extra["num_unplanned"] = session.counters.num_unplanned
     summary = budget.summary()
-    num_compared = min(len(losses), len(trainer.losses))
     return {
         **timed,
         **extra,
+        "losses": trainer.losses,
         "peak_bytes": summary.peak_bytes,
         "swapped_out_bytes": summary.steps[-1].swapped_out_bytes,
         "recomputed_bytes": summary.steps[-1].recomputed_bytes,
-        "num_steps": len(trainer.losses),
-        "num_compared": num_compared,
-        "same_losses": trainer.losses[:num_compared] == losses[:num_compared],
     }
 
 

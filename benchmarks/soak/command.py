@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--planner", choices=PLANNERS, help="follow the plans of this planner")
     parser.add_argument(
-        "--decision-class", choices=("saved", "all"), default="saved", help="what may leave (all: in smaller budgets)"
+        "--decision-class",
+        choices=("saved", "all"),
+        default="saved",
+        help="what may leave; with all, budgets are smaller",
     )
 
 

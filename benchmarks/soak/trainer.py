@@ -31,7 +31,7 @@ _METER_TOLERANCE = 0.01
 _KEPT_FOR_STEPS = 2
 PLAN_WAIT_S = 60.0
 _TYPES_EVERY = 4
-PERSISTENT_SHARE = 0.6  # of a subject's parameters and states that fit, beside a step, where everything may leave
+PERSISTENT_SHARE = 0.6  # in the class *all*: of a subject's parameters and states, what the budget holds beside a step
 
 
 class Trainer:

@@ -32,6 +32,7 @@ from tests.same_bits.judge import bits_of
 from tests.sampling import sample
 from torchdelta import Config, MemoryBudget
 from torchdelta.runtime.memory.persistents import Persistents
+from torchdelta.runtime.state.contents import WRAPPED_NUMBER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,7 @@ CANDIDATES = "torchdelta.runtime.memory.candidates"
 @pytest.fixture(autouse=True)
 def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of any size leave: the models here are small."""
-    monkeypatch.setattr(f"{CANDIDATES}.LEAST_BYTES", 1)
+    monkeypatch.setattr(f"{CANDIDATES}.LEAST_BYTES", WRAPPED_NUMBER_BYTES + 1)
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def sum_up_family(
 
 
 def is_idle(record: Record, mode: str) -> bool:
-    """Tell whether a mode had nothing to do: equal bits then say little."""
+    """Tell whether nothing left that this mode is about: equal bits then say little."""
     found = record["modes"][mode]
     if mode == EVERYTHING:
         return not found["num_emptied"]

@@ -143,16 +143,17 @@ def test_source_written_by_an_op_while_it_was_saved_is_read_again(decision_class
     assert torch.equal(weight.grad, (x + 1).t() @ torch.ones(64, 64))
 
 
+@pytest.mark.parametrize("through_data", [False, True], ids=["itself", "its data"])
 @pytest.mark.parametrize("reads", [False, True], ids=["written before", "written after"])
-def test_source_written_by_an_op_and_then_outside_of_the_scope_is_refused(*, reads: bool) -> None:
-    """The version is known from the first op on that reads the new content; before, a write changes no replay."""
+def test_source_written_by_an_op_and_then_outside_of_the_scope_is_refused(*, reads: bool, through_data: bool) -> None:
+    """The version is known from the first op that reads the new content. What that op reads needs no check."""
     weight = torch.randn(64, 64, requires_grad=True)
     with running(policy="recompute-only") as (_, session):
         with torch.no_grad():
             x = torch.randn(64, 64) * 2
         saved = x @ weight
         with torch.no_grad():
-            x.mul_(0.5)
+            (x.data if through_data else x).mul_(0.5)
         if not reads:
             with _disable_current_modes():
                 x.add_(1)
@@ -163,6 +164,9 @@ def test_source_written_by_an_op_and_then_outside_of_the_scope_is_refused(*, rea
         session.room.evict_all()
         with pytest.raises(ReplayError, match="not recorded") if reads else contextlib.nullcontext():
             total.backward()
+    if not reads:
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, (x + 1).t() @ torch.ones(64, 64))
     del saved
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST_BYTES", "Candidates"]
 
-# Smaller tensors stay: the overhead outweighs the bytes freed. Numbers must stay (`WRAPPED_NUMBER_BYTES`): replays pass
-# on the tensors themselves, without bringing them back.
+# Smaller tensors stay: the overhead outweighs the bytes freed. It is more than `WRAPPED_NUMBER_BYTES`, because replays
+# pass numbers on as they are, and do not bring them back first.
 LEAST_BYTES = 4096
 _STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
 # A ranking is used for this many uses, or for this share of the number of tensors if that is more: the next uses change

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["UNKNOWN_VERSION", "WRAPPED_NUMBER_BYTES", "Contents", "is_same_number"]
 
 WRAPPED_NUMBER_BYTES = 16
-UNKNOWN_VERSION: Final = -1  # of a witness that the running op writes: autograd counts the write after the op
+# The witness's version is not known yet: the op that writes it still runs, and autograd counts its write afterwards.
+UNKNOWN_VERSION: Final = -1
 _DROPPED: Final = Residence.DROPPED
 _GONE: Final = Residence.GONE
 
@@ -87,9 +88,10 @@ class Contents(Storages):
         buffer = self.buffer_of(tensor)
         buffer.last_used = self.clock
         view = View(buffer, tensor)
-        if buffer.witness_version == UNKNOWN_VERSION and buffer.witness is not None:
+        if buffer.witness_version == UNKNOWN_VERSION and buffer.strong is not None:
             self._note(buffer)
-            buffer.witness_version = counted_version_of(buffer.witness)
+            with NoDispatch(), NoFunction():
+                self._hold_by(buffer, buffer.strong, self._witness_of(buffer, tensor, buffer.strong))
         if buffer.op is None and buffer.strong is None and buffer.copy is None:
             self.hold(buffer, tensor)
             if tensor.__class__ is torch.nn.Parameter or is_trained_leaf_or_view(tensor):
@@ -211,14 +213,19 @@ class Contents(Storages):
         """Hold a buffer's storage through an alias, and choose its witness of unrecorded writes."""
         self._note(buffer)
         with NoDispatch(), NoFunction():
-            if not runs_own_ops(tensor.__class__):
-                alias = tensor.detach()
-            else:  # a fake tensor of a survey
-                alias = tensor = byte_alias(storage_behind(tensor))
-            # The alias is made below autograd and has a version counter of its own: only the program's own tensor shows
-            # a write outside of the scope. It also keeps the storage from leaving.
-            witness = tensor if buffer.op is None and is_leaf(tensor) else alias
-            self._hold_by(buffer, alias, witness)
+            # A tensor that runs its own ops is a fake tensor of a survey.
+            alias = byte_alias(storage_behind(tensor)) if runs_own_ops(tensor.__class__) else tensor.detach()
+            self._hold_by(buffer, alias, self._witness_of(buffer, tensor, alias))
+
+    @staticmethod
+    def _witness_of(buffer: Buffer, tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+        """Return the tensor whose version shows unrecorded writes to a buffer: the one that is used, or our alias.
+
+        The alias is made below autograd and has a version counter of its own: only the program's own tensor shows a
+        write outside of the scope. It also keeps the storage from leaving.
+        """
+        is_own = buffer.op is None and not runs_own_ops(tensor.__class__) and is_leaf(tensor)
+        return tensor if is_own else alias
 
     def _hold_by(self, buffer: Buffer, alias: torch.Tensor, witness: torch.Tensor) -> None:
         has_version = not witness.is_inference()
