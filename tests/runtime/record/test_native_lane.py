@@ -14,6 +14,8 @@ from torch import nn
 from tests.runtime.parts import running_session
 from tests.runtime.record.partly import (
     CHANGES_AT,
+    ROWS,
+    WIDTH,
     drop_all,
     following,
     num_native_steps,
@@ -358,16 +360,26 @@ def test_the_scope_ends_before_the_backward() -> None:
     assert gradients(budget_of_usual_steps()) == gradients(None)
 
 
-def test_a_source_that_other_code_has_changed() -> None:
+@pytest.mark.parametrize("hands_over", [False, True], ids=["on the tape", "handed over"])
+@pytest.mark.parametrize("is_saved", [False, True], ids=["only read", "saved"])
+def test_a_source_that_other_code_has_changed(*, hands_over: bool, is_saved: bool) -> None:
     """It cannot be noticed before the replay: this is an error, not a wrong bit."""
     with following(budget_of_usual_steps()):
-        loop = Loop()
+        loop, extra = Loop(), torch.randn(ROWS, WIDTH)
+
+        def add(layer: int, x: torch.Tensor) -> torch.Tensor:
+            return x + extra if layer == 3 else x
+
         for _ in range(CHANGES_AT):
-            usual(loop)
+            loss = loop.forward(add)
+            loss.backward()
+            loop.update(loss)
         assert num_native_steps()
-        loss = loop.forward()
-        changed = loop.stack.norms[2].weight
-        torch.autograd.graph.increment_version(changed)
+        loss = loop.forward(add)
+        torch.autograd.graph.increment_version(loop.stack.norms[2].weight if is_saved else extra)
+        if hands_over:
+            assert loop.is_on_tape()
+            running_session().partial._hand_over("a test")  # noqa: SLF001
         with pytest.raises((ReplayError, RuntimeError), match=r"changed in place|modified by an inplace"):
             loss.backward()
 

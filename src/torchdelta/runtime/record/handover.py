@@ -12,6 +12,7 @@ from torchdelta._torch.ops import overload_of
 from torchdelta.aten.facts import Kind, facts_of
 from torchdelta.runtime.record.saved import Handle
 from torchdelta.runtime.state.buffer import Buffer, OpEntry, View
+from torchdelta.runtime.state.contents import UNKNOWN_VERSION
 from torchdelta.runtime.state.tape import Fresh, Scratch
 
 if TYPE_CHECKING:
@@ -46,12 +47,19 @@ class _Builder:
         self._views: list[View] = []  # so that buffers without an op stay held until other views see them
 
     def resident(self, name: int, tensor: torch.Tensor, version: int) -> None:
+        was_watched = self._is_watched(tensor)
         view = self._ledger.view_of(tensor)
         buffer = view.buffer
-        if buffer.strong is not None and buffer.witness is None:
+        if buffer.strong is not None and not was_watched:  # else the ledger knows a version from before the tape read it
             self._ledger.watch(buffer, tensor, version)
         self._views.append(view)
         self._buffers[name] = buffer
+
+    def _is_watched(self, tensor: torch.Tensor) -> bool:
+        """Return whether the ledger knows the version that a tensor's content should have."""
+        record = self._ledger.find(tensor)
+        buffer = record.current if record is not None else None
+        return buffer is not None and buffer.witness is not None and buffer.witness_version != UNKNOWN_VERSION
 
     def made(
         self,
