@@ -25,9 +25,12 @@ from benchmarks.turns import PLAIN
 if TYPE_CHECKING:
     import argparse
 
-MODELS = ("gpt2-like", "bert-like", "resnet50")
+MODELS = ("gpt2-like", "bert-like", "resnet50", "gpt2-small", "bert-base")
 OPTIMIZERS = {"gpt2-small": "adamw", "bert-base": "adamw"}  # the others train with SGD, which has no states
 SHARES = (0.8, 0.6, 0.5, 0.4)
+# A step of a large model takes seconds, and its parameters, gradients and states, which stay, are most of the memory.
+LARGE_SHARES = {"gpt2-small": (0.9,), "bert-base": (0.8,)}
+NUM_ROUNDS, NUM_LARGE_ROUNDS = 5, 1
 ROUND_TIMEOUT_S = 3600
 QUICK_SHARES = (0.6,)
 
@@ -37,11 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     import torch
 
     parser.set_defaults(threads=torch.get_num_threads(), models=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budgets", "--shares", nargs="+", type=float, default=list(SHARES), help="of the plain peak")
+    parser.add_argument("--rounds", type=int, help=f"(default: {NUM_ROUNDS}, and {NUM_LARGE_ROUNDS} for large models)")
+    parser.add_argument(
+        "--budgets",
+        "--shares",
+        nargs="+",
+        type=float,
+        help=f"of the plain peak (default: {' '.join(map(str, SHARES))}, and fewer for large models)",
+    )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="beside plain")
     parser.add_argument("--steps", type=int, default=7, help="of a block; the first one does not count")
-    parser.add_argument("--optimizer", choices=models.OPTIMIZERS, help="(default: sgd, and adamw for the large models)")
+    parser.add_argument("--optimizer", choices=models.OPTIMIZERS, help="(default: sgd, and adamw for large models)")
     parser.add_argument("--planner", default="torchdelta")
     parser.add_argument("--compiled", action="store_true", help="torch.compile's memory budget in place of all others")
     parser.add_argument(
@@ -61,7 +70,7 @@ def run(options: argparse.Namespace) -> Outcome:
         return outcome
     outcome.disk = measure_disk()
     if options.compiled:
-        compiled.run(options, outcome)
+        compiled.run(options, outcome, num_rounds=2 if options.quick else options.rounds or NUM_ROUNDS)
         return outcome
     for model in options.models:
         print(model, flush=True)
@@ -74,7 +83,10 @@ def run(options: argparse.Namespace) -> Outcome:
 def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Run all rounds of one model and return the raw data."""
     optimizer = options.optimizer or OPTIMIZERS.get(model, "sgd")
-    shares = QUICK_SHARES if options.quick else options.budgets
+    shares = options.budgets or LARGE_SHARES.get(model, SHARES)
+    num_rounds = options.rounds or (NUM_LARGE_ROUNDS if model in LARGE_SHARES else NUM_ROUNDS)
+    if options.quick:
+        shares, num_rounds = LARGE_SHARES.get(model, QUICK_SHARES), 2
     began_s = time.perf_counter()
     peers = [name for name in PEERS if name in options.contenders]
     common: dict[str, Any] = {"model": model, "optimizer": optimizer, "threads": options.threads}
@@ -87,7 +99,7 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
         names = [name for name in IN_BUDGET if name in options.contenders]
         contenders += [in_budget(name, label) for name in names if name != NO_PREFETCH or label not in PEERS]
     data: dict[str, Any] = {"optimizer": optimizer, "peaks": found, "budgets": budgets, "rounds": [], "refused": {}}
-    for index in range(2 if options.quick else options.rounds):
+    for index in range(num_rounds):
         done = run_worker(
             "following.contest:contest",
             timeout_s=ROUND_TIMEOUT_S,

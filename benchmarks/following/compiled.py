@@ -28,7 +28,7 @@ SHARES = (0.8, 0.5, 0.2)
 TIMEOUT_S = 3600
 
 
-def run(options: argparse.Namespace, outcome: Outcome) -> None:
+def run(options: argparse.Namespace, outcome: Outcome, *, num_rounds: int) -> None:
     """Measure every model asked for, and print a table. Nothing is promised here, so nothing is checked."""
     rows: list[list[str]] = []
     for model in options.models:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, outcome: Outcome) -> None:
             threads=options.threads,
             timeout_s=TIMEOUT_S,
             model=model,
-            num_rounds=2 if options.quick else options.rounds,
+            num_rounds=num_rounds,
             num_steps=options.steps,
             shares=list(SHARES[1:2] if options.quick else SHARES),
         )

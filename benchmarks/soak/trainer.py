@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import tempfile
 import threading
@@ -146,14 +147,15 @@ class Trainer:
         shapes = {*step.shapes, *(("evaluation", step.shapes[0]) for _ in range(step.evaluates))}
         # What ops take inside themselves is learned when their shapes are first met.
         is_known = shapes <= met and step.fault != "batch too large" and not self.peak_is_tainted
-        statistics = [buffer.clone() for buffer in subject.model.buffers()] if session is not None else []
+        may_be_lost = session is not None and step.fault in schedule.OWN_FAULTS
+        earlier = Earlier(subject, is_whole=self.decision_class == "all") if may_be_lost else None
         num_steps_before = len(budget.summary().steps) if budget is not None else 0
         lost: list[str] = []
         observed: dict[str, Any] = {}
         released = self._release(step)
-        if step.fault == "batch too large" and session is not None:
+        if step.fault == "batch too large" and earlier is not None:
             lost.append(self._try_too_large(subject, step))
-            self._put_back(subject, statistics)
+            earlier.put_back()
         for attempt in range(3):
             meter = Meter(is_on=step.is_metered and is_known and session is not None and not self.kept)
             injected = faults.own(step, session) if session is not None and attempt == 0 else contextlib.nullcontext()
@@ -167,7 +169,8 @@ class Trainer:
                 ):
                     record["unexpected"] = f"{type(error).__name__}: {error}"
                 lost.append(type(error).__name__)
-            self._put_back(subject, statistics)
+            if earlier is not None:
+                earlier.put_back()
         if observed and not observed["raised"] and "backward" not in step.fault:
             # What lives on has not been through its backward.
             met |= shapes - {step.shapes[0]} if step.fault == "graph kept alive" else shapes
@@ -186,14 +189,6 @@ class Trainer:
                 "counted_bytes": session.ledger.usage.live_bytes,
             }
         say(record | {"bits": observed | {"released": released}})
-
-    @staticmethod
-    def _put_back(subject: subjects.Subject, statistics: list[torch.Tensor]) -> None:
-        """Undo what a step that was lost left behind."""
-        subject.optimizer.zero_grad()
-        with torch.no_grad():
-            for buffer, before in zip(subject.model.buffers(), statistics, strict=True):
-                buffer.copy_(before)
 
     @staticmethod
     def _try_too_large(subject: subjects.Subject, step: schedule.Step) -> str:
@@ -271,6 +266,41 @@ class Trainer:
             if isinstance(value, torch.Tensor)
         ]
         return bits.digest([*subject.model.named_parameters(), *subject.model.named_buffers(), *states])
+
+
+class Earlier:
+    """What a subject was before a step that may be lost.
+
+    Args:
+        subject: It.
+        is_whole: Whether parameters and states count: in the class *all*, a tier may fail between two updates.
+    """
+
+    def __init__(self, subject: subjects.Subject, *, is_whole: bool) -> None:
+        self._subject = subject
+        self._is_whole = is_whole
+        self._with_state = set(subject.optimizer.state)
+        self._contents = io.BytesIO()  # no tensors: they would take room in the budget
+        torch.save(self._tensors(), self._contents)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        model, optimizer = self._subject.model, self._subject.optimizer
+        if not self._is_whole:
+            return list(model.buffers())
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [*model.buffers(), *model.parameters(), *(value for value in states if isinstance(value, torch.Tensor))]
+
+    def put_back(self) -> None:
+        """Undo what the step left behind."""
+        optimizer = self._subject.optimizer
+        optimizer.zero_grad()
+        if self._is_whole:
+            for parameter in set(optimizer.state) - self._with_state:
+                del optimizer.state[parameter]
+        self._contents.seek(0)
+        with torch.no_grad():
+            for tensor, content in zip(self._tensors(), torch.load(self._contents), strict=True):
+                tensor.copy_(content)
 
 
 def resting_bytes(subject: subjects.Subject) -> int:
