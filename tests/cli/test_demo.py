@@ -9,13 +9,15 @@ import sys
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.cli.command import torchdelta
 from tests.cli.inside import inside
 from torchdelta.cli.demo import _train
-from torchdelta.cli.demo_model import DemoResult, DemoStep, broken_promises
+from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep, broken_promises
 from torchdelta.cli.demo_train import read_stdlib_source
+from torchdelta.cli.script import EXIT_INTERRUPTED
 
 STEPS = tuple(DemoStep(index=i, loss=5.0 - i, loss_hex=(5.0 - i).hex(), time_s=1.0) for i in range(3))
 PLAIN = DemoResult(
@@ -65,6 +67,20 @@ def test_an_impossible_budget_fails_with_the_line_of_the_error(monkeypatch):
     said = inside("demo", *options, code=78).stderr  # of the run's own process
     assert " out of memory." in said
     assert re.search(r"(^|[\r\n])torchdelta demo: the memory budget of", said)
+
+
+def test_a_training_whose_command_has_ended_says_nothing():
+    """Ctrl-C may end the command after it has started the training's process, and before it can end that."""
+    run = DemoRun(policy="torchdelta", layers=1, width=64, heads=1, batch=1, steps=1000)
+    command = [sys.executable, "-m", "torchdelta.cli.demo_train", json.dumps(msgspec.to_builtins(run))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        assert training.stderr is not None
+        training.stdout.close()
+        said = training.stderr.read()
+    assert "Traceback" not in said
+    assert "Broken pipe" not in said
+    assert training.returncode == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize("wait_s", [0, 2])

@@ -7,6 +7,7 @@ prints the text above it, and compares.
 
 import hashlib
 import json
+import os
 import random
 import resource
 import sys
@@ -22,13 +23,20 @@ from torchdelta import BudgetError
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.cli.demo_model import DemoResult, DemoRun, DemoStep
 from torchdelta.cli.errors import EXIT_INFEASIBLE, prefix
+from torchdelta.cli.script import EXIT_INTERRUPTED
 
 __all__ = ["main", "read_stdlib_source", "train"]
 
 
 def main() -> None:
     """Run the training described by the JSON object in sys.argv[1], and report on stdout."""
-    run = msgspec.json.decode(sys.argv[1], type=DemoRun)
+    try:
+        _run(msgspec.json.decode(sys.argv[1], type=DemoRun))
+    except BrokenPipeError:  # the parent was interrupted while it started this process
+        os._exit(EXIT_INTERRUPTED)  # an ordinary exit would flush stdout, and fail again
+
+
+def _run(run: DemoRun) -> None:
     try:
         result = train(run, report=lambda step: print(json.dumps(msgspec.to_builtins(step)), flush=True))
     except BudgetError as error:
