@@ -14,7 +14,7 @@ import contextlib
 import gc
 import statistics
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,18 +23,15 @@ from benchmarks import bits, models
 from benchmarks.disk import measure_disk
 from benchmarks.launch import run_worker
 from benchmarks.outcome import Outcome, format_table
+from benchmarks.settling import PLAN_WAIT_S, settle
 from benchmarks.turns import PLAIN, Block, Interval, median_interval, ratios, take_turns, timed_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FOLLOWED, REACTING, AT_USE = "followed", "reacting", "at use"
 CONTENDERS = (PLAIN, FOLLOWED, REACTING, AT_USE)
 PLANNER = "torchdelta"
-PLAN_WAIT_S = 300.0
 SHARES = (0.9, 0.7, 0.5)
 NUM_WARM, NUM_TIMED, NUM_CHECKED = 4, 4, 6
-NUM_BEFORE_PLAN, NUM_SETTLING, MOST_PLANS = 3, 5, 4  # steps before a plan is waited for, and after each plan
+NUM_BEFORE_PLAN = 3  # steps before a plan is waited for
 TOO_SMALL = 50  # the persistent bytes over a budget in which nothing trains
 MIB = 2**20
 
@@ -159,7 +156,9 @@ def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
             with off, MemoryBudget(budget_bytes, config) as budget:
                 if name == FOLLOWED:
                     timed_steps(step, NUM_BEFORE_PLAN)
-                    _settle(step, current_session())
+                    session: Any = current_session()
+                    session.programs.wait(PLAN_WAIT_S)
+                    settle(session.programs, step)
                 else:
                     timed_steps(step, NUM_WARM)
                 block = timed_steps(step, NUM_TIMED)
@@ -187,16 +186,6 @@ def train_in_turns(model: str, share: float, num_rounds: int) -> dict[str, Any]:
     step()
     found["rounds"] = take_turns(CONTENDERS, num_rounds, run_block)
     return found
-
-
-def _settle(step: Callable[[], None], session: Any) -> None:
-    """Run steps until they are not planned again."""
-    for _ in range(MOST_PLANS):
-        session.programs.wait(PLAN_WAIT_S)
-        num_programs = session.programs.num_programs
-        timed_steps(step, NUM_SETTLING)
-        if session.programs.num_programs == num_programs and not len(session.programs.planning or ()):
-            return
 
 
 def name_budget(model: str) -> dict[str, int]:

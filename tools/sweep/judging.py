@@ -43,6 +43,7 @@ MODES: dict[str, tuple[str, judge.Decisions]] = {
 FOLLOWED = "followed"
 # The same, and parameters and gradients leave as drawn, too.
 EVERYTHING = "everything"
+DECISION_CLASSES = {FOLLOWED: "saved", EVERYTHING: "all"}
 # The step is not recorded at first; from a drawn moment on it is, and all that can leave leaves then.
 PAUSED = "paused"
 PAUSED_UNTIL_BYTES = (20_000, 40_000, 60_000, 100_000)
@@ -70,7 +71,7 @@ def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str,
     plain: dict[str, judge.Outcome | dict[str, Any]] = {}
     for mode in modes:
         kind, decisions = MODES.get(mode, (PLAIN, "keep"))
-        for each in (REPEATED, kind) if mode in {FOLLOWED, EVERYTHING} else (kind,):
+        for each in (REPEATED, kind) if mode in DECISION_CLASSES else (kind,):
             kind = each
             if kind not in plain:
                 report(kind, found)
@@ -81,10 +82,8 @@ def judge_modes(steps: Steps, modes: Sequence[str], report: Report) -> dict[str,
         expected = plain[kind]
         if isinstance(expected, dict):
             found[mode] = expected
-        elif mode == FOLLOWED:
-            found[mode] = judge_followed(steps[kind], expected, "saved")
-        elif mode == EVERYTHING:
-            found[mode] = judge_followed(steps[kind], expected, "all")
+        elif mode in DECISION_CLASSES:
+            found[mode] = judge_followed(steps[kind], expected, DECISION_CLASSES[mode])
         elif mode == PAUSED:
             # Subjects differ in the bytes that a step leaves, so this is a draw.
             limit_bytes = PAUSED_UNTIL_BYTES[expected.tracked_bytes // 64 % len(PAUSED_UNTIL_BYTES)]

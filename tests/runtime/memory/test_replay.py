@@ -16,8 +16,10 @@ from tests.runtime.programs import UNLIMITED, mlp, running
 from torchdelta import Config, MemoryBudget
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import ReplayError
+from torchdelta.runtime.memory.candidates import LEAST_BYTES
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.policies.base import Action
+from torchdelta.runtime.state.contents import WRAPPED_NUMBER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -388,3 +390,8 @@ def test_a_source_that_has_exchanged_its_storage(
     expected = gradient(contextlib.nullcontext())
     assert torch.equal(expected, gradient(budget))
     assert budget.summary().recomputed_bytes > 0
+
+
+def test_numbers_that_replays_read_never_leave() -> None:
+    """A replay passes a number on as it is, and reads freed memory if it has left."""
+    assert LEAST_BYTES > WRAPPED_NUMBER_BYTES

@@ -50,7 +50,7 @@ class _Builder:
         was_watched = self._is_watched(tensor)
         view = self._ledger.view_of(tensor)
         buffer = view.buffer
-        if buffer.strong is not None and not was_watched:  # else it knows an earlier version
+        if buffer.strong is not None and not was_watched:  # else the ledger knows an earlier one
             self._ledger.watch(buffer, tensor, version)
         self._views.append(view)
         self._buffers[name] = buffer
