@@ -224,6 +224,7 @@ MODELS: dict[str, Recipe] = {
     "unet": denoiser(batch_size=8, size=64),
     # On request: most of their memory is parameters and optimizer states.
     "gpt2-small": gpt2(batch_size=2, vocab_size=50257, bos_token_id=50256, eos_token_id=50256),
+    "gpt2-small-batch-4": gpt2(batch_size=4, vocab_size=50257, bos_token_id=50256, eos_token_id=50256),
     "bert-base": of_transformers("BertForMaskedLM", batch_size=4, size=256, vocab_size=30522),
     "vit-base": picture_model_of_transformers("ViTForImageClassification", batch_size=4, size=_IMAGE_WIDTH),
     "convnext-tiny": picture_model_of_transformers("ConvNextForImageClassification", batch_size=4, size=_IMAGE_WIDTH),

@@ -25,11 +25,13 @@ from benchmarks.turns import PLAIN
 if TYPE_CHECKING:
     import argparse
 
-MODELS = ("gpt2-like", "bert-like", "resnet50", "gpt2-small", "bert-base")
-OPTIMIZERS = {"gpt2-small": "adamw", "bert-base": "adamw"}  # the others train with SGD, which has no states
+MODELS = ("gpt2-like", "bert-like", "resnet50", "gpt2-small-batch-4", "bert-base")
+OPTIMIZERS = dict.fromkeys(
+    ("gpt2-small", "gpt2-small-batch-4", "bert-base"), "adamw"
+)  # the others: SGD, without states
 SHARES = (0.8, 0.6, 0.5, 0.4)
 # A step of a large model takes seconds, and its parameters, gradients and states, which stay, are most of the memory.
-LARGE_SHARES = {"gpt2-small": (0.9,), "bert-base": (0.8,)}
+LARGE_SHARES = {"gpt2-small": (0.9,), "gpt2-small-batch-4": (0.8,), "bert-base": (0.8,)}
 NUM_ROUNDS, NUM_LARGE_ROUNDS = 5, 1
 ROUND_TIMEOUT_S = 3600
 QUICK_SHARES = (0.6,)
