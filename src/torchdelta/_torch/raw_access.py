@@ -62,5 +62,10 @@ def patch_raw_access(*, reads: Make, exports: Make, copies: Make, saves: Make) -
 
 
 def patch_storage_reads(*, sizes: Make, reads: Make) -> Callable[[], None]:
-    """Replace what `torch.save` asks storage objects while it runs; returns what undoes it."""
-    return together([replace(torch.UntypedStorage, "nbytes", sizes), replace(torch.UntypedStorage, "cpu", reads)])
+    """Replace what `torch.save` asks storage objects while it runs; returns what undoes it.
+
+    A program's own code that runs inside of it may pickle storages, which calls `_write_file`.
+    """
+    storage = torch.UntypedStorage
+    undos = [replace(storage, "nbytes", sizes), *(replace(storage, name, reads) for name in ("cpu", "_write_file"))]
+    return together(undos)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from torchdelta._torch.ops import is_composite, schema_of
-from torchdelta.aten.batch_norm import BATCH_NORMS
+from torchdelta.aten.batch_norm import BATCH_NORMS, UNDECLARED_STATISTICS
 from torchdelta.aten.collectives import is_collective, is_written, passes_on
 from torchdelta.aten.order import may_race, order_varies
 from torchdelta.aten.recomputable import RECOMPUTABLE
@@ -143,10 +143,13 @@ class OpFacts:
         self.name = str(func)
         self.base_name = base
         self.is_collective = is_collective(func.namespace)
+        statistics = UNDECLARED_STATISTICS.get(base, ()) if func.namespace == "aten" else ()
         written = [
             a
-            for a in schema.arguments
-            if (a.alias_info is not None and a.alias_info.is_write) or is_written(func.namespace, base, a)
+            for i, a in enumerate(schema.arguments)
+            if (a.alias_info is not None and a.alias_info.is_write)
+            or is_written(func.namespace, base, a)
+            or i in statistics
         ]
         positions = {a.name: i for i, a in enumerate(schema.arguments)}
         self.written_positions = tuple(positions[a.name] for a in written if not a.kwarg_only)

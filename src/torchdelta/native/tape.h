@@ -39,16 +39,40 @@ inline bool is_plain(const at::Tensor& tensor) {
          !tensor.key_set().has_any(odd);
 }
 
-constexpr size_t kFirstStatistics = 3;  // of a batch norm: the running mean, and the running variance behind it
+constexpr size_t kFirstStatistics = 3;  // of a recorded batch norm
+constexpr size_t kNoStatistics = SIZE_MAX;
 
-// Return whether an op writes running statistics although its schema does not say so (aten/batch_norm.py).
-inline bool writes_statistics(const c10::OperatorHandle& op) {
+// Return the position of the running mean, with the running variance behind it, that an op writes although its schema
+// does not say so (aten/batch_norm.py), or `kNoStatistics`.
+inline size_t first_statistics(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
-  return name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm" || name == "aten::miopen_batch_norm";
+  if (name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm" || name == "aten::miopen_batch_norm" ||
+      name == "aten::batch_norm_gather_stats" || name == "aten::batch_norm_gather_stats_with_counts") {
+    return 3;
+  }
+  return name == "aten::batch_norm_update_stats" ? 1 : kNoStatistics;
+}
+
+// Return whether an op is a collective, or prepares for one. Their schemas do not say what they write
+// (aten/collectives.py), so here each may write all its arguments: that costs copies at most.
+inline bool is_collective(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  return name.rfind("c10d::", 0) == 0 || name.rfind("fsdp::", 0) == 0 || name == "_c10d_functional::irecv" ||
+         name == "_c10d_functional::batch_p2p_ops";
 }
 
 inline bool writes_arguments(const c10::OperatorHandle& op) {
-  return op.schema().is_mutable() || writes_statistics(op);
+  return op.schema().is_mutable() || first_statistics(op) != kNoStatistics || is_collective(op);
+}
+
+// Call a function with a tensor, with a list of tensors, or with each list in a list of lists.
+template <typename Function>
+void for_each_list(const c10::IValue& value, const Function& function) {
+  if (value.isList() && !value.isTensorList()) {
+    for (const c10::IValue& inner : value.toListRef()) for_each_list(inner, function);
+  } else {
+    function(value);
+  }
 }
 
 // Call a function with each argument on the stack that an op writes, or may write.
@@ -56,11 +80,16 @@ template <typename Function>
 void for_each_written(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Function& function) {
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack.size() - arguments.size();
-  const bool has_statistics = writes_statistics(op);
+  const size_t statistics = first_statistics(op);
+  const bool writes_all = is_collective(op);
   for (size_t index = 0; index < arguments.size(); ++index) {
     const c10::AliasInfo* alias = arguments[index].alias_info();
-    const bool is_statistics = has_statistics && (index == kFirstStatistics || index == kFirstStatistics + 1);
-    if (is_statistics || (alias != nullptr && alias->isWrite())) function(stack[begin + index]);
+    const bool is_statistics = statistics != kNoStatistics && (index == statistics || index == statistics + 1);
+    if (writes_all) {
+      for_each_list(stack[begin + index], function);
+    } else if (is_statistics || (alias != nullptr && alias->isWrite())) {
+      function(stack[begin + index]);
+    }
   }
 }
 

@@ -119,7 +119,10 @@ class NativeTape final : public Tape, private ChainOwner {
       return false;
     }
     const size_t begin = stack->size() - op.schema().arguments().size();
-    if ((recorded & kIsConstant) != 0 && !c10::GradMode::is_enabled()) return false;  // as `Capturer.capture` in Python
+    if ((recorded & kIsConstant) != 0 && !c10::GradMode::is_enabled()) {  // as `Capturer.capture` in Python
+      before_write(op, *stack);
+      return false;
+    }
     const bool hides = (recorded & kHasStatistics) != 0 && (*stack)[begin + kTraining].toBool();
     EntryPtr entry = c10::make_intrusive<Entry>(op, below);
     entry->grad_enabled = c10::GradMode::is_enabled();

@@ -59,7 +59,8 @@ class Candidates:
         self._in_use = in_use
         self._find = find
         self._lent: set[int] | None = None  # see `lend`
-        self._searched_in = -1  # the step in which `find` looked for new parameters
+        # The step in which `find` looked for new parameters, and how many steps were refused before.
+        self._searched_in = (-1, 0)
         self._searched_phases: tuple[int, set[str]] = (-1, set())  # a step, and its phases in which `find` was called
         self._left: set[int] = set()  # keys of those that left in the last step
         self._leaving: set[int] = set()  # and in this one
@@ -81,7 +82,7 @@ class Candidates:
     def search(self, *, is_thorough: bool = False) -> None:
         """Find the persistent tensors; `is_thorough`: look for new parameters and optimizers first."""
         if is_thorough:
-            self._searched_in = self._steps.num_steps
+            self._searched_in = (self._steps.num_steps, self._steps.num_refused)
         self._phases_of_step().add(self._steps.phase)
         self._ranking.clear()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -114,8 +115,8 @@ class Candidates:
 
     @property
     def was_searched(self) -> bool:
-        """Whether new parameters and optimizers were looked for in this step."""
-        return self._searched_in == self._steps.num_steps
+        """Whether new parameters and optimizers were looked for in this step, since the latest refused one."""
+        return self._searched_in == (self._steps.num_steps, self._steps.num_refused)
 
     # -- which leave
 

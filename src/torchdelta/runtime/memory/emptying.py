@@ -81,7 +81,8 @@ class Emptying:
                 copies.append((record, record.spare.copy))
             else:
                 storage = record.storage()
-                assert storage is not None
+                if storage is None:  # garbage was collected since it was chosen
+                    continue
                 self.spoil(record)
                 copies.append((record, self._transfers.start_copy(storage)))
         is_complete = True
@@ -91,7 +92,9 @@ class Emptying:
                 is_complete = False
                 continue
             storage = record.storage()
-            assert storage is not None
+            if storage is None:
+                record.spare = None
+                continue
             content = Emptied(copy, record.size_bytes, record.current)
             resize_storage(storage, 0)
             self.emptied[record.id] = record

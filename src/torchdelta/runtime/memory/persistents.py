@@ -310,6 +310,11 @@ class Persistents:
         if self.is_active and self._may_move():
             self._ahead.release_idle(self.ledger.usage.live_bytes - target_bytes)
 
+    def finish_leaving(self, target_bytes: int) -> None:
+        """Wait for copies out of a plan, and let their tensors leave, until `target_bytes` live."""
+        if self._may_move():
+            self.planned.finish_leaving(target_bytes, self.ledger.usage)
+
     def evict(self, target_bytes: int) -> None:
         """Evict tensors, those first that are needed last, until no more than `target_bytes` live."""
         if not self.is_open or self.ledger.surveys:
@@ -325,22 +330,22 @@ class Persistents:
             else:
                 candidates.search_once_a_phase()
             locked = self.in_use.addresses()
-            ranking = candidates.ranking()
+            ranking, is_tier_full = candidates.ranking(), False
             while usage.live_bytes > target_bytes:
-                leaving = self._choose(ranking, usage.live_bytes - target_bytes, locked)
+                leaving = self._choose(ranking, usage.live_bytes - target_bytes, locked, only_spares=is_tier_full)
                 if not leaving:
                     break
                 self.is_active = True
                 candidates.note_leaving(leaving)
-                if not self.emptying.empty(leaving):
-                    self._cancel_refills(target_bytes)
-                    return
+                is_tier_full |= not self.emptying.empty(leaving)
             if usage.live_bytes <= target_bytes:
                 return
         self._cancel_refills(target_bytes)
 
-    def _choose(self, ranking: list[Persistent], needed_bytes: int, locked: set[int]) -> list[StorageRecord]:
-        """Take tensors from the end of the ranking, until they are enough."""
+    def _choose(
+        self, ranking: list[Persistent], needed_bytes: int, locked: set[int], *, only_spares: bool
+    ) -> list[StorageRecord]:
+        """Take tensors from the end of the ranking, until they are enough. A tensor with a spare needs no slot."""
         chosen: list[StorageRecord] = []
         while ranking and needed_bytes > 0:
             known = ranking.pop()
@@ -349,6 +354,8 @@ class Persistents:
                 continue
             if self.emptying.has_spare(record):
                 self.emptying.finish_spare(record)  # the transfer holds the storage
+            if only_spares and not self.emptying.has_spare(record):
+                continue
             if self.candidates.may_leave(known):
                 chosen.append(record)
                 needed_bytes -= record.size_bytes

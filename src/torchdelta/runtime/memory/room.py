@@ -252,7 +252,7 @@ class Room:
             self.num_waits += bool(transfers.leaving)
             transfers.finish_leaving(target_bytes)  # the program waits here for a copy that it has started
             if self.persistents is not None:
-                self.persistents.planned.finish_leaving(target_bytes, usage)
+                self.persistents.finish_leaving(target_bytes)
             if usage.live_bytes <= target_bytes:
                 return
             self.counters.num_unplanned += 1

@@ -97,6 +97,7 @@ def _here() -> Persistents | None:
 
 def _read(original: Callable[..., Any]) -> Callable[..., Any]:
     @shielded
+    @functools.wraps(original)
     def read(*args: Any, **kwargs: Any) -> Any:
         persistents = _here()
         if persistents is None:
@@ -115,6 +116,7 @@ def _read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _export(original: Callable[..., Any]) -> Callable[..., Any]:
     @shielded
+    @functools.wraps(original)
     def export(*args: Any, **kwargs: Any) -> Any:
         persistents = _here()
         if persistents is None:
@@ -130,6 +132,7 @@ def _export(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy(original: Callable[..., Any]) -> Callable[..., Any]:
     @shielded
+    @functools.wraps(original)
     def copy(*args: Any, **kwargs: Any) -> Any:
         persistents = _here()
         tensors = [t for a in args[:1] for t in (a.parameters() if isinstance(a, torch.nn.Module) else (a,))]
@@ -187,8 +190,10 @@ def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(obj: Any, zip_file: Any, *args: Any, **kwargs: Any) -> Any:
         persistents = _here()
-        if persistents is None or persistents.candidates.is_lent:
+        if persistents is None:
             return original(obj, zip_file, *args, **kwargs)
+        if persistents.candidates.is_lent:  # a `__getstate__` of the program saves inside a `torch.save`
+            return original(obj, _Writer(zip_file, persistents), *args, **kwargs)
         persistents.emptying.finish_spares()  # they hold storages
         with _lock:
             undo = patch_storage_reads(sizes=_true_size, reads=_read_storage)
@@ -241,13 +246,13 @@ def _true_size(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _read_storage(original: Callable[..., Any]) -> Callable[..., Any]:
     @shielded
-    def read(storage: torch.UntypedStorage) -> Any:
+    def read(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         persistents = _here()
         if persistents is None:
-            return original(storage)
+            return original(storage, *args, **kwargs)
         persistents.begin_raw((storage,))
         try:
-            return original(storage)
+            return original(storage, *args, **kwargs)
         finally:
             persistents.end()
 
