@@ -1,0 +1,145 @@
+"""Parameters and optimizer states that leave in unusual moments: after a refusal, with a full tier, while saving."""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta.runtime.current import current_session
+from torchdelta.runtime.memory.transfers import Transfers
+
+MIB = 1 << 20
+ROOM = int(5.5 * MIB)
+
+
+class Net(torch.nn.Module):
+    """Parameters of 1 MiB each."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(MIB // 4)) for _ in range(num_parameters))
+
+
+@pytest.fixture(autouse=True)
+def without_garbage() -> None:
+    """Free what earlier tests have left in reference cycles: it would count against the budget."""
+    gc.collect()
+
+
+def _config(**options: Any) -> Config:
+    return Config(decision_class="all", tier="memory", planner=None, **options)
+
+
+def test_a_full_tier_keeps_nothing_that_needs_no_transfer() -> None:
+    """Copies of four tensors that are back fill the tier. Each of them can leave without another copy."""
+    net = Net(5)
+    parameters = list(net.parameters())
+    with MemoryBudget(ROOM, _config(host_budget=4 * MIB)) as budget:
+        session = current_session()
+        assert session is not None
+        for parameter in parameters:
+            parameter.sum()
+        big = torch.empty(int(4.2 * MIB), dtype=torch.uint8)
+        records = [session.ledger.find(parameter) for parameter in parameters]
+        is_away = [record is not None and record.emptied is not None for record in records]
+        assert sum(is_away) == 4
+        del big
+        for _, parameter in sorted(zip(is_away, parameters, strict=True), key=lambda pair: pair[0]):
+            parameter.sum()
+        torch.ones(MIB, dtype=torch.uint8)
+        assert session.room.usage.total_bytes <= ROOM
+    assert budget.summary().peak_bytes <= ROOM
+
+
+def test_garbage_that_is_collected_while_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in a reference cycle is not used any more, so it leaves first; then its storages are gone."""
+    start_copy = Transfers.start_copy
+    num_collected = []
+
+    def start_and_collect(self: Transfers, storage: torch.UntypedStorage) -> Any:
+        copy = start_copy(self, storage)
+        num_collected.append(gc.collect())
+        return copy
+
+    def leave_garbage() -> None:
+        net = Net(4)
+        sum(parameter.sum() for parameter in net.parameters())
+        cycle: list[object] = [net]
+        cycle.append(cycle)
+
+    gc.disable()
+    try:
+        with MemoryBudget(ROOM, _config()) as budget:
+            leave_garbage()
+            monkeypatch.setattr(Transfers, "start_copy", start_and_collect)
+            with torch.no_grad():
+                torch.empty(int(4.5 * MIB), dtype=torch.uint8)
+    finally:
+        gc.enable()
+    assert num_collected
+    assert budget.summary().peak_bytes <= ROOM
+
+
+class SavesItself:
+    """An object whose state is a saved file."""
+
+    def __init__(self, net: Net, how: str) -> None:
+        self.net, self.how = net, how
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state, as bytes."""
+        if self.how == "pickle":
+            return {"how": self.how, "content": pickle.dumps(dict(self.net.state_dict()))}
+        file = io.BytesIO()
+        torch.save(self.net.state_dict(), file)
+        return {"how": self.how, "content": file.getvalue()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read the bytes."""
+        content = state["content"]
+        self.state = pickle.loads(content) if state["how"] == "pickle" else torch.load(io.BytesIO(content))  # noqa: S301 - of this test
+
+
+@pytest.mark.parametrize("how", ["torch.save", "pickle"])
+def test_a_state_that_saves_its_own_tensors_inside_torch_save(how: str) -> None:
+    """Some of its tensors are away then."""
+    torch.manual_seed(0)
+    net = Net(8)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    file = io.BytesIO()
+    with MemoryBudget(8 * MIB + int(4.5 * MIB), _config()):
+        for parameter in net.parameters():
+            parameter.sum()
+        session = current_session()
+        assert session is not None
+        assert any(record.emptied is not None for record in session.ledger.records.values())
+        torch.save(SavesItself(net, how), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).state
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def test_a_new_optimizer_after_a_refused_step_is_found() -> None:
+    """As a search for the largest batch makes it, for each attempt."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))  # 32 MiB with AdamW
+    with MemoryBudget(18 * MIB, _config()) as budget:
+
+        def train(num_rows: int) -> None:
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            for _ in range(2):
+                model(torch.randn(num_rows, 512)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with pytest.raises(BudgetError):
+            train(1 << 14)
+        model.zero_grad()
+        train(8)
+    assert budget.summary().num_refused_steps == 1
