@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runtime.parts import running_session
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta.runtime.current import current_session
 from torchdelta.runtime.memory.transfers import Transfers
 
 MIB = 1 << 20
@@ -41,8 +41,7 @@ def test_a_full_tier_keeps_nothing_that_needs_no_transfer() -> None:
     net = Net(5)
     parameters = list(net.parameters())
     with MemoryBudget(ROOM, _config(host_budget=4 * MIB)) as budget:
-        session = current_session()
-        assert session is not None
+        session = running_session()
         for parameter in parameters:
             parameter.sum()
         big = torch.empty(int(4.2 * MIB), dtype=torch.uint8)
@@ -116,8 +115,7 @@ def test_a_state_that_saves_its_own_tensors_inside_torch_save(how: str) -> None:
     with MemoryBudget(8 * MIB + int(4.5 * MIB), _config()):
         for parameter in net.parameters():
             parameter.sum()
-        session = current_session()
-        assert session is not None
+        session = running_session()
         assert any(record.emptied is not None for record in session.ledger.records.values())
         torch.save(SavesItself(net, how), file)
     file.seek(0)

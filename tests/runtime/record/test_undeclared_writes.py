@@ -14,7 +14,7 @@ from tests.runtime.record.partly import CHANGES_AT, NUM_LAYERS, ROWS, WIDTH
 from tests.runtime.record.taped import (
     Loop,
     budget_of_usual_steps,
-    one_thread_and_the_tape,  # noqa: F401 - a fixture
+    one_thread_and_the_tape,  # noqa: F401 - a fixture # pyright: ignore[reportUnusedImport]
     outcome,
 )
 from torchdelta import Config, MemoryBudget
