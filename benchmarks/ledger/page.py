@@ -25,7 +25,7 @@ _COLOURS: Final = {  # Okabe and Ito: colour-blind readers tell them apart
     "h100": "#CC79A7",
 }
 
-_HEAD: Final = """# How true predictions are
+_HEAD: Final = """# How accurate the predictions are
 
 <!-- made by `python -m benchmarks ledger`: change benchmarks/ledger/page.py and run it again -->
 
