@@ -330,14 +330,14 @@ class Persistents:
             else:
                 candidates.search_once_a_phase()
             locked = self.in_use.addresses()
-            ranking, is_tier_full = candidates.ranking(), False
+            ranking, only_spares = candidates.ranking(), False
             while usage.live_bytes > target_bytes:
-                leaving = self._choose(ranking, usage.live_bytes - target_bytes, locked, only_spares=is_tier_full)
+                leaving = self._choose(ranking, usage.live_bytes - target_bytes, locked, only_spares=only_spares)
                 if not leaving:
                     break
                 self.is_active = True
                 candidates.note_leaving(leaving)
-                is_tier_full |= not self.emptying.empty(leaving)
+                only_spares |= not self.emptying.empty(leaving)  # the tier took no copy of some
             if usage.live_bytes <= target_bytes:
                 return
         self._cancel_refills(target_bytes)
