@@ -2,7 +2,7 @@
 
 from typing import Final
 
-__all__ = ["BATCH_NORMS", "UNDECLARED_STATISTICS"]
+__all__ = ["BATCH_NORMS", "STATISTICS_POSITIONS", "TRAINING_POSITION", "is_out", "undeclared_statistics"]
 
 BATCH_NORMS: Final = frozenset(
     {
@@ -19,7 +19,10 @@ BATCH_NORMS: Final = frozenset(
 Their other outputs do not depend on the statistics then. The first three have no write annotation in their schema.
 """
 
-UNDECLARED_STATISTICS: Final = {
+STATISTICS_POSITIONS: Final = (3, 4)
+TRAINING_POSITION: Final = 5
+
+_UNDECLARED_STATISTICS: Final = {
     "batch_norm_update_stats": (1, 2),
     "batch_norm_gather_stats": (3, 4),
     "batch_norm_gather_stats_with_counts": (3, 4),
@@ -28,3 +31,18 @@ UNDECLARED_STATISTICS: Final = {
 
 `torch.nn.SyncBatchNorm` calls the last one. tape.h in `native/` has the same positions.
 """
+
+
+def is_out(overload_name: str) -> bool:
+    """Return whether an overload of one of `BATCH_NORMS` writes its results into tensors that it is given."""
+    return overload_name.endswith("out")
+
+
+def undeclared_statistics(base_name: str, overload_name: str) -> tuple[int, ...]:
+    """Return the positions of running statistics that an op counts as writing, whatever its schema says.
+
+    A batch norm that returns new tensors writes none here: its replays hide the statistics.
+    """
+    if base_name in BATCH_NORMS and overload_name == "out":
+        return STATISTICS_POSITIONS
+    return _UNDECLARED_STATISTICS.get(base_name, ())

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from torchdelta._torch.ops import is_composite, schema_of
-from torchdelta.aten.batch_norm import BATCH_NORMS, UNDECLARED_STATISTICS
+from torchdelta.aten.batch_norm import BATCH_NORMS, is_out, undeclared_statistics
 from torchdelta.aten.collectives import is_collective, is_written, passes_on
 from torchdelta.aten.order import may_race, order_varies
 from torchdelta.aten.recomputable import RECOMPUTABLE
@@ -104,9 +104,6 @@ _CONSTANT: Final = frozenset(
         "fill_",
     }
 )
-# Of `BATCH_NORMS`.
-STATISTICS_POSITIONS: Final = (3, 4)
-TRAINING_POSITION: Final = 5
 
 
 class OpFacts:
@@ -143,7 +140,7 @@ class OpFacts:
         self.name = str(func)
         self.base_name = base
         self.is_collective = is_collective(func.namespace)
-        statistics = UNDECLARED_STATISTICS.get(base, ()) if func.namespace == "aten" else ()
+        statistics = undeclared_statistics(base, schema.overload_name) if func.namespace == "aten" else ()
         written = [
             a
             for i, a in enumerate(schema.arguments)
@@ -155,7 +152,7 @@ class OpFacts:
         self.written_positions = tuple(positions[a.name] for a in written if not a.kwarg_only)
         self.written_keywords = tuple(a.name for a in written if a.kwarg_only)
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
-        self.keeps_statistics = base in BATCH_NORMS
+        self.keeps_statistics = base in BATCH_NORMS and not is_out(schema.overload_name)
         self.overwrites = base in _OVERWRITE
         self.is_constant = base in _CONSTANT
         self.reorders = base in _REORDERS

@@ -122,3 +122,30 @@ def test_statistics_that_are_gathered_count_as_written(name: str) -> None:
     func = getattr(torch.ops.aten, name).default
     names = [schema_of(func).arguments[position].name for position in facts_of(func).written_positions]
     assert names == ["running_mean", "running_var"]
+
+
+def _train_with_given_outputs(scope: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weight = torch.randn(32, 32, requires_grad=True)
+    mean, variance = torch.zeros(32), torch.ones(32)
+    normed, saved_mean, saved_scale = torch.zeros(512, 32), torch.zeros(32), torch.zeros(32)
+    with scope:
+        for _ in range(3):
+            hidden = torch.randn(512, 32) @ weight
+            result = gelu(hidden - mean) + gelu(hidden - normed)  # both differences are dropped
+            with torch.no_grad():
+                torch.native_batch_norm(
+                    hidden, None, None, mean, variance, True, 0.5, 1e-5, out=(normed, saved_mean, saved_scale)
+                )
+            loss = (result * normed).square().mean()
+            del hidden, result
+            loss.backward()
+    assert weight.grad is not None
+    return [weight.grad, mean, variance, normed, saved_mean, saved_scale]
+
+
+def test_a_batch_norm_into_given_tensors() -> None:
+    """It writes those, and the running statistics, which its schema does not say."""
+    plain = _train_with_given_outputs(contextlib.nullcontext())
+    seen = _train_with_given_outputs(MemoryBudget("1TiB", Config(decisions="recompute", tier="memory")))
+    assert all(map(torch.equal, plain, seen))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchdelta._torch.device import warns_only
 from torchdelta._torch.ops import returns_tensors
-from torchdelta.aten.facts import TRAINING_POSITION, Kind
+from torchdelta.aten.batch_norm import TRAINING_POSITION
+from torchdelta.aten.facts import Kind
 from torchdelta.native.gate import Recorded, new_sequence
 from torchdelta.native.saved_hooks import OnTape, new_saves
 from torchdelta.runtime.follow.lane import Lane, LearnedOp, make_lane

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta.aten.facts import TRAINING_POSITION, Kind
+from torchdelta.aten.batch_norm import TRAINING_POSITION
+from torchdelta.aten.facts import Kind
 from torchdelta.native.caching import release_kept
 from torchdelta.runtime.memory.onednn import compile_elsewhere, is_from_onednn
 from torchdelta.runtime.memory.out_of_memory import is_out_of_memory

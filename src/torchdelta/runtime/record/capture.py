@@ -8,7 +8,8 @@ import torch
 
 from torchdelta._torch.storages import storage_behind
 from torchdelta._torch.tensors import is_dense
-from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind
+from torchdelta.aten.batch_norm import STATISTICS_POSITIONS, TRAINING_POSITION
+from torchdelta.aten.facts import Kind
 from torchdelta.runtime.state.buffer import OpEntry
 from torchdelta.runtime.state.kinds import tensors_in
 from torchdelta.runtime.state.tape import Fresh, Scratch, capture, sources

@@ -26,7 +26,8 @@ from torchdelta._torch.engine import ACCUMULATE, current_node, graph_task_id
 from torchdelta._torch.modes import NoFunction, TorchDispatchMode
 from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
 from torchdelta._torch.tensors import is_dense, tensor_num_holders
-from torchdelta.aten.facts import STATISTICS_POSITIONS, TRAINING_POSITION, Kind, OpFacts, facts_of, written_tensors
+from torchdelta.aten.batch_norm import STATISTICS_POSITIONS, TRAINING_POSITION
+from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.aten.order import is_fixed_here, races_here
 from torchdelta.modules import ModulePaths
 from torchdelta.trace.draft import Saved
