@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from torchdelta._torch.modes import num_modes
 from torchdelta.errors import NativeError
 from torchdelta.native.counting import LimitedCounter, counting_status, new_counter
 from torchdelta.native.gate import Gate, load_gate, new_gate, new_sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(not counting_status().is_on, reason="needs the native parts")
 
@@ -41,7 +44,8 @@ class Watched:
         self.mode = Seen()
         self.counter: LimitedCounter = new_counter()  # type: ignore[assignment]
         self.asked: list[tuple[str, int]] = []
-        self.gate: Gate = new_gate(self.mode, torch.device("cpu"), self.counter, self.on_other, self.make_room)
+        asked = (self.on_other, self.make_room, self.on_unseen)
+        self.gate: Gate = new_gate(self.mode, torch.device("cpu"), self.counter, *asked)
 
     def on_other(self, position: int) -> None:
         """See no further op."""
@@ -51,6 +55,11 @@ class Watched:
     def make_room(self, need_bytes: int) -> None:
         """Find that there is room."""
         self.asked.append(("room", need_bytes))
+
+    def on_unseen(self, tensors: list[torch.Tensor]) -> Callable[[], None]:
+        """Note how many tensors an op that no mode sees is about to write, and that it has."""
+        self.asked.append(("unseen", len(tensors)))
+        return lambda: self.asked.append(("written", len(tensors)))
 
     def learn(self, step: Any) -> list[int]:
         """Return the hashes of the ops of a step."""
@@ -183,7 +192,7 @@ def test_an_exception_of_a_callback_arrives(watched: Watched) -> None:
     def fail(_position: int) -> None:
         raise KeyboardInterrupt
 
-    gate = new_gate(watched.mode, torch.device("cpu"), watched.counter, fail, fail)
+    gate = new_gate(watched.mode, torch.device("cpu"), watched.counter, fail, fail, lambda _tensors: lambda: None)
     gate.follow(new_sequence([1], [0], [False]), 1000)
     with pytest.raises(KeyboardInterrupt):
         torch.zeros(1)
@@ -202,6 +211,35 @@ def test_an_exception_of_the_mode_or_the_op_arrives(watched: Watched) -> None:
     assert num_modes() == 0
     watched.gate.close()
     assert _included_keys() == keys
+
+
+def test_a_write_that_no_mode_sees_is_told_of(watched: Watched) -> None:
+    """Before and after the op, even if it fails; only if the written tensor is known."""
+    known, other = torch.zeros(4), torch.zeros(4)
+
+    def step() -> None:
+        known + 1
+        with torch._C._DisableTorchDispatch():  # noqa: SLF001 - as in a subclass
+            other.add_(1)
+            known.exp()
+            known.add_(1)
+            torch._foreach_add_([other, known], 1)
+            with pytest.raises(RuntimeError, match="must match"):
+                known.add_(torch.zeros(5))
+
+    hashes = watched.learn(step)
+    assert len(hashes) == 1
+    watched.asked.clear()
+    assert watched.follow(hashes, step, {0})
+    assert watched.asked == [
+        ("unseen", 1),
+        ("written", 1),
+        ("unseen", 2),
+        ("written", 2),
+        ("unseen", 1),
+        ("written", 1),
+    ]
+    assert torch.equal(known, torch.full((4,), 4.0))
 
 
 def test_other_threads_are_not_watched(watched: Watched) -> None:

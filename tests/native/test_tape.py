@@ -65,7 +65,9 @@ class Taped:
         self.asked: list[Any] = []
         self.builder = _Builder()
         counter: Any = new_counter()
-        self.gate = new_gate(self.mode, torch.device("cpu"), counter, self.on_other, self.asked.append)
+        self.gate = new_gate(
+            self.mode, torch.device("cpu"), counter, self.on_other, self.asked.append, self.asked.append
+        )
         hooks = new_hooks(lambda t: [t.detach()], self.unpack, lambda t: t, self.on_modified, lambda: None)
         assert not isinstance(hooks, NativeError)
         self.hooks = hooks

@@ -49,7 +49,12 @@ capsule = new_capsule(ctypes.byref(live), name, None)
 def on_other(position):
     asked.append(("other", position))
     gate.end()
-gate = module.Gate(mode, torch.device("cpu"), None, capsule, on_other, lambda need: asked.append(("room", need)))
+def on_unseen(tensors):
+    asked.append(("unseen", [tuple(tensor.shape) for tensor in tensors]))
+    return lambda: asked.append("written")
+gate = module.Gate(
+    mode, torch.device("cpu"), None, capsule, on_other, lambda need: asked.append(("room", need)), on_unseen
+)
 x = torch.randn(4, 4, requires_grad=True)
 def step(size=4):
     return torch.nn.functional.layer_norm((x[:size] @ x).exp(), (4,)).sum()
@@ -100,6 +105,15 @@ for slot in slots:
 gate.follow(sequence, 1000)
 gate.know(slots[1])
 assert len(write(slots[1])) == 2, seen
+asked.clear()
+gate.follow(sequence, 1000)
+slots[0] + 1
+with torch._C._DisableTorchDispatch():
+    slots[0].mul_(2)
+    slots[1].mul_(2)
+gate.close()
+gate.forget()
+assert asked == [("unseen", [(4,)]), "written"], asked
 seen.clear()
 gate.record()
 with torch.autocast("cpu"):
@@ -200,6 +214,7 @@ def new_gate(
     counter: LimitedCounter,
     on_other: Callable[[int], object],
     make_room: Callable[[int], object],
+    on_unseen: Callable[[list[torch.Tensor]], Callable[[], object]],
 ) -> Gate:
     """Return a gate for this thread. Call this only after `load_gate`, if that returned a module.
 
@@ -209,8 +224,10 @@ def new_gate(
         counter: Counts the live bytes.
         on_other: Called with the position of an op that is not the expected one, before it runs.
         make_room: Called with the bytes that an op needs, before it runs, if they might not fit.
+        on_unseen: Called with known tensors that an op is about to write which no mode would see. Returns what is
+            called after that op.
     """
-    return load_gate().Gate(mode, device, counter, counter.live_capsule(), on_other, make_room)
+    return load_gate().Gate(mode, device, counter, counter.live_capsule(), on_other, make_room, on_unseen)
 
 
 class Recorded(enum.IntFlag):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -87,6 +87,33 @@ def test_a_collective_that_writes_another_tensor_than_in_the_learned_step() -> N
             x = x + gelu(x + own[0]) * 0.1
         if layer == NUM_LAYERS - 1:
             distributed.all_gather([own[0 if index >= CHANGES_AT else 1]], x.detach() * 0.5)
+        return x
+
+    _check_on_tape(between)
+
+
+class Quiet(torch.Tensor):
+    """Runs its ops with dispatch disabled: no mode sees them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - as subclasses of torch do
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        with torch._C._DisableTorchDispatch():  # noqa: SLF001 - the same
+            plain = [a.as_subclass(torch.Tensor) if isinstance(a, Quiet) else a for a in args]
+            return func(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("hides", [True, False], ids=["data", "counted"])
+@pytest.mark.usefixtures("one_thread_and_the_tape")
+def test_an_op_of_a_subclass_that_no_mode_sees(hides: bool) -> None:
+    """It writes a plain tensor that replays read, for the first time in a step that uses the tape."""
+    factor = torch.Tensor._make_subclass(Quiet, torch.tensor(1.5))
+
+    def between(loop: Loop, index: int, layer: int, x: torch.Tensor) -> torch.Tensor:
+        if index >= CHANGES_AT and layer == NUM_LAYERS - 1:  # every layer has read it
+            (loop.read.data if hides else loop.read).mul_(factor)
         return x
 
     _check_on_tape(between)

@@ -27,6 +27,7 @@ from torchdelta.runtime.record.garbage_guard import GarbageGuard
 from torchdelta.runtime.record.known_backward import KnownBackwards
 from torchdelta.runtime.record.native_lane import NativeLane
 from torchdelta.runtime.record.partial_conditions import MOST_OTHERS, Phase, is_quiet, load_gate_module, may_begin
+from torchdelta.runtime.record.unseen_writes import begins_unseen_writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,9 +156,9 @@ class PartialRecording:
                 self._can_have_gate = False
                 _logger.debug("followed steps are recorded as a whole: %s", module)
             elif module is not None:
-                counter = cast("LimitedCounter", self._room.usage.counter)
-                recorder = self._recorder
-                self._gate = new_gate(recorder, recorder.device.device, counter, self._on_other_op, self._make_room)
+                counter, recorder = cast("LimitedCounter", self._room.usage.counter), self._recorder
+                asked = (self._on_other_op, self._make_room, begins_unseen_writes(recorder))
+                self._gate = new_gate(recorder, recorder.device.device, counter, *asked)
                 self.lane = NativeLane(*self._parts(), self._follower, lambda: self._hand_over("a replay failed"))
                 self._backward.python_writes.before_write = self.lane.before_write
         return self._gate is not None
@@ -358,7 +359,6 @@ class PartialRecording:
             self._must_end = True
             return
         _logger.debug("steps are recorded as a whole again: %s", why)
-        gate, _ = self._parts()
         if self._phase is Phase.OUTLINED:
             self._follower.leave_outlined(why)
         elif self._phase is Phase.PAUSED:
@@ -368,7 +368,7 @@ class PartialRecording:
         self.num_resumed += 1
         self._stop()
         insert_mode(self._recorder, self._position)
-        gate.end()
+        self._parts()[0].end()
         self._adopt()
         self._room.usage.ask_counter(fresh=True)
 

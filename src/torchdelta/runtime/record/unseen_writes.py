@@ -15,18 +15,20 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchdelta._torch.tensors import version_of
+from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.state.buffer import Residence
 from torchdelta.runtime.state.kinds import runs_own_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.record.saved import SavedTensors
+    from torchdelta.runtime.record.subclasses import Subclasses
     from torchdelta.runtime.state.buffer import Buffer
     from torchdelta.runtime.state.ledger import Ledger
 
-__all__ = ["RecordsWrites", "UnseenWrites", "buffers_behind", "statistics_in"]
+__all__ = ["RecordsWrites", "UnseenWrites", "begins_unseen_writes", "buffers_behind", "statistics_in"]
 
 _ORIGIN: Final = "torchdelta.compiled"
 _STATISTICS: Final = "running_mean"  # of torch's norms, and of what imitates them
@@ -48,6 +50,11 @@ class RecordsWrites(Protocol):
     @property
     def saved(self) -> SavedTensors:
         """The saved tensors, which follow writes."""
+        ...
+
+    @property
+    def subclasses(self) -> Subclasses:
+        """Dispatches the ops of tensor subclasses."""
         ...
 
     def end_content(self, tensor: torch.Tensor, /) -> Buffer | None:
@@ -112,6 +119,24 @@ class UnseenWrites:
         buffer = self._ledger.written(tensor, old, None, _ORIGIN, 0)
         if buffer.num_saved:
             self._recorder.saved.on_resaved(buffer)
+
+
+def begins_unseen_writes(recorder: RecordsWrites) -> Callable[[list[torch.Tensor]], Callable[[], None]]:
+    """Return what the gate calls before an op that only the gate sees writes tensors: it returns what ends the write.
+
+    A tensor subclass runs such an op with dispatch disabled. Later steps are recorded as a whole, because the recorder
+    sees the op that the subclass handles.
+
+    Args:
+        recorder: Sees all other writes.
+    """
+
+    @shielded
+    def begin(tensors: list[torch.Tensor]) -> Callable[[], None]:
+        recorder.subclasses.were_met = True
+        return shielded(UnseenWrites(recorder, (), tensors).end)
+
+    return begin
 
 
 def buffers_behind(function: Any, arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
