@@ -226,6 +226,8 @@ class MemoryBudget:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop, also after an exception. Raise the BudgetError of an impossible step if none was raised inside."""
+        if error is not None and self._session is None:  # stopped inside; else `stop` would hide the error
+            return
         if isinstance(error, BudgetError) or (error is not None and not isinstance(error, Exception)):
             with contextlib.suppress(BudgetError):
                 self.stop()

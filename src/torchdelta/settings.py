@@ -103,7 +103,7 @@ def resolve_settings(
         ConfigError: A key is unknown, or a value is not allowed. The message names the file or the variable.
     """
     environ = os.environ if environ is None else environ
-    path = file if file is not None else environ.get(_FILE_VARIABLE) or find_settings_file(directory or Path.cwd())
+    path = file if file is not None else environ.get(_FILE_VARIABLE) or _find_near(directory)
     sources: list[tuple[str, Mapping[str, Any]]] = [("default", _DEFAULTS)]
     if isinstance(path, str | os.PathLike):
         sources.append((str(os.fspath(path)), read_settings_file(path)))
@@ -147,6 +147,13 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     known = {*_OTHER_VARIABLES, *map(variable_of, KEYS)}
     unknown = (name for name in environ if name.startswith(_PREFIX) and name not in known)
     return {name: f"not read{f': did you mean {near}?' if (near := nearest(name, known)) else ''}" for name in unknown}
+
+
+def _find_near(directory: Path | None) -> Path | None:
+    try:
+        return find_settings_file(directory or Path.cwd())
+    except FileNotFoundError:  # the working directory does not exist any more
+        return None
 
 
 def _read_environment(environ: Mapping[str, str]) -> list[tuple[str, str, Any]]:

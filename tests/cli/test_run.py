@@ -15,6 +15,8 @@ import pytest
 
 from tests.cli.command import torchdelta
 from tests.cli.inside import inside, run_inside
+from torchdelta import MemoryBudget
+from torchdelta.errors import TierIOError
 
 BUDGET = ("--memory-budget", "1GiB")
 SHOW = """\
@@ -137,6 +139,44 @@ def test_the_exit_code_is_the_scripts(script, text, code, message):
     done = run_inside(*BUDGET, script(text), code=code)
     assert message in done.stderr
     assert ("Traceback" in done.stderr) == (message == "KeyboardInterrupt")
+
+
+STOPS = """\
+import sys
+from torchdelta import Config, MemoryBudget
+MemoryBudget.current().stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [("sys.exit(3)", 3), ("raise ValueError('mine')", 1), ("MemoryBudget('1GiB').start(); sys.exit(4)", 4)],
+)
+def test_a_script_may_stop_the_budget(script, tmp_path, then, code):
+    """Its exit code, its error and the summary are the same as of a script that leaves the budget on."""
+    summary = tmp_path / "summary.json"
+    done = run_inside(*BUDGET, "--summary-json", summary, script(STOPS + then), code=code)
+    assert ("ValueError: mine" in done.stderr) == (code == 1)
+    assert "not running" not in done.stderr
+    assert json.loads(summary.read_text())["budget_bytes"] == 1 << 30
+    assert MemoryBudget.current() is None
+
+
+def test_what_cannot_be_brought_back_at_the_end_does_not_hide_the_scripts_error(script, tmp_path, monkeypatch):
+    """One line about it is added, and the summary is written."""
+
+    def stop(_budget):
+        raise TierIOError("a parameter cannot be brought back: the disk is gone")
+
+    summary = tmp_path / "summary.json"
+    real = MemoryBudget.stop
+    monkeypatch.setattr(MemoryBudget, "stop", lambda budget: (real(budget), stop(budget)))
+    done = run_inside(*BUDGET, "--summary-json", summary, script("raise ValueError('mine')"), code=1)
+    assert "ValueError: mine" in done.stderr
+    assert "torchdelta run: a parameter cannot be brought back" in done.stderr
+    assert summary.exists()
+    done = run_inside(*BUDGET, script("pass"), code=1)
+    assert "torchdelta run: a parameter cannot be brought back" in done.stderr
 
 
 @pytest.mark.rest

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torchdelta._torch.modes import DispatchMode
 
 
-class Names(TorchDispatchMode):
+class Names(DispatchMode):
     """Notes the names of the ops that it sees."""
 
     def __init__(self) -> None:

@@ -29,6 +29,7 @@ from torchdelta._torch.modes import (
     outside_inference_mode,
     pop_mode,
     push_mode,
+    remove_ended_modes,
     remove_mode,
     remove_saved_hooks,
     resolving_views,
@@ -70,6 +71,14 @@ def test_without_mode(position: int) -> None:
         with without_mode(Names()) as found:
             assert not found
             assert mode_stack() == modes
+        with without_mode(modes[position]):
+            modes[position].is_over = True
+        left = [mode for mode in modes if mode is not modes[position]]
+        assert mode_stack() == left
+        push_mode(modes[position])  # `with` takes off what it has put on
+        remove_ended_modes()
+        assert mode_stack() == left
+        push_mode(modes[position])
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])

@@ -89,7 +89,14 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode under which Dynamo goes on with running compiled code.
 
     Without these two methods Dynamo stops doing so, permanently, and every op pays a Dynamo check.
+
+    [Note: a mode that ends inside an op]
+    While a mode handles an op, torch has taken it off the stack, and puts it back afterwards. So a mode cannot leave
+    the stack there, as where a signal handler stops a budget. It sets `is_over` and lets every later op pass;
+    `remove_ended_modes` takes it off the stack.
     """
+
+    is_over = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -224,19 +231,30 @@ def enter_lowest(mode: TorchDispatchMode) -> None:
         insert_mode(mode, num_apart)
 
 
-def leave_stack(mode: TorchDispatchMode) -> None:
-    """Exit a mode, which need not be the top one, if it is on the stack; the others stay."""
+def leave_stack(mode: DispatchMode) -> None:
+    """Exit a mode for good, which need not be the top one, if it is on the stack; the others stay.
+
+    See [Note: a mode that ends inside an op].
+    """
+    mode.is_over = True
     if mode in mode_stack():
         remove_mode(mode)
         push_mode(mode)
         mode.__exit__(None, None, None)
 
 
+def remove_ended_modes() -> None:
+    """Take modes that are over off this thread's stack. See [Note: a mode that ends inside an op]."""
+    for mode in mode_stack():
+        if isinstance(mode, DispatchMode) and mode.is_over:
+            remove_mode(mode)
+
+
 @contextlib.contextmanager
-def without_mode(mode: object) -> Generator[bool]:
+def without_mode(mode: DispatchMode) -> Generator[bool]:
     """Take one dispatch mode off this thread's stack for a while; modes of others above it stay where they are.
 
-    Yields whether it was on.
+    Yields whether it was on. It is not put back if it is over by then.
     """
     above: list[Any] = []
     stack = mode_stack()
@@ -252,7 +270,7 @@ def without_mode(mode: object) -> Generator[bool]:
     try:
         yield found
     finally:
-        if found:
+        if found and not mode.is_over:
             kept = [pop_mode() for _ in above]
             push_mode(mode)
             for other in reversed(kept):

@@ -151,17 +151,20 @@ def run(
     hand_on(wanted, settings.options, plan=plan, as_json=as_json, shows_progress=shows_progress)
     progress = Progress(budget) if shows_progress and os.environ.get("RANK", "0") == "0" else None
     own_process = os.getpid()
+    failure: TorchdeltaError | None = None
     try:
         outcome = run_script(target, arguments or [], is_module=is_module)
     finally:
         if os.getpid() == own_process:
             if progress is not None:
                 progress.stop()
-            try:
-                budget.stop()
-            except BudgetError as error:  # the script caught the error of an impossible step, or ended before it
-                outcome = Outcome(exit_code=1, error=error)
+            failure = _stop(budget)
+            if isinstance(failure, BudgetError):  # the script caught that of an impossible step, or ended before it
+                outcome = Outcome(exit_code=1, error=failure)
     exit_code = _report(outcome, BudgetError)
+    if failure is not None and not isinstance(failure, BudgetError):
+        print_on_stderr(f"{prefix('run')}: {failure}")
+        exit_code = exit_code or 1
     if os.getpid() != own_process:  # a child that the script forked: the budget and its summary are the parent's
         raise typer.Exit(exit_code)
     summary = budget.summary()
@@ -175,6 +178,17 @@ def run(
     else:
         show_summary(summary)
     raise typer.Exit(exit_code)
+
+
+def _stop(budget: Any) -> TorchdeltaError | None:
+    """Stop the budget, or one that the script has started in its place. Return what it raises."""
+    running = budget.current()
+    try:
+        if running is not None:
+            running.stop()
+    except TorchdeltaError as error:
+        return error
+    return None
 
 
 def _refuse_budget_after_script(target: str, arguments: list[str]) -> None:

@@ -50,7 +50,8 @@ def current_session() -> Running | None:
     session: Running | None = getattr(of_thread, "session", None)
     if session is None and _sessions and graph_task_id() != -1:
         modes = mode_stack()  # see [Note: threads of the engine] in device/accelerator.py
-        return next((each for each in tuple(_sessions) if each.recorder in modes), None)
+        running = (each for each in tuple(_sessions) if each.recorder in modes and not each.recorder.is_over)
+        return next(running, None)
     return session
 
 

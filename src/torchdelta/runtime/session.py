@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import enter_lowest, leave_stack, mode_stack, remove_mode, remove_saved_hooks
+from torchdelta._torch.modes import (
+    enter_lowest,
+    leave_stack,
+    mode_stack,
+    remove_ended_modes,
+    remove_mode,
+    remove_saved_hooks,
+)
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
@@ -146,6 +153,7 @@ class Session:
                 "stop it first, with MemoryBudget.current().stop()"
             )
             raise ScopeError(msg)
+        remove_ended_modes()
         interrupts.start()
         try:
             patches.patch()
@@ -244,6 +252,7 @@ class Session:
         set_current_session(None)
         self.pause.close()
         self.partial.close()
+        self.recorder.is_over = True
         while self.recorder in mode_stack():
             remove_mode(self.recorder)
         self._remove_hooks()
@@ -285,6 +294,8 @@ class Session:
         self, *, keeps_graph: bool, is_outermost: bool, leaves: list[Any], error: BaseException | None
     ) -> None:
         """Handle the end of a backward pass. At the end of an impossible step's backward, raise its BudgetError."""
+        if self.recorder.is_over:
+            return  # a hook, or a signal handler, has stopped the session
         if self.survey is not None:
             self.survey.leaves.extend(leaves)
         elif isinstance(error, BudgetError):  # the survey has ended in the middle of this backward

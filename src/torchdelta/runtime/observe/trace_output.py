@@ -76,4 +76,8 @@ def check_trace_path(path: object) -> str:
     directory = os.path.dirname(text) or "."  # noqa: PTH120 - os.PathLike of any kind
     if os.path.isdir(text) or not os.path.isdir(directory):  # noqa: PTH112
         raise ConfigError(f"trace_out={text!r} is not the path of a file in a directory that exists: name another one")
-    return os.path.abspath(text)  # noqa: PTH100 - likewise
+    try:
+        return os.path.abspath(text)  # noqa: PTH100 - likewise
+    except FileNotFoundError:
+        msg = f"trace_out={text!r}: the working directory does not exist any more: name an absolute path"
+        raise ConfigError(msg) from None

@@ -93,6 +93,8 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one op. The signature is torch's."""
+        if self.is_over:
+            return func(*args, **(kwargs or {}))
         if self.other_streams is None:
             outer = enter()
             try:

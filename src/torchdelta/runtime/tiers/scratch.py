@@ -57,7 +57,11 @@ class ScratchFile(NamedTuple):
 def named_directory(swap_dir: str | os.PathLike[str] | None) -> Path | None:
     """Return the directory that is named, as an absolute path: the option, else TORCHDELTA_SWAP_DIR; None: neither."""
     named = os.environ.get(_ENVIRONMENT_NAME) if swap_dir is None else swap_dir
-    return Path(named).absolute() if named else None
+    try:
+        return Path(named).absolute() if named else None
+    except FileNotFoundError as error:
+        msg = f"the swap directory {named!r} cannot be found, because the working directory is gone: {_REMEDY}"
+        raise TierError(msg) from error
 
 
 def swap_directory(swap_dir: str | os.PathLike[str] | None) -> Path:
