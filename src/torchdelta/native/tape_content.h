@@ -21,6 +21,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -163,9 +164,19 @@ inline void bury(EntryPtr entry) {
   waiting = nullptr;
 }
 
+// [Note: what the engine adds to]
+// In a backward, the engine adds a gradient to another one in place if it is the only owner of that one's storage. This
+// storage may be one that was saved, or made in the forward, if the backward of a custom Function returns it. A weak
+// reference does not prevent that. So once the forward is over, a content is where the tape holds it, and nowhere else:
+// a storage that others hold may have been written.
+using IsForwardOver = std::shared_ptr<std::atomic<bool>>;  // of one step
+
 struct Content : c10::intrusive_ptr_target {
-  Content(int64_t order, const c10::Storage& storage)
-      : id(order), size_bytes(static_cast<int64_t>(storage.nbytes())), weak(storage.getWeakStorageImpl()) {}
+  Content(int64_t order, const c10::Storage& storage, IsForwardOver is_over)
+      : id(order),
+        size_bytes(static_cast<int64_t>(storage.nbytes())),
+        weak(storage.getWeakStorageImpl()),
+        is_forward_over(std::move(is_over)) {}
 
   const int64_t id;          // rises in the order of creation
   const int64_t size_bytes;
@@ -176,20 +187,13 @@ struct Content : c10::intrusive_ptr_target {
   uint32_t version = 0;
   std::optional<WeakTensor> witness;  // the program's tensor with this counter, if the content has no op
 
-  // A storage that has it, or an empty one.
-  c10::Storage resident() const {
-    std::unique_lock<std::mutex> guard(storage_mutex());
-    if (strong_) return strong_;
-    const auto seen = weak;
-    guard.unlock();
-    auto storage = seen.lock();
-    return storage ? c10::Storage(std::move(storage)) : c10::Storage();
-  }
+  // A storage that has it, or an empty one. See [Note: what the engine adds to].
+  c10::Storage resident() const { return storage_that_has_it(*is_forward_over); }
 
   // Return whether a storage has it, without a reference to that.
   bool is_resident() const {
     const std::lock_guard<std::mutex> guard(storage_mutex());
-    return strong_ || !weak.expired();
+    return strong_ || (!*is_forward_over && !weak.expired());
   }
 
   bool is_held() const {
@@ -218,7 +222,7 @@ struct Content : c10::intrusive_ptr_target {
 
   // The storage gets another content. Saved tensors see that one: `successor`.
   void end() {
-    c10::Storage storage = resident(), last;  // freed after the mutex
+    c10::Storage storage = storage_that_has_it(false), last;  // freed after the mutex
     counter.reset();
     const std::lock_guard<std::mutex> guard(storage_mutex());
     if (num_saved > 0) std::swap(successor, storage);
@@ -265,8 +269,18 @@ struct Content : c10::intrusive_ptr_target {
   c10::Storage successor;  // what saved tensors see after a write that they follow
 
  private:
+  c10::Storage storage_that_has_it(bool must_be_held) const {
+    std::unique_lock<std::mutex> guard(storage_mutex());
+    if (strong_ || must_be_held) return strong_;
+    const auto seen = weak;
+    guard.unlock();
+    auto storage = seen.lock();
+    return storage ? c10::Storage(std::move(storage)) : c10::Storage();
+  }
+
   c10::weak_intrusive_ptr<c10::StorageImpl> weak;
   c10::Storage strong_;
+  const IsForwardOver is_forward_over;
 };
 
 inline std::string cannot_be_made(const Content& content) {

@@ -75,12 +75,16 @@ class NativeTape final : public Tape, private ChainOwner {
     lane_ = std::move(lane);
     most_bytes_ = most_bytes;
     environment_ = environment();
+    is_forward_over_ = std::make_shared<std::atomic<bool>>(false);
     stream_.begin();
     is_on_ = true;
   }
 
   // Backward begins: no op is recorded any more. `slots_` stays: Python code may still write what replays read.
-  void end_forward() { pinned_.clear(); }
+  void end_forward() {
+    *is_forward_over_ = true;
+    pinned_.clear();
+  }
 
   void clear() {
     ++epoch_;
@@ -314,7 +318,7 @@ class NativeTape final : public Tape, private ChainOwner {
   }
 
   ContentPtr new_content(const c10::Storage& storage) {
-    ContentPtr content = c10::make_intrusive<Content>(next_id_++, storage);
+    ContentPtr content = c10::make_intrusive<Content>(next_id_++, storage, is_forward_over_);
     slots_.insert_or_assign(storage.unsafeGetStorageImpl(), Slot{storage.getWeakStorageImpl(), WeakContent(content)});
     return content;
   }
@@ -542,6 +546,7 @@ class NativeTape final : public Tape, private ChainOwner {
   int64_t epoch_ = 0;
   int64_t next_id_ = 0;
   Environment environment_{};
+  IsForwardOver is_forward_over_ = std::make_shared<std::atomic<bool>>(false);
   std::unordered_map<const c10::StorageImpl*, Slot> slots_;
   std::vector<ContentPtr> pinned_;  // made by ops, while their storages live
   std::unordered_map<int64_t, WeakContent> saved_;
