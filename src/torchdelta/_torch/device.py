@@ -26,18 +26,27 @@ _default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 _num_threads: Callable[[], int] = torch.get_num_threads
 _is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 _matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
-# Settings that kernels on CUDA read besides. They exist in every build, and cost a tenth of a microsecond each.
-_CUDA_SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tuple(
-    (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
-    for name in (
-        "cudnn_enabled",
-        "cudnn_benchmark",
-        "cudnn_deterministic",
-        "cublas_allow_fp16_reduced_precision_reduction",
-        "cublas_allow_bf16_reduced_precision_reduction",
-        "cublas_allow_fp16_accumulation",
+
+
+def _switches(*names: str) -> tuple[tuple[Callable[[], Any], Callable[..., None]], ...]:
+    """Return what reads and what sets each of these settings. A call costs a tenth of a microsecond."""
+    return tuple(
+        (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
+        for name in names
+        if hasattr(torch._C, f"_get_{name}")
     )
-    if hasattr(torch._C, f"_get_{name}")
+
+
+# Which libraries compute convolutions and more on a CPU.
+_CPU_SETTINGS = _switches("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")
+# Settings that kernels on CUDA read besides. They exist in every build.
+_CUDA_SETTINGS = _switches(
+    "cudnn_enabled",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "cublas_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation",
 )
 
 
@@ -98,7 +107,8 @@ def numeric_environment() -> tuple[Any, ...]:
     except RuntimeError:  # old and new settings are mixed, which torch refuses
         precision = _unless_mixed(_cublas_tf32)
     common = (
-        *(_default_dtype(), is_mkldnn_enabled(), _is_deterministic(), _num_threads()),
+        *(_default_dtype(), tuple([read() for read, _ in _CPU_SETTINGS]), (_is_deterministic(), warns_only())),
+        _num_threads(),
         *(precision, tuple([read() for read in _fp32_readers.values()]), flushes_denormals()),
     )
     if not reads_cuda_settings:
@@ -108,10 +118,11 @@ def numeric_environment() -> tuple[Any, ...]:
 
 def set_numeric_environment(environment: tuple[Any, ...]) -> None:
     """Set what `numeric_environment` returned; some only where they differ (they are slow to set)."""
-    dtype, mkldnn, deterministic, num_threads, precision, precisions, flushes, *others = environment
+    dtype, on_cpu, (is_deterministic, only_warns), num_threads, precision, precisions, flushes, *others = environment
     torch.set_default_dtype(dtype)
-    torch._C._set_mkldnn_enabled(mkldnn)
-    torch._C._set_deterministic_algorithms(deterministic, warn_only=warns_only())
+    for (_, write), value in zip(_CPU_SETTINGS, on_cpu, strict=True):
+        write(value)
+    torch._C._set_deterministic_algorithms(is_deterministic, warn_only=only_warns)
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     if flushes_denormals() != flushes:

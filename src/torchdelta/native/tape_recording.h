@@ -123,6 +123,10 @@ class NativeTape final : public Tape, private ChainOwner {
       return false;
     }
     const size_t begin = stack->size() - op.schema().arguments().size();
+    if ((recorded & (kWrites | kOverwrites)) != 0 && !(*stack)[begin].isTensor()) {
+      before_write(op, *stack);
+      return false;
+    }
     if ((recorded & kIsConstant) != 0 && !c10::GradMode::is_enabled()) {  // as `Capturer.capture` in Python
       before_write(op, *stack);
       return false;
@@ -213,6 +217,7 @@ class NativeTape final : public Tape, private ChainOwner {
     if (found == lane_.replays.end()) return;
     const auto groups = std::move(found->second);
     lane_.replays.erase(found);
+    const c10::InferenceMode outside(false);
     for (const std::vector<int64_t>& group : groups) {
       std::vector<ContentPtr> missing;
       for (const int64_t first : group) {
@@ -235,6 +240,7 @@ class NativeTape final : public Tape, private ChainOwner {
     auto* native = static_cast<NativeSave*>(save.get());
     const ContentPtr content = native->view.content;
     if (!content) return at::Tensor();
+    const c10::InferenceMode outside(false);  // as in `Quietly` in Python: what is unpacked has versions
     c10::Storage storage = content->successor ? content->successor : content->resident();
     try {
       if (!storage && !is_as_in_forward()) throw NotNow();  // Python replays under the earlier settings, and at home
@@ -262,7 +268,7 @@ class NativeTape final : public Tape, private ChainOwner {
     WeakContent content;
   };
 
-  using Environment = std::array<int64_t, 18>;
+  using Environment = std::array<int64_t, 21>;
 
   // The settings that kernels read besides their arguments: see `numeric_environment` in _torch/device.py.
   Environment environment() const {
@@ -276,7 +282,10 @@ class NativeTape final : public Tape, private ChainOwner {
     for (const Op op : {Op::MATMUL, Op::CONV, Op::RNN}) add(context.float32Precision(Backend::MKLDNN, op));
     add(c10::get_default_dtype_as_scalartype());
     add(context.userEnabledMkldnn());
+    add(context.deterministicMkldnn());
+    add(context.userEnabledNNPACK());
     add(context.deterministicAlgorithms());
+    add(context.deterministicAlgorithmsWarnOnly());
     if (device.is_cpu()) {
       // Each thread has its own, and a backward on the CPU runs where it was started.
       add(at::get_num_threads());

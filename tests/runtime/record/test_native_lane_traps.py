@@ -231,6 +231,52 @@ def test_denormal_numbers_that_a_part_of_the_forward_flushes() -> None:
     assert same_bits(body)[CHANGES_AT - 1] > 0
 
 
+def test_an_op_on_a_list_that_writes_in_place() -> None:
+    """The tape leaves it to Python."""
+
+    def body(loop: Loop, _index: int) -> None:
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer not in {2, 3}:
+                return x
+            halves = [x * 1.5, x * 0.7]
+            torch._foreach_add_(halves, 0.25)
+            return x + nn.functional.gelu(halves[0]) + nn.functional.gelu(halves[1])
+
+        loss = loop.forward(between)
+        loss.backward()
+        loop.update(loss)
+
+    same_bits(body)
+
+
+class _UnpacksInInferenceMode(torch.autograd.Function):
+    """Reads what it has saved in inference mode, and writes what it computes from that outside of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Save the input, which may be dropped."""
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Write the unpacked tensor."""
+        with torch.inference_mode():
+            (x,) = ctx.saved_tensors
+        return x.cos_().mul_(gradients[0])
+
+
+def test_what_is_unpacked_in_inference_mode_is_an_ordinary_tensor() -> None:
+    """As without a budget."""
+
+    def body(loop: Loop, _index: int) -> None:
+        loss = loop.forward(lambda layer, x: x + _UnpacksInInferenceMode.apply(x * 2) * 0.5 if layer in {2, 3} else x)
+        loss.backward()
+        loop.update(loss)
+
+    assert same_bits(body)[CHANGES_AT - 1] > 0
+
+
 def test_the_forward_reads_a_gradient_that_the_backward_adds_to() -> None:
     """The engine adds to the gradient of the last layer before a replay for an earlier layer reads it."""
 

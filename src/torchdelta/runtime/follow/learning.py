@@ -7,7 +7,6 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from torchdelta._torch.device import warns_only
 from torchdelta._torch.ops import returns_tensors
 from torchdelta.aten.batch_norm import TRAINING_POSITION
 from torchdelta.aten.facts import Kind
@@ -49,7 +48,6 @@ class Learning:
         self._threads: set[int] = set()  # that replayed them: an accelerator's backward has its own thread
         self._ops: dict[int, LearnedOp] = {}  # by op, if it was recorded
         self._environment: tuple[Any, ...] | None = None  # of the first op
-        self._warns_only = warns_only()
         self._makers: dict[int, int] = {}  # by buffer that was overwritten: the op that made it
         self._writes: dict[int, list[int]] = {}  # by op: the buffers whose content it ended
         self._written_saved: set[int] = set()  # saved buffers whose storages were written
@@ -111,6 +109,8 @@ class Learning:
                 return Recorded(0)  # another argument stands there: it always trains, or has no statistics
             how |= Recorded.HAS_STATISTICS
         elif facts.kind is Kind.WRITE and facts.written_positions == (0,) and not facts.written_keywords:
+            if entry.args[0].__class__ is list:
+                return Recorded(0)  # a foreach op
             how |= Recorded.OVERWRITES if entry.args[0].__class__ is Fresh else Recorded.WRITES
         elif facts.kind is not Kind.COMPUTE:
             return Recorded(0)
@@ -166,7 +166,7 @@ class Learning:
                 [on_tape.get(number, OnTape(0)) for number in numbers],
             ),
             lane=lane,
-            settings=(self._environment, self._warns_only),
+            settings=self._environment,
             num_ops=len(positions),
             num_recorded=len(recorded),
             saved_bytes=saved_bytes,

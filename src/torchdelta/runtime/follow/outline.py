@@ -37,8 +37,8 @@ class Outline:
         ops: For the gate.
         saves: For the hooks.
         lane: What the native tape does of it; None if nothing.
-        settings: The numeric settings of the first op, and whether kernels without a fixed order only warn. Which ops
-            may be replayed depends on both.
+        settings: The numeric settings of the first op; None if none is recorded. Which ops may be replayed depends on
+            them.
         num_ops: How many ops there are.
         num_recorded: How many of them are recorded.
         saved_bytes: Of the saved buffers of the step, those that are not recorded included.
@@ -47,7 +47,7 @@ class Outline:
     ops: object
     saves: object
     lane: Lane | None
-    settings: tuple[tuple[Any, ...] | None, bool]
+    settings: tuple[Any, ...] | None
     num_ops: int
     num_recorded: int
     saved_bytes: int

@@ -178,7 +178,7 @@ class Replayer:
             if not self.room.device.times_on_host:
                 self.counters.recompute_s += entry.time_s
             args = kwargs = run = None
-            self._take(entry, outputs, build.written, buffer, chain)
+            self._take(entry, outputs, build.written(), buffer, chain)
         finally:
             args = kwargs = outputs = run = None
             build.clear()
@@ -312,9 +312,9 @@ class _Arguments:
         self.owner = owner
         self.held = held
         writes = entry.facts.kind is Kind.WRITE and not entry.facts.keeps_statistics
-        self.overwritten = written_sources(entry) if writes else frozenset[int]()
+        self.overwritten = {id(buffer): buffer for buffer in written_sources(entry)} if writes else {}
         self.clones: dict[int, torch.UntypedStorage] = {}
-        self.written: list[torch.UntypedStorage] = []  # in the order of the entry's outputs
+        self.fresh: list[torch.UntypedStorage] = []
         self.storages: list[torch.UntypedStorage] = []
         self.locked: list[Buffer] = []
 
@@ -330,7 +330,7 @@ class _Arguments:
                 self.owner.room.make(argument.size_bytes, "a replay")
             storage = torch.UntypedStorage(argument.size_bytes, device=argument.device)
             self.owner.ledger.know(storage)
-            self.written.append(storage)
+            self.fresh.append(storage)
             return torch.empty(0, dtype=argument.dtype, device=storage.device).set_(
                 storage, argument.offset, argument.shape, argument.stride
             )
@@ -359,7 +359,6 @@ class _Arguments:
                 clone = storage.clone()
                 self.owner.ledger.know(clone)
                 self.clones[id(buffer)] = clone
-                self.written.append(clone)
             storage = clone
         else:
             buffer.num_locks += 1
@@ -367,10 +366,14 @@ class _Arguments:
         self.storages.append(storage)
         return view.on(storage)
 
+    def written(self) -> list[torch.UntypedStorage]:
+        """Return what the op writes, in the order of the entry's outputs."""
+        return self.fresh or [self.clones[id_] for id_ in self.overwritten if id_ in self.clones]
+
     def clear(self) -> None:
         self.storages.clear()
         self.clones.clear()
-        self.written.clear()
+        self.fresh.clear()
         for buffer in self.locked:
             buffer.num_locks -= 1
         self.locked.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torchdelta._torch.device import numeric_environment, warns_only
+from torchdelta._torch.device import numeric_environment
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import NativeError
 from torchdelta.native.tape import new_tape
@@ -86,7 +86,7 @@ class NativeLane:
             self._num_waiting -= 1
             return
         self._environment = numeric_environment()
-        if (self._environment, warns_only()) != outline.settings:
+        if self._environment != outline.settings:
             return  # which ops may be replayed was learned under other settings
         self._program = program
         tape.begin(lane.drops, lane.replays, most_bytes)

@@ -191,7 +191,7 @@ class SavedTensors:
     def let_stay(self, tensor: torch.Tensor) -> Staying:
         """Let autograd hold the tensor itself, which then stays on the device."""
         observer = self.observing.observer
-        if observer.wants_every_op:
+        if observer.wants_every_op and not is_zerotensor(tensor):  # which has no memory
             observer.on_stay(tensor)
         return Staying(tensor)
 

@@ -99,23 +99,22 @@ def source_views(entry: OpEntry) -> Iterator[View]:
         elif argument.__class__ is list:
             yield from (item for item in argument if item.__class__ is View)
     if entry.kwargs:
-        yield from (argument for argument in entry.kwargs.values() if argument.__class__ is View)
+        for argument in entry.kwargs.values():
+            yield from _views_in(argument)
 
 
-def written_sources(entry: OpEntry) -> set[int]:
-    """Return the ids of the buffers whose storages an op overwrites."""
-    written: set[int] = set()
-    for position in entry.facts.written_positions:
-        argument = entry.args[position] if position < len(entry.args) else None
-        if argument.__class__ is View:
-            written.add(id(argument.buffer))  # pyright: ignore[reportOptionalMemberAccess]
-        elif argument.__class__ is list:
-            written.update(id(item.buffer) for item in argument if item.__class__ is View)  # pyright: ignore[reportOptionalIterable]
-    for keyword in entry.facts.written_keywords:
-        argument = entry.kwargs.get(keyword) if entry.kwargs else None
-        if argument.__class__ is View:
-            written.add(id(argument.buffer))  # pyright: ignore[reportOptionalMemberAccess]
-    return written
+def written_sources(entry: OpEntry) -> list[Buffer]:
+    """Return the buffers whose storages an op overwrites, in the order in which the recorder numbers its outputs."""
+    facts, kwargs = entry.facts, entry.kwargs or {}
+    arguments = [entry.args[position] for position in facts.written_positions if position < len(entry.args)]
+    arguments += [kwargs.get(keyword) for keyword in facts.written_keywords]
+    return list({id(view.buffer): view.buffer for argument in arguments for view in _views_in(argument)}.values())
+
+
+def _views_in(argument: Any) -> list[View]:
+    if argument.__class__ is View:
+        return [argument]
+    return [item for item in argument if item.__class__ is View] if argument.__class__ is list else []
 
 
 def capture(value: Any, view_of: Callable[[torch.Tensor], View]) -> Any:
