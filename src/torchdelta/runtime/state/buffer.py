@@ -72,7 +72,7 @@ class Stays:
     RESIZED = 2  # its storage is resized to 0 and filled again without autograd's knowledge (resized.py)
     IN_FLIGHT = 4  # a collective may still be writing it
     OTHER_STREAM = 8  # an op on another stream reads or wrote it (device/streams.py)
-    NOT_OURS = 16  # evicting it frees nothing: memory of a captured graph, or zeros without memory
+    NOT_OURS = 16  # memory of a captured graph or zeros without memory, which frees nothing; memory that is unaligned
 
 
 # `sys.getrefcount` of an object that one attribute refers to, asked through a local variable.
@@ -226,10 +226,9 @@ class StorageRecord:
     last known one dies and the storage does not, an alias was made where no op is seen (the engine's `detach` of a new
     `.grad`), and the record changes over to the first way (`Storages.recheck_unwatched`, before the next op).
 
-    A tensor may exchange its storage (`tensor.data = other`, `set_`), so a living tensor does not prove that the
-    storage lives. Therefore a record that is watched through tensors has a `WeakStorage`: while it exists, the address
-    is not reused for another storage, and `is_dead` is always valid. A storage that dies by such an exchange triggers
-    no callback: `Ledger.sweep` finds its record.
+    A tensor may exchange its storage (`tensor.data = other`, `set_`), so it may outlive it. Therefore a record that is
+    watched through tensors has a `WeakStorage`: while it exists, the address is not reused for another storage, and
+    `is_dead` is always valid. A storage that dies by such an exchange triggers no callback: see `Ledger.sweep`.
     """
 
     __slots__ = (
@@ -243,6 +242,7 @@ class StorageRecord:
         "is_foreign",
         "is_outside",
         "is_resizable",
+        "is_unaligned",
         "on_death",
         "on_unwatched",
         "reference",
@@ -267,7 +267,7 @@ class StorageRecord:
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self.holders: dict[int, weakref.ref[torch.Tensor]] | None = None
         self.weak: WeakStorage | None = None  # set while `holders` are watched
-        self.is_fake = False
+        self.is_fake = self.is_unaligned = False  # the latter: see `ALIGNMENT_BYTES` in storages.py
         self.is_outside: bool | None = None  # code outside of torch may write its memory at any time; None: not asked
         self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
         self.emptied: Emptied | None = None  # while its content is on a tier only

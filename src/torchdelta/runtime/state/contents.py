@@ -204,6 +204,8 @@ class Contents(Storages):
         buffer = Buffer(size_bytes, record, entry, origin, index, self.clock)
         if record.is_resizable:
             buffer.stays |= Stays.RESIZED
+        if record.is_unaligned:
+            buffer.stays |= Stays.NOT_OURS
         record.current = buffer
         if entry is not None:
             entry.outputs.append(weakref.ref(buffer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.observer import Observing
 
 __all__ = ["Storages", "dense_bytes", "memory_address"]
+
+# Of the memory that torch allocates on a CPU. Where memory is aligned otherwise, a library that adds in vectors (MKL)
+# may begin them elsewhere, and the sums have other bits. So what is in such memory (a file that safetensors has
+# read, an array of NumPy) stays there.
+ALIGNMENT_BYTES: Final = 64
 
 
 class Storages:
@@ -53,6 +58,7 @@ class Storages:
                     size_bytes = 0
             else:
                 is_fake = device.type == "meta"
+                start = memory_address(storage) if device.type == "cpu" else 0
             record = StorageRecord(address, size_bytes, self._died, self._unwatched)
             record.is_fake = is_fake
             record.watch_storage(storage)
@@ -163,6 +169,7 @@ class Storages:
 
     def _add(self, record: StorageRecord, address: int) -> None:
         self.records[record.address] = record
+        record.is_unaligned = address % ALIGNMENT_BYTES != 0
         self._enter_counter(record, address)
         self.usage.add(record.size_bytes)
 
