@@ -242,6 +242,24 @@ def test_a_write_that_no_mode_sees_is_told_of(watched: Watched) -> None:
     assert torch.equal(known, torch.full((4,), 4.0))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_a_write_through_a_sparse_tensor_reaches_the_mode(watched: Watched) -> None:
+    """It writes its values, which an op that is recorded has read."""
+    known, other = torch.zeros(4), torch.zeros(4)
+    sparse = [torch.sparse_coo_tensor(torch.arange(4)[None], each, (4,), is_coalesced=True) for each in (known, other)]
+
+    def step() -> None:
+        known + 1
+        sparse[0].neg_()
+        sparse[1].neg_()
+
+    hashes = watched.learn(step)
+    watched.mode.names.clear()
+    watched.gate.forget()
+    assert watched.follow(hashes, step, {0})
+    assert watched.mode.names == ["add.Tensor", "neg_.default"]
+
+
 def test_other_threads_are_not_watched(watched: Watched) -> None:
     """Nor do they move the position of this one."""
     x = torch.randn(4)

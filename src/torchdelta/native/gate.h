@@ -124,9 +124,10 @@ bool makes_alias(const c10::OperatorHandle& op) {
 template <typename Function>
 void for_each_storage(const c10::IValue& value, const Function& function) {
   if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    if (!tensor.defined() || !tensor.has_storage()) return;
-    function(tensor.unsafeGetTensorImpl()->unsafe_storage());
+    if (!value.toTensor().defined()) return;
+    tape::for_each_part(value.toTensor(), [&function](const at::Tensor& tensor) {
+      if (tensor.defined() && tensor.has_storage()) function(tensor.unsafeGetTensorImpl()->unsafe_storage());
+    });
   } else if (value.isList()) {
     for (const c10::IValue& item : value.toListRef()) for_each_storage(item, function);
   }

@@ -1,6 +1,8 @@
 // The tape as gate.cpp and saved_hooks.cpp use it; tape.cpp implements it. They are three modules, and only virtual
 // functions are called from one in another.
 #pragma once
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -72,6 +74,25 @@ void for_each_list(const c10::IValue& value, const Function& function) {
     for (const c10::IValue& inner : value.toListRef()) for_each_list(inner, function);
   } else {
     function(value);
+  }
+}
+
+// Call a function with a tensor, or with those that a sparse one consists of.
+template <typename Function>
+void for_each_part(const at::Tensor& tensor, const Function& function) {
+  const c10::Layout layout = tensor.key_set().has(c10::DispatchKey::Python) ? c10::kStrided : tensor.layout();
+  if (layout == c10::kSparse) {
+    const auto* sparse = static_cast<const at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+    function(sparse->values());
+    function(sparse->indices());
+  } else if (layout == c10::kSparseCsr || layout == c10::kSparseCsc || layout == c10::kSparseBsr ||
+             layout == c10::kSparseBsc) {
+    const auto* sparse = static_cast<const at::SparseCsrTensorImpl*>(tensor.unsafeGetTensorImpl());
+    for (const at::Tensor& part : {sparse->values(), sparse->compressed_indices(), sparse->plain_indices()}) {
+      function(part);
+    }
+  } else {
+    function(tensor);
   }
 }
 

@@ -476,20 +476,25 @@ class NativeTape final : public Tape, private ChainOwner {
   }
 
   void end_content(const c10::IValue& value) {
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
-      const c10::StorageImpl* storage = value.toTensor().storage().unsafeGetStorageImpl();
-      const ContentPtr content = find(storage);
-      if (content && content->op) {
-        content->end();
-      } else if (content) {  // replays read it, and it cannot be made again
-        ensure(content->size_bytes, false);
-        stream_.run_at_home([&content] { content->hold(copy_of(content->resident(), content->size_bytes)); });
-        content->counter.reset();
-      }
-      slots_.erase(storage);  // last: where the copy failed, the next write tries again
+    if (value.isTensor() && value.toTensor().defined()) {
+      for_each_part(value.toTensor(), [this](const at::Tensor& tensor) {
+        if (tensor.defined() && tensor.has_storage()) end_content_of(tensor.storage().unsafeGetStorageImpl());
+      });
     } else if (value.isList() && holds_tensor(value)) {
       for (const c10::IValue& item : value.toListRef()) end_content(item);
     }
+  }
+
+  void end_content_of(const c10::StorageImpl* storage) {
+    const ContentPtr content = find(storage);
+    if (content && content->op) {
+      content->end();
+    } else if (content) {  // replays read it, and it cannot be made again
+      ensure(content->size_bytes, false);
+      stream_.run_at_home([&content] { content->hold(copy_of(content->resident(), content->size_bytes)); });
+      content->counter.reset();
+    }
+    slots_.erase(storage);  // last: where the copy failed, the next write tries again
   }
 
   // -- what a chain asks

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.storages import address_of, storage_address, storage_behind
+from torchdelta.runtime.state.kinds import parts_of_sparse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -73,6 +74,7 @@ class InUse:
                 else:
                     continue
             except RuntimeError:  # it has no storage
+                yield from self.records(parts_of_sparse(thing) if isinstance(thing, torch.Tensor) else ())
                 continue
             if record is not None:
                 yield record

@@ -32,6 +32,7 @@ from torchdelta._torch.ops import OpOverload, execute
 from torchdelta.aten.facts import facts_of, written_tensors
 from torchdelta.runtime.record.capture import statistics_of
 from torchdelta.runtime.record.gap_reads import is_attribute_access
+from torchdelta.runtime.state.kinds import addressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -146,12 +147,9 @@ class _Writers(DispatchMode):
         else:
             return False
         found = facts.bumps_inside  # torch does not count these writes under a dispatch mode, but the recorder does
-        for tensor in written:
+        for address, tensor in addressed(written):
             if self._writes.before_write is not None:
                 self._writes.before_write(tensor)
-            try:
-                record = self._recorder.ledger.find(tensor)
-            except RuntimeError:  # it has no storage
-                continue
+            record = self._recorder.ledger.records.get(address)
             found = found or (record is not None and record.current is not None)
         return found

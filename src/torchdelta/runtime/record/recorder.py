@@ -15,7 +15,7 @@ from torchdelta._torch.compiled import is_in_compiled_region
 from torchdelta._torch.engine import graph_task_id
 from torchdelta._torch.modes import DispatchMode, num_modes
 from torchdelta._torch.ops import HigherOrderOperator, execute
-from torchdelta._torch.storages import storage_address, storage_behind
+from torchdelta._torch.storages import storage_behind
 from torchdelta.aten.collectives import may_be_under_way
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.runtime.interrupts import enter, leave
@@ -28,7 +28,7 @@ from torchdelta.runtime.record.needs import Predictor
 from torchdelta.runtime.record.subclasses import Way
 from torchdelta.runtime.record.versions import bump_missing, versions_of
 from torchdelta.runtime.state.buffer import Stays
-from torchdelta.runtime.state.kinds import runs_own_ops
+from torchdelta.runtime.state.kinds import addressed, runs_own_ops
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES, generator_of
 
 if TYPE_CHECKING:
@@ -287,11 +287,7 @@ class Recorder(DispatchMode):
         """Invalidate the contents of the storages that an op will write. Return (tensor, old content) for each."""
         num_copies = self.counters.num_copies_before_write
         overwritten: dict[int, tuple[torch.Tensor, Buffer | None]] = {}
-        for tensor in targets:
-            try:
-                address = storage_address(tensor)
-            except RuntimeError:
-                continue
+        for address, tensor in addressed(targets):
             if address not in overwritten:
                 try:
                     overwritten[address] = (tensor, self.end_content(tensor))

@@ -9,12 +9,21 @@ import torch
 
 from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import NoDispatch, NoFunction
-from torchdelta._torch.storages import tensor_address
+from torchdelta._torch.storages import storage_address, tensor_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["byte_alias", "detached", "inner_tensors", "local_part", "runs_own_ops", "tensors_in"]
+__all__ = [
+    "addressed",
+    "byte_alias",
+    "detached",
+    "inner_tensors",
+    "local_part",
+    "parts_of_sparse",
+    "runs_own_ops",
+    "tensors_in",
+]
 
 _runs_own_ops: dict[type, bool] = {torch.Tensor: False, torch.nn.Parameter: False}
 
@@ -52,6 +61,31 @@ def inner_tensors(tensor: torch.Tensor, *, with_fake: bool = False) -> Iterator[
     for item in inner:
         if issubclass(type(item), torch.Tensor) and item is not tensor:
             yield from inner_tensors(item, with_fake=with_fake)
+
+
+def addressed(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the address of each tensor's storage, with the tensor; of a sparse one those of its indices and values."""
+    for tensor in tensors:
+        try:
+            yield storage_address(tensor), tensor
+        except RuntimeError:
+            yield from addressed(parts_of_sparse(tensor))
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a sparse tensor consists of; none of another tensor without a storage."""
+    try:
+        with NoDispatch(), NoFunction(), torch.no_grad():
+            layout = tensor.layout
+            if layout is torch.sparse_coo:
+                return [tensor._values(), tensor._indices()]
+            if layout in {torch.sparse_csr, torch.sparse_bsr}:
+                return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+            if layout in {torch.sparse_csc, torch.sparse_bsc}:
+                return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    except RuntimeError:  # inside `vmap`, for example
+        pass
+    return []
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
