@@ -174,14 +174,21 @@ def patch_saving(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ca
 
 
 def patch_raw_writes(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace the methods of tensors and storages that write without an op by `make(original)`; returns what undoes it.
+    """Replace what writes its first argument without an op by `make(original)`; returns what undoes it.
 
-    Those of storages run an op, but no function that a function mode sees.
+    The methods of storages run an op, but no function that a function mode sees.
     """
+    sobol = ("_sobol_engine_ff_", "_sobol_engine_initialize_state_", "_sobol_engine_scramble_")
     return together(
         [replace(torch.Tensor, name, make) for name in ("apply_", "map_", "map2_")]
+        + [replace(torch, name, make) for name in sobol]
         + [replace(torch.UntypedStorage, name, make) for name in ("copy_", "fill_", "byteswap", "__setitem__")]
     )
+
+
+def patch_raw_results(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace what writes its results without an op by `make(original)`; returns what undoes it."""
+    return replace(torch, "_sobol_engine_draw", make)
 
 
 def patch_deep_copies(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

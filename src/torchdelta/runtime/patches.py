@@ -22,6 +22,7 @@ from torchdelta._torch.doors import (
     patch_fsdp_backward,
     patch_functorch_guard,
     patch_inference_mode,
+    patch_raw_results,
     patch_raw_writes,
     patch_run_backward,
     patch_saving,
@@ -77,6 +78,7 @@ def patch() -> None:
                 _undo.append(patch_swap_tensors(_make_swap_tensors))
                 _undo.append(patch_saving(_make_check_of_file))
                 _undo.append(patch_raw_writes(_make_raw_write))
+                _undo.append(patch_raw_results(_make_raw_results))
                 _undo.append(patch_inference_mode(_make_end_of_inference_mode))
             except BaseException:
                 _remove_patches()
@@ -272,6 +274,23 @@ def _make_raw_write(original: Callable[..., Any]) -> Callable[..., Any]:
             return call_outside(original, written, *args, **kwargs)
 
     return write
+
+
+def _make_raw_results(original: Callable[..., Any]) -> Callable[..., Any]:
+    """End the contents that ops inside have given to the results of a function: it has written them since."""
+
+    @shielded
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        results = call_outside(original, *args, **kwargs)
+        session: Any = current_session()
+        if session is not None and session.survey is None and not session.pause.is_on:
+            for result in results:
+                with session.raw_writes.recorded(result):
+                    pass
+        return results
+
+    return call
 
 
 def _make_end_of_inference_mode(original: Callable[..., Any]) -> Callable[..., Any]:

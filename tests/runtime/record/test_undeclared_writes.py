@@ -176,3 +176,27 @@ def test_a_batch_norm_into_given_tensors() -> None:
     plain = _train_with_given_outputs(contextlib.nullcontext())
     seen = _train_with_given_outputs(MemoryBudget("1TiB", Config(decisions="recompute", tier="memory")))
     assert all(map(torch.equal, plain, seen))
+
+
+def _train_with_sobol(scope: contextlib.AbstractContextManager[object], *, draws: bool) -> torch.Tensor:
+    weight = torch.ones(2, 5, requires_grad=True)
+    with scope:
+        engine = torch.quasirandom.SobolEngine(5, scramble=True, seed=1)
+        engine.draw(3)
+        result = (engine.quasi.float() / 2**30 * weight).sin()  # the product is dropped; its replay reads the state
+        if draws:
+            engine.draw(3)
+        else:
+            engine.fast_forward(5)
+        result.sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_state_of_a_sobol_sequence(draws: bool) -> None:
+    """Torch writes it through raw pointers."""
+    plain = _train_with_sobol(contextlib.nullcontext(), draws=draws)
+    budget = MemoryBudget("1TiB", Config(decisions="recompute", tier="memory"))
+    assert torch.equal(_train_with_sobol(budget, draws=draws), plain)
+    assert budget.summary().num_recomputed_ops > 0
