@@ -321,3 +321,35 @@ def test_a_compiled_optimizer_has_everything_here() -> None:
     torch.compiler.reset()
     with pytest.raises(BudgetError, match="needs at least"):  # the rest of the optimizer's step is not seen
         train(compiled_parts, scope_of(3.0), compiles_optimizer=True)
+
+
+@pytest.mark.skipif(not counting_status().is_on, reason="peaks of compiled code are measured at the allocator")
+def test_the_second_call_of_a_region_fits_where_parameters_and_states_may_leave() -> None:
+    """What it needs is known then from its first call, which may have passed the budget."""
+
+    def run(scope_of: Callable[[], contextlib.AbstractContextManager[Any]]) -> dict[str, bytes]:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 48))
+            for _ in range(4)
+        )
+        compiled = [torch.compile(blocks[index], backend="aot_eager") for index in (1, 2)]
+        optimizer = torch.optim.AdamW(blocks.parameters())
+        with scope_of():
+            for _ in range(4):
+                x = torch.randn(256, 48)
+                for part in (compiled[0], blocks[0], compiled[1], blocks[3]):
+                    x = x + part(x)
+                x.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"blocks": bits_of(blocks.state_dict())}
+
+    plain = run(contextlib.nullcontext)
+    config = Config(decision_class="all", tier="memory", planner=None)
+    generous = MemoryBudget("1TiB", config)
+    run(lambda: generous)
+    budget = MemoryBudget(int(generous.summary().peak_bytes * 0.45), config)
+    assert run(lambda: budget) == plain
+    assert all(step.peak_bytes <= budget.budget_bytes for step in budget.summary().steps[1:])

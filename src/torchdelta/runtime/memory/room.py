@@ -186,13 +186,13 @@ class Room:
         self.usage.ask_counter(fresh=True)
         return self.usage.most_bytes + size_bytes <= self.budget_bytes
 
-    def try_to_make(self, size_bytes: int) -> None:
-        """Evict until `size_bytes` more fit, as far as buffers can leave. A plan that is followed is left alone."""
+    def try_to_make(self, size_bytes: int, *, persistents: bool = False) -> None:
+        """Evict until `size_bytes` more fit, as far as something can leave. A plan that is followed is left alone."""
         if self.budget_bytes is None or self.is_followed or self.ledger.surveys:
             return
         self.usage.ask_counter()
         if not self.has(size_bytes):
-            self._evict_down_to(self.budget_bytes - size_bytes, persistents=False)
+            self._evict_down_to(self.budget_bytes - size_bytes, persistents=persistents)
 
     def wait_for(self, size_bytes: int) -> bool:
         """Wait for copies out that a program has started, if `size_bytes` do not fit. Return whether they fit then."""

@@ -88,7 +88,7 @@ class CompiledRegions:
         tensors = list(tensors_in(inputs))
         key = (self._number_of(function), tuple(a.shape for a in tensors))
         with self._here(function, tensors):
-            self._try_to_make(key)
+            self._try_to_make(key, persistents=True)  # what the region reads is in use
             room.make(self._needed_bytes.get(key, 0), "a compiled region")
             self.end_survey()
             self._depth += 1
@@ -127,14 +127,14 @@ class CompiledRegions:
 
         return end
 
-    def _try_to_make(self, key: Any) -> None:
+    def _try_to_make(self, key: Any, *, persistents: bool = False) -> None:
         """Make room as far as something can leave."""
         if key in self._needed_bytes:
             size_bytes = max(self._needed_bytes[key], self._first_bytes.get(key, 0))
         else:
             size_bytes = self._scaled_bytes(*key)
         if size_bytes:
-            self._room.try_to_make(size_bytes)
+            self._room.try_to_make(size_bytes, persistents=persistents)
 
     def _scaled_bytes(self, number: int, shapes: tuple[torch.Size, ...]) -> int:
         """Estimate what a function needs for new shapes, from others that it was called with."""
