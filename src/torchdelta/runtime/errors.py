@@ -52,6 +52,7 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
         dropped_bytes: int = 0,
         least_freeing_gradients_bytes: int | None = None,
         lacked_capacity: bool = False,
+        tier_error: str = "",
         device_type: str = "cpu",
     ) -> None:
         self.budget_bytes = budget_bytes
@@ -82,7 +83,9 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
                 f"  everything that can be evicted was: {format_bytes(swapped_out_bytes)} swapped out, "
                 f"{format_bytes(dropped_bytes)} dropped to be recomputed"
             )
-        if lacked_capacity:
+        if tier_error:
+            lines.append(f"  nothing could be swapped out, because the space for that failed: {tier_error}")
+        elif lacked_capacity:
             lines.append(
                 "  the space for swapped data was full: with a larger host_budget or disk_budget, a smaller memory "
                 "budget may be enough"

@@ -132,7 +132,9 @@ class OptimizerSteps:
         if largest_bytes <= self._stepped_bytes.get(optimizer, 0):
             return
         with without_mode(self._recorder):
-            size_bytes = too_large_bytes(optimizer, stepped, self._room, lambda: Absent(ledger, persistents))
+            size_bytes = too_large_bytes(
+                optimizer, stepped, self._room, lambda: Absent(ledger, persistents, self._room.transfers)
+            )
         if size_bytes:
             self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
         self._stepped_bytes[optimizer] = largest_bytes

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchdelta._torch.sparse import parts_of_sparse
 from torchdelta._torch.storages import address_of, storage_address, storage_behind
-from torchdelta.runtime.state.kinds import parts_of_sparse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

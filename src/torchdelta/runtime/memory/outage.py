@@ -27,10 +27,11 @@ def pause_ops(num_failures: int) -> int:
 class Outage:
     """Tells whether a tier may be used now. Mutable; one for each scope."""
 
-    __slots__ = ("num_failures", "resume_at")
+    __slots__ = ("num_failures", "reason", "resume_at")
 
     def __init__(self) -> None:
         self.num_failures = 0  # since the last successful copy
+        self.reason = ""  # the text of the latest failure
         self.resume_at = 0  # on the op clock
 
     def is_on(self, clock: int) -> bool:
@@ -47,8 +48,16 @@ class Outage:
                 "%s: for now nothing is swapped: buffers are recomputed if possible, and the others stay on the device",
                 str(error),
             )
+        self.reason = str(error)
         self.resume_at = clock + pause_ops(self.num_failures)
         self.num_failures += 1
+
+    def end_pause(self, clock: int) -> bool:
+        """End a pause, because a refused step costs more than an attempt. Return whether there was one."""
+        if not self.is_on(clock):
+            return False
+        self.resume_at = clock
+        return True
 
     def end(self) -> None:
         """Record a successful copy."""

@@ -155,6 +155,9 @@ class Room:
         if self.find_more is not None and self.find_more():
             self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
+        if usage.most_bytes + size_bytes > budget_bytes and self.transfers.outage.end_pause(self.ledger.clock):
+            self._evict_down_to(budget_bytes - size_bytes)
+            usage.ask_counter()
         if usage.most_bytes + size_bytes > budget_bytes:
             self._on_shortage(size_bytes + usage.uncertain_bytes, why)
 

@@ -74,6 +74,18 @@ class Transfers:
             self.outage.begin(self.ledger.clock, error)
             return None
 
+    def free_bytes(self) -> int | None:
+        """Return what the tier takes now; None where there is no limit."""
+        tier = self._working_tier()
+        if tier is None:
+            return 0
+        capacity_bytes = tier.capacity_bytes
+        return None if capacity_bytes is None else max(0, capacity_bytes - tier.used_bytes - self._surveyed_bytes)
+
+    def reason_of_outage(self) -> str:
+        """Return why the tier does not work now; empty if it does."""
+        return self.outage.reason if self.outage.is_on(self.ledger.clock) else ""
+
     @contextlib.contextmanager
     def without_tier(self) -> Generator[None]:
         """Return a context in which nothing is copied out, and the tier is not opened."""

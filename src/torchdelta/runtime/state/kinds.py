@@ -9,6 +9,7 @@ import torch
 
 from torchdelta._torch.fake import FakeTensor
 from torchdelta._torch.modes import NoDispatch, NoFunction
+from torchdelta._torch.sparse import parts_of_sparse
 from torchdelta._torch.storages import storage_address, tensor_address
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ __all__ = [
     "detached",
     "inner_tensors",
     "local_part",
-    "parts_of_sparse",
     "runs_own_ops",
     "tensors_in",
 ]
@@ -70,22 +70,6 @@ def addressed(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tens
             yield storage_address(tensor), tensor
         except RuntimeError:
             yield from addressed(parts_of_sparse(tensor))
-
-
-def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a sparse tensor consists of; none of another tensor without a storage."""
-    try:
-        with NoDispatch(), NoFunction(), torch.no_grad():
-            layout = tensor.layout
-            if layout is torch.sparse_coo:
-                return [tensor._values(), tensor._indices()]
-            if layout in {torch.sparse_csr, torch.sparse_bsr}:
-                return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
-            if layout in {torch.sparse_csc, torch.sparse_bsc}:
-                return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
-    except RuntimeError:  # inside `vmap`, for example
-        pass
-    return []
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,7 @@ def too_large_bytes(
     room.usage.ask_counter(fresh=True)
     if step.is_estimate or room.budget_bytes is None or room.usage.most_bytes + needed_bytes <= room.budget_bytes:
         return 0  # an estimate must not refuse what fits
+    room.transfers.outage.end_pause(room.ledger.clock)  # an outage must not refuse what fits
     absent = absent_of()
     read = [*stepped, *(p.grad for p in stepped if p.grad is not None)]
     read += [state for p in stepped for state in states_of(optimizer, p)]

@@ -40,6 +40,7 @@ SMALL: Final = "small tensors between passes"
 PASSED: Final = "the forward and backward before the optimizer"
 TEMPORARIES: Final = "temporaries of the optimizer"
 ONE_STEP: Final = "the largest op of the optimizer's step"
+NO_SWAP_SPACE: Final = "what could not be swapped out"
 
 
 class Inventory:

@@ -41,7 +41,7 @@ from torchdelta.runtime.survey.absent import Absent, may_any_leave
 from torchdelta.runtime.survey.deep_copies import allow_deep_copies
 from torchdelta.runtime.survey.everything import EverythingNeed
 from torchdelta.runtime.survey.first_step import FORESEEN
-from torchdelta.runtime.survey.inventory import GRADIENTS, PARAMETERS, PASSED, Inventory, add_up
+from torchdelta.runtime.survey.inventory import GRADIENTS, NO_SWAP_SPACE, PARAMETERS, PASSED, Inventory, add_up
 from torchdelta.runtime.survey.program_state import ProgramState, drop_fake_gradients
 from torchdelta.runtime.survey.small_values import SmallValues
 from torchdelta.runtime.survey.whole_run import RunNeed
@@ -95,9 +95,12 @@ class Survey:
         # What the pass needed before is a need of the run too, beside states and gradients that come later.
         passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
         self._absent: Absent | None = None  # in the class *all*
+        self._lacks_space = False
         if self._room.persistents is not None:
             self._room.persistents.bring_all()
-            self._absent = Absent(self._ledger, self._room.persistents) if may_any_leave() else None
+            absent = Absent(self._ledger, self._room.persistents, self._room.transfers) if may_any_leave() else None
+            self._lacks_space = absent is not None and not absent.fit_on_tier()
+            self._absent = None if self._lacks_space else absent  # without the space, the run needs them here
         if self._absent is not None:
             self._run_need: RunNeed = EverythingNeed(
                 self._ledger, recorder, is_first_pass=is_first_pass, absent=self._absent
@@ -241,6 +244,8 @@ class Survey:
 
     def _result(self, *, is_lower_bound: bool, in_optimizer: bool) -> BudgetError:
         self._run_need.add_backward_leaves([*self.leaves, *(self._running_leaves() if in_optimizer else ())])
+        was_limited = self._absent is not None and self._absent.was_limited
+        is_lower_bound = is_lower_bound or was_limited
         needed = self._run_need.finish(is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
         groups, largest = self.groups, self.largest
         if needed.optimizer:
@@ -250,6 +255,9 @@ class Survey:
         if self._absent is None:  # else they are counted where they cannot leave
             groups = {**groups, GRADIENTS: needed.gradient_bytes}
         groups = add_up(groups, needed.more.items())
+        rest_bytes = needed.size_bytes - sum(groups.values())
+        if was_limited and rest_bytes > 0:
+            groups[NO_SWAP_SPACE] = rest_bytes
         op = f"the step of {needed.optimizer}" if needed.optimizer else PASSED if needed.passed_bytes else self.op
         return BudgetError(
             budget_bytes=self._budget_bytes,
@@ -262,7 +270,8 @@ class Survey:
             dropped_bytes=self.away_bytes[1],
             least_freeing_gradients_bytes=needed.freeing_bytes,
             is_lower_bound=is_lower_bound,
-            lacked_capacity=self._room.transfers.lacked_capacity,
+            lacked_capacity=self._room.transfers.lacked_capacity or self._lacks_space or was_limited,
+            tier_error=self._room.transfers.reason_of_outage(),
             device_type=self._ledger.device.type,
         )
 
