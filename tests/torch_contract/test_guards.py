@@ -92,12 +92,17 @@ def test_numeric_environment() -> None:
     """What kernels read is read, and set again."""
     before = torch_device.numeric_environment()
     num_threads, _, *others = before[3:]
-    changed = (torch.float64, not before[1], True, num_threads, "medium", *others)
+    changed = (torch.float64, tuple(not each for each in before[1]), (True, True), num_threads, "medium", *others)
     try:
         torch_device.set_numeric_environment(changed)
         assert torch.get_default_dtype() is torch.float64
-        assert torch.backends.mkldnn.enabled == changed[1]
+        assert changed[1] == (
+            torch.backends.mkldnn.enabled,
+            torch.backends.mkldnn.deterministic,
+            torch._C._get_nnpack_enabled(),
+        )
         assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.get_float32_matmul_precision() == "medium"
         assert torch_device.numeric_environment() == changed
     finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from torchdelta._torch.doors import patch_raw_writes, patch_saving
+from torchdelta._torch.doors import patch_raw_results, patch_raw_writes, patch_saving
 from torchdelta._torch.modes import (
     DispatchMode,
     FunctionMode,
@@ -148,6 +148,38 @@ def test_what_writes_memory_without_an_op_is_patched_and_restored() -> None:
     write_all()
     assert seen == []
     assert "apply_" not in vars(torch.Tensor)
+
+
+def test_the_state_of_a_sobol_sequence_is_written_by_four_functions() -> None:
+    """`torch.quasirandom` calls them by their names in torch, three with the state first, one returns it."""
+    seen: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
+
+    def make_write(original: Any) -> Any:
+        return lambda state, *args: (seen.append(state), original(state, *args))[1]
+
+    def make_draw(original: Any) -> Any:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            results.extend(out := original(*args, **kwargs))
+            return out
+
+        return draw
+
+    def samples() -> torch.Tensor:
+        engine = torch.quasirandom.SobolEngine(3, scramble=True, seed=0)
+        engine.fast_forward(2)
+        return engine.draw(4)
+
+    plain = samples()
+    undos = [patch_raw_writes(make_write), patch_raw_results(make_draw)]
+    assert torch.equal(samples(), plain)
+    for undo in undos:
+        undo()
+    assert len(seen) == 3
+    assert torch.equal(results[0], plain)
+    assert results[1].shape == (3,)
+    samples()
+    assert len(seen) == 3
 
 
 def test_saving_is_patched_before_its_file_is_opened(tmp_path: Path) -> None:
