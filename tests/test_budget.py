@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.native.without import but_of_absence
+from tests.runtime.parts import num_saved_hooks
 from torchdelta import BudgetError, Config, MemoryBudget, SavedBuffer, TorchdeltaError
 from torchdelta._torch.modes import mode_stack
 from torchdelta.errors import ConfigError, ScopeError
@@ -176,12 +177,15 @@ def test_a_signal_handler_stops_the_budget_inside_an_op(decision_class: Literal[
 
 
 @pytest.mark.parametrize("decision_class", ["saved", "all"])
-def test_a_hook_in_a_backward_stops_the_budget(decision_class: Literal["saved", "all"]) -> None:
-    """The backward goes on without it, with what has left."""
+@pytest.mark.parametrize("size", ["100KiB", UNLIMITED], ids=["tight", "paused"])
+def test_a_hook_in_a_backward_stops_the_budget(decision_class: Literal["saved", "all"], size: str) -> None:
+    """The backward goes on without it, with what has left, in steps that are recorded and in others."""
     plain = step()
-    x = torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()
-    budget = MemoryBudget("100KiB", Config(decision_class=decision_class, planner=None, tier="memory"))
+    budget = MemoryBudget(size, Config(decision_class=decision_class, planner=None, tier="memory"))
     budget.start()
+    for _ in range(6 if size == UNLIMITED else 0):  # then recording pauses
+        step()
+    x = torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()
     middle = (x * 2).sin()
     total = middle.exp().sum()
     middle.register_hook(lambda _gradient: budget.stop())
@@ -190,6 +194,7 @@ def test_a_hook_in_a_backward_stops_the_budget(decision_class: Literal["saved", 
     assert torch.equal(x.grad, plain)
     assert MemoryBudget.current() is None
     assert not mode_stack()
+    assert num_saved_hooks() == 0
     assert torch.zeros(1 << 20).numel() == 1 << 20
 
 

@@ -36,6 +36,10 @@ class Running(Protocol):
     traces: StepTraces
     transforms: Transforms
 
+    def leave_backward(self) -> None:
+        """Remove from this thread what the engine has put back after the session was stopped in a backward."""
+        ...
+
     def leave_child(self) -> None:
         """Remove from a forked child what acts on its one thread."""
         ...

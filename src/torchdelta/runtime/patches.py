@@ -111,12 +111,19 @@ def _make_run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         session = current_session()
         if session is None and graph_task_id() == -1:
             _warn_of_other_training()
-        if session is not None and session.pause.is_on:
-            return session.pause.run_backward(session.backward.run, original, outputs, *args, **kwargs)
-        if session is not None and session.partial.is_on:
-            return session.partial.run_backward(original, outputs, *args, **kwargs)
         if session is None:
             return original(outputs, *args, **kwargs)
+        try:
+            return run(session, outputs, *args, **kwargs)
+        finally:
+            if session.recorder.is_over:  # a hook has stopped it, and the engine has put back what that took away
+                session.leave_backward()
+
+    def run(session: Running, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if session.pause.is_on:
+            return session.pause.run_backward(session.backward.run, original, outputs, *args, **kwargs)
+        if session.partial.is_on:
+            return session.partial.run_backward(original, outputs, *args, **kwargs)
         if session.recorder not in mode_stack():
             return session.backward.run_nested(original, outputs, *args, **kwargs)
         if session.device.is_off():

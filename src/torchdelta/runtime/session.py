@@ -140,6 +140,7 @@ class Session:
             room_bytes=lambda: max(0, budget_bytes - self.ledger.usage.total_bytes),
         )
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._removed_hooks: tuple[Any, Any] | None = None
         self._process_id = os.getpid()
 
     # -- on and off
@@ -261,9 +262,16 @@ class Session:
         self.placing.leave_child()
         self.programs.leave_child()
 
+    def leave_backward(self) -> None:
+        """Remove from this thread what the engine has put back after the session was stopped in a backward."""
+        remove_ended_modes()
+        if self._removed_hooks is not None:
+            remove_saved_hooks(*self._removed_hooks)
+
     def _remove_hooks(self) -> None:
         if self._hooks is not None:
-            remove_saved_hooks(self._hooks.pack_hook, self._hooks.unpack_hook)
+            self._removed_hooks = self._hooks.pack_hook, self._hooks.unpack_hook
+            remove_saved_hooks(*self._removed_hooks)
             self._hooks = None
         self.optimizers.stop()
 
