@@ -151,7 +151,7 @@ def run(
     hand_on(wanted, settings.options, plan=plan, as_json=as_json, shows_progress=shows_progress)
     progress = Progress(budget) if shows_progress and os.environ.get("RANK", "0") == "0" else None
     own_process = os.getpid()
-    failure: TorchdeltaError | None = None
+    failure: Exception | None = None
     try:
         outcome = run_script(target, arguments or [], is_module=is_module)
     finally:
@@ -180,13 +180,13 @@ def run(
     raise typer.Exit(exit_code)
 
 
-def _stop(budget: Any) -> TorchdeltaError | None:
+def _stop(budget: Any) -> Exception | None:
     """Stop the budget, or one that the script has started in its place. Return what it raises."""
     running = budget.current()
     try:
         if running is not None:
             running.stop()
-    except TorchdeltaError as error:
+    except (TorchdeltaError, RuntimeError) as error:  # RuntimeError: no memory for what comes back
         return error
     return None
 

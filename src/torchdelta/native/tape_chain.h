@@ -4,9 +4,11 @@
 #include <ATen/core/List.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -52,6 +54,17 @@ class WithRandomState {
  private:
   at::Generator generator_;
   at::Tensor now_;
+};
+
+// Leaves inference mode, if it is on, as `Quietly` does in Python: what is unpacked has versions.
+class OutsideInferenceMode {
+ public:
+  OutsideInferenceMode() {
+    if (c10::InferenceMode::is_enabled()) mode_.emplace(false);
+  }
+
+ private:
+  std::optional<c10::InferenceMode> mode_;
 };
 
 class Chain {

@@ -167,7 +167,7 @@ inline void bury(EntryPtr entry) {
 // [Note: what the engine adds to]
 // In a backward, the engine adds a gradient to another one in place if it is the only owner of that one's storage. This
 // storage may be one that was saved, or made in the forward, if the backward of a custom Function returns it. A weak
-// reference does not prevent that. So once the forward is over, a content is where the tape holds it, and nowhere else:
+// reference does not keep it from that. So once the forward is over, a content is where the tape holds it, and nowhere else:
 // a storage that others hold may have been written.
 using IsForwardOver = std::shared_ptr<std::atomic<bool>>;  // of one step
 

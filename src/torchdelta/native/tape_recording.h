@@ -1,19 +1,14 @@
 // The tape itself: what it records of a step, drops and replays. See tape.cpp.
 #pragma once
 #include <Python.h>
-#include <ATen/Context.h>
-#include <ATen/Parallel.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
-#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <unordered_map>
@@ -22,6 +17,8 @@
 
 #include "above_autograd.h"
 #include "home_stream.h"
+#include "numeric_settings.h"
+#include "outside_memory.h"
 #include "tape.h"
 #include "tape_chain.h"
 #include "tape_content.h"
@@ -31,12 +28,6 @@ namespace tape {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kTraining = 5;
-
-// Return the function that frees memory which torch has not allocated: that of `from_numpy`, `frombuffer` and DLPack.
-inline c10::DeleterFnPtr outside_deleter() {
-  static char memory = 0;
-  return at::from_blob(&memory, {1}, [](void*) {}, at::kByte).storage().data_ptr().get_deleter();
-}
 
 // What leaves and returns at which saved tensor. All contents are named by the numbers of their first saved tensors.
 struct Lane {
@@ -50,11 +41,6 @@ struct HandedOver {};
 // There is no room. A replay that can wait is left out.
 struct NotNow : std::runtime_error {
   NotNow() : std::runtime_error("torchdelta: there is no room to keep a tensor that is about to be written") {}
-};
-
-struct WithInterpreter {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~WithInterpreter() { PyGILState_Release(state); }
 };
 
 struct WithoutInterpreter {
@@ -74,7 +60,7 @@ class NativeTape final : public Tape, private ChainOwner {
     clear();
     lane_ = std::move(lane);
     most_bytes_ = most_bytes;
-    environment_ = environment();
+    environment_ = environment_of(device);
     is_forward_over_ = std::make_shared<std::atomic<bool>>(false);
     stream_.begin();
     is_on_ = true;
@@ -118,7 +104,7 @@ class NativeTape final : public Tape, private ChainOwner {
 
   bool try_to_record(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack,
                      int64_t need_bytes, int64_t recorded) {
-    if (!is_on_ || c10::InferenceMode::is_enabled() || environment() != environment_) {
+    if (!is_on_ || c10::InferenceMode::is_enabled() || environment_of(device) != environment_) {
       before_write(op, *stack);
       return false;
     }
@@ -217,7 +203,7 @@ class NativeTape final : public Tape, private ChainOwner {
     if (found == lane_.replays.end()) return;
     const auto groups = std::move(found->second);
     lane_.replays.erase(found);
-    const c10::InferenceMode outside(false);
+    const OutsideInferenceMode guard_of_mode;
     for (const std::vector<int64_t>& group : groups) {
       std::vector<ContentPtr> missing;
       for (const int64_t first : group) {
@@ -240,7 +226,7 @@ class NativeTape final : public Tape, private ChainOwner {
     auto* native = static_cast<NativeSave*>(save.get());
     const ContentPtr content = native->view.content;
     if (!content) return at::Tensor();
-    const c10::InferenceMode outside(false);  // as in `Quietly` in Python: what is unpacked has versions
+    const OutsideInferenceMode guard_of_mode;
     c10::Storage storage = content->successor ? content->successor : content->resident();
     try {
       if (!storage && !is_as_in_forward()) throw NotNow();  // Python replays under the earlier settings, and at home
@@ -268,53 +254,7 @@ class NativeTape final : public Tape, private ChainOwner {
     WeakContent content;
   };
 
-  using Environment = std::array<int64_t, 21>;
-
-  // The settings that kernels read besides their arguments: see `numeric_environment` in _torch/device.py.
-  Environment environment() const {
-    using Backend = at::Float32Backend;
-    using Op = at::Float32Op;
-    const at::Context& context = at::globalContext();
-    Environment all{};
-    size_t size = 0;
-    const auto add = [&all, &size](auto value) { all.at(size++) = static_cast<int64_t>(value); };
-    add(unless_mixed([&context] { return context.float32MatmulPrecision(); }));
-    for (const Op op : {Op::MATMUL, Op::CONV, Op::RNN}) add(context.float32Precision(Backend::MKLDNN, op));
-    add(c10::get_default_dtype_as_scalartype());
-    add(context.userEnabledMkldnn());
-    add(context.deterministicMkldnn());
-    add(context.userEnabledNNPACK());
-    add(context.deterministicAlgorithms());
-    add(context.deterministicAlgorithmsWarnOnly());
-    if (device.is_cpu()) {
-      // Each thread has its own, and a backward on the CPU runs where it was started.
-      add(at::get_num_threads());
-      const volatile double least_normal = std::numeric_limits<double>::min();
-      add(least_normal * 0.5 == 0.0);  // whether denormal numbers are flushed, which torch sets, but does not tell
-      return all;
-    }
-    for (const Op op : {Op::MATMUL, Op::CONV, Op::RNN}) add(context.float32Precision(Backend::CUDA, op));
-    add(unless_mixed([&context] { return context.allowTF32CuDNN(); }));
-    add(context.userEnabledCuDNN());
-    add(context.benchmarkCuDNN());
-    add(context.deterministicCuDNN());
-    add(context.allowFP16ReductionCuBLAS());
-    add(context.allowBF16ReductionCuBLAS());
-    add(context.allowFP16AccumulationCuBLAS());
-    return all;
-  }
-
-  bool is_as_in_forward() const { return stream_.is_current() && environment() == environment_; }
-
-  // Return a setting; -1 where old and new settings are mixed, which torch refuses.
-  template <typename Function>
-  static int64_t unless_mixed(const Function& read) {
-    try {
-      return static_cast<int64_t>(read());
-    } catch (const c10::Error&) {
-      return -1;
-    }
-  }
+  bool is_as_in_forward() const { return stream_.is_current() && environment_of(device) == environment_; }
 
   ContentPtr find(const c10::StorageImpl* storage) const {
     const auto found = slots_.find(storage);
@@ -337,30 +277,12 @@ class NativeTape final : public Tape, private ChainOwner {
     return is_plain(tensor) && tensor.has_storage() && tensor.device() == device;
   }
 
-  // Return whether code outside of torch may fill a tensor's memory anew at any time, and Python has to decide. See
-  // [Note: memory outside of torch] in runtime/state/outside_memory.py.
-  bool is_outside(const at::Tensor& tensor) const {
-    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-    if (!tensor.is_cpu() || storage->resizable()) return false;
-    if (storage->data_ptr().get_deleter() != outside_deleter_) return false;
-    const WithInterpreter interpreter;
-    return !is_parameter(tensor) && !(tensor.is_view() && is_parameter(at::Tensor(tensor._base())));
-  }
-
-  static bool is_parameter(const at::Tensor& tensor) {
-    PyObject* wrapped = THPVariable_Wrap(tensor);
-    if (wrapped == nullptr) throw python_error();
-    const bool found = PyType_IsSubtype(Py_TYPE(wrapped), reinterpret_cast<PyTypeObject*>(ParameterClass)) != 0;
-    Py_DECREF(wrapped);
-    return found;
-  }
-
   std::optional<View> view_of(const at::Tensor& tensor) {
     if (!is_own(tensor)) return std::nullopt;
     const c10::Storage& storage = tensor.storage();
     ContentPtr content = find(storage.unsafeGetStorageImpl());
     if (!content) {
-      if (is_outside(tensor)) return std::nullopt;
+      if (is_outside_memory(tensor, outside_deleter_)) return std::nullopt;
       content = new_content(storage);
       content->hold(storage);
       if (tensor.is_leaf()) content->watch(tensor);  // of another tensor the version may be that of an alias
@@ -406,7 +328,7 @@ class NativeTape final : public Tape, private ChainOwner {
     Argument argument;
     if (is_overwritten) {
       if (tensor.nbytes() != tensor.storage().nbytes() || !tensor.is_non_overlapping_and_dense()) return false;
-      if (is_outside(tensor)) return false;
+      if (is_outside_memory(tensor, outside_deleter_)) return false;
       argument.kind = Argument::Kind::kOverwritten;
       argument.views.emplace_back(View(ContentPtr(), tensor));
     } else {
@@ -549,8 +471,8 @@ class NativeTape final : public Tape, private ChainOwner {
   }
 
   HomeStream stream_;
-  const std::atomic<int64_t>* live_;
   const c10::DeleterFnPtr outside_deleter_ = outside_deleter();
+  const std::atomic<int64_t>* live_;
   PyObject* make_room_;      // (size_bytes, is_optional): whether there is room
   PyObject* raise_changed_;  // (size_bytes, version, expected version): raises
   PyObject* hand_over_;

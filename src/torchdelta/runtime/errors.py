@@ -35,7 +35,8 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
         module: The path of the module whose forward ran this op; empty outside of modules.
         groups: Bytes by group (parameters, gradients, ...) at that op; their sum is `least_budget_bytes`.
         largest: The largest tensors at that op, as names and bytes.
-        is_lower_bound: Whether the run may need more, because it was not surveyed to the end of a backward.
+        is_lower_bound: Whether the run may need more, because it was not surveyed to the end of a backward, or because
+            the space for swapped data is too small for all parameters, gradients and states.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
             ),
             f"  the most memory is needed at {op}{f' in module {module}' if module else ''}",
         ]
-        if is_lower_bound:
+        if is_lower_bound and not (lacked_capacity or tier_error):
             lines.append("  this is the need up to that op: the rest of the step was not seen, and may need much more")
         if self.groups:
             lines.append(f"  in use there: {_listed(self.groups.items())}")
@@ -84,7 +85,7 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
                 f"{format_bytes(dropped_bytes)} dropped to be recomputed"
             )
         if tier_error:
-            lines.append(f"  nothing could be swapped out, because the space for that failed: {tier_error}")
+            lines.append(f"  the space for swapped data fails now: {tier_error}")
         elif lacked_capacity:
             lines.append(
                 "  the space for swapped data was full: with a larger host_budget or disk_budget, a smaller memory "

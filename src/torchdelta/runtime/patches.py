@@ -284,7 +284,10 @@ def _make_raw_write(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_raw_results(original: Callable[..., Any]) -> Callable[..., Any]:
-    """End the contents that ops inside have given to the results of a function: it has written them since."""
+    """Stand in for a function that makes its results with ops and then writes them without one.
+
+    So they cannot be recomputed.
+    """
 
     @shielded
     @functools.wraps(original)

@@ -302,8 +302,9 @@ class Session:
         self, *, keeps_graph: bool, is_outermost: bool, leaves: list[Any], error: BaseException | None
     ) -> None:
         """Handle the end of a backward pass. At the end of an impossible step's backward, raise its BudgetError."""
-        if self.recorder.is_over:
-            return  # a hook, or a signal handler, has stopped the session
+        if self.recorder.is_over:  # a hook, or a signal handler, has stopped the session
+            drop_fake_gradients(leaves)
+            return
         if self.survey is not None:
             self.survey.leaves.extend(leaves)
         elif isinstance(error, BudgetError):  # the survey has ended in the middle of this backward

@@ -34,7 +34,7 @@ def _train(scope: contextlib.AbstractContextManager[object], offset_bytes: int) 
 
 
 @pytest.mark.parametrize("decisions", ["swap", "recompute"])
-@pytest.mark.parametrize("offset_bytes", [4, 8, 12, 16, 32])
+@pytest.mark.parametrize("offset_bytes", [0, 4, 8, 12, 16, 32])
 def test_it_stays_at_its_address(offset_bytes: int, decisions: Literal["swap", "recompute"]) -> None:
     """MKL adds in another order where memory is aligned otherwise."""
     plain = _train(contextlib.nullcontext(), offset_bytes)

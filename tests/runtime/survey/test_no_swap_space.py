@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from torchdelta import BudgetError, Config, MemoryBudget
+from torchdelta.runtime.survey.inventory import NO_SWAP_SPACE
 from torchdelta.runtime.tiers.disk import DiskMedium
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 WIDTH = 256
-BUDGET_BYTES = 8 << 20  # parameters, gradients and states take 8.6 MiB
+PERSISTENT_BYTES = 4 * 8 * (WIDTH + 3) * WIDTH * 4  # parameters, gradients, and two states of Adam
+BUDGET_BYTES = 8 << 20
 
 
 def _train(scope: contextlib.AbstractContextManager[object], num_steps: int = 3) -> list[torch.Tensor]:
@@ -34,19 +37,19 @@ def _train(scope: contextlib.AbstractContextManager[object], num_steps: int = 3)
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def _refusal(config: Config) -> str:
+def _refusal(config: Config, budget_bytes: int = BUDGET_BYTES) -> str:
     """Return the text of the error of a budget that is too small, when the budget that it names has trained."""
-    text, named_bytes, groups = _failed(config)
+    text, named_bytes, groups = _failed(config, budget_bytes)
     gc.collect()  # the model in the frames of the error
-    assert named_bytes > BUDGET_BYTES
+    assert named_bytes > budget_bytes
     assert sum(groups.values()) == named_bytes
     assert _train(MemoryBudget(named_bytes, config))
     return text
 
 
-def _failed(config: Config) -> tuple[str, int, dict[str, int]]:
+def _failed(config: Config, budget_bytes: int) -> tuple[str, int, dict[str, int]]:
     try:
-        _train(MemoryBudget(BUDGET_BYTES, config))
+        _train(MemoryBudget(budget_bytes, config))
     except BudgetError as error:
         return str(error), error.least_budget_bytes, error.groups
     raise AssertionError("it fits")
@@ -61,14 +64,28 @@ def test_the_named_budget_counts_what_does_not_fit_on_the_disk(tmp_path: Path) -
     assert "the space for swapped data was full" in _refusal(_config(tmp_path, disk_budget=1 << 16))
 
 
-def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All has to fit then."""
+@pytest.mark.parametrize("budget_bytes", [BUDGET_BYTES, 2_600_000], ids=["in the optimizer", "in the forward"])
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> None:
+    """All has to fit then. The disk is off throughout a survey, however long that is."""
 
     def fail(*_arguments: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(DiskMedium, "write_part", fail)
-    assert "because the space for that failed: the disk tier could not write" in _refusal(_config(tmp_path))
+    text = _refusal(_config(tmp_path), budget_bytes)
+    assert "the space for swapped data fails now: the disk tier could not write" in text
+    assert "was full" not in text
+
+
+@pytest.mark.parametrize("disk_budget", [3 << 20, 5 << 20])
+@pytest.mark.parametrize("budget_bytes", [2_000_000, 3_000_000, 4_000_000])
+def test_a_disk_for_a_part_of_the_tensors(tmp_path: Path, budget_bytes: int, disk_budget: int) -> None:
+    """The rest has to fit, optimizer states that are made later included. It is a lower bound."""
+    text, named_bytes, groups = _failed(_config(tmp_path, disk_budget=disk_budget), budget_bytes)
+    assert f"needs at least {format_bytes(named_bytes, rounds_up=True)}" in text
+    assert "the space for swapped data was full" in text
+    assert sum(groups.values()) == named_bytes > budget_bytes
+    assert groups[NO_SWAP_SPACE] + disk_budget == pytest.approx(PERSISTENT_BYTES, rel=0.01)
 
 
 @pytest.mark.parametrize("failing", [1, 5, 12, 20])

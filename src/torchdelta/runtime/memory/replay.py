@@ -368,7 +368,7 @@ class _Arguments:
 
     def written(self) -> list[torch.UntypedStorage]:
         """Return what the op writes, in the order of the entry's outputs."""
-        return self.fresh or [self.clones[id_] for id_ in self.overwritten if id_ in self.clones]
+        return self.fresh or [self.clones[id_] for id_ in self.overwritten]
 
     def clear(self) -> None:
         self.storages.clear()

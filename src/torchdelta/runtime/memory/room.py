@@ -155,7 +155,7 @@ class Room:
         if self.find_more is not None and self.find_more():
             self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
-        if usage.most_bytes + size_bytes > budget_bytes and self.transfers.outage.end_pause(self.ledger.clock):
+        if usage.most_bytes + size_bytes > budget_bytes and self.transfers.end_pause():
             self._evict_down_to(budget_bytes - size_bytes)
             usage.ask_counter()
         if usage.most_bytes + size_bytes > budget_bytes:

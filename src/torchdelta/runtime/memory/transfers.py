@@ -39,6 +39,7 @@ class Transfers:
         self._away: list[weakref.ref[Buffer]] = []
         self._away_is_sorted = True  # by `save_order`: a stack, from which backward takes
         self.lacked_capacity = False  # whether a survey could not swap a buffer because the tier would have been full
+        self.surveyed_outage = ""  # why the tier does not work, throughout a survey
         self._surveyed_bytes = 0  # of the copies that a survey pretends to make
         self._open_tier = open_tier
         self._tier: Tier | None = None
@@ -66,7 +67,7 @@ class Transfers:
 
     def _working_tier(self) -> Tier | None:
         """Return the tier; None inside `without_tier`, if it cannot be opened, and for a while after a failure."""
-        if self._is_without_tier or self.outage.is_on(self.ledger.clock):
+        if self._is_without_tier or self.surveyed_outage or self.outage.is_on(self.ledger.clock):
             return None
         try:
             return self.tier
@@ -75,16 +76,25 @@ class Transfers:
             return None
 
     def free_bytes(self) -> int | None:
-        """Return what the tier takes now; None where there is no limit."""
+        """Return how many more bytes the tier takes now; None where there is no limit."""
         tier = self._working_tier()
         if tier is None:
             return 0
         capacity_bytes = tier.capacity_bytes
         return None if capacity_bytes is None else max(0, capacity_bytes - tier.used_bytes - self._surveyed_bytes)
 
-    def reason_of_outage(self) -> str:
-        """Return why the tier does not work now; empty if it does."""
-        return self.outage.reason if self.outage.is_on(self.ledger.clock) else ""
+    def end_pause(self) -> bool:
+        """Let the tier be tried again although an outage is on. Return whether one was; in a survey it goes on."""
+        return not self.ledger.surveys and self.outage.end_pause(self.ledger.clock)
+
+    def begin_survey(self) -> None:
+        """Use the tier for all of a survey as it is now: working, or in an outage."""
+        self.lacked_capacity = False
+        self.surveyed_outage = self.outage.reason if self.outage.is_on(self.ledger.clock) else ""
+
+    def end_survey(self) -> None:
+        """Use the tier as it is at each op."""
+        self.surveyed_outage = ""
 
     @contextlib.contextmanager
     def without_tier(self) -> Generator[None]:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torchdelta._torch.tensors import version_of
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.state.buffer import Residence
-from torchdelta.runtime.state.kinds import runs_own_ops
+from torchdelta.runtime.state.kinds import addressed, runs_own_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -77,10 +77,10 @@ class UnseenWrites:
         self._recorder = recorder
         self._ledger = recorder.ledger
         self._statistics = list(statistics)
+        self._before: list[tuple[torch.Tensor, int, Buffer]] = []
         for tensor in self._statistics:
             if self._content_of(tensor) is not None:
                 recorder.end_content(tensor)
-        self._before: list[tuple[torch.Tensor, int, Buffer]] = []
         for tensor in tensors:
             content = self._content_of(tensor)
             if content is not None:
@@ -122,9 +122,10 @@ class UnseenWrites:
 
 
 def begins_unseen_writes(recorder: RecordsWrites) -> Callable[[list[torch.Tensor]], Callable[[], None]]:
-    """Return what the gate calls before an op that only the gate sees writes tensors: it returns what ends the write.
+    """Return a function for the gate.
 
-    A tensor subclass runs such an op with dispatch disabled. Later steps are recorded as a whole, because the recorder
+    The gate calls it before an op that no mode sees writes tensors, and calls what it returns after the op. A tensor
+    subclass runs such an op with dispatch disabled. Later steps are recorded as a whole, because the recorder
     sees the op that the subclass handles.
 
     Args:
@@ -134,7 +135,7 @@ def begins_unseen_writes(recorder: RecordsWrites) -> Callable[[list[torch.Tensor
     @shielded
     def begin(tensors: list[torch.Tensor]) -> Callable[[], None]:
         recorder.subclasses.were_met = True
-        return shielded(UnseenWrites(recorder, (), tensors).end)
+        return shielded(UnseenWrites(recorder, (), [part for _, part in addressed(tensors)]).end)
 
     return begin
 

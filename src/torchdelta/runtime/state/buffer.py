@@ -72,7 +72,7 @@ class Stays:
     RESIZED = 2  # its storage is resized to 0 and filled again without autograd's knowledge (resized.py)
     IN_FLIGHT = 4  # a collective may still be writing it
     OTHER_STREAM = 8  # an op on another stream reads or wrote it (device/streams.py)
-    NOT_OURS = 16  # memory of a captured graph or zeros without memory, which frees nothing; memory that is unaligned
+    NOT_OURS = 16  # evicting it frees nothing (zeros without memory), or its alignment would change (storages.py)
 
 
 # `sys.getrefcount` of an object that one attribute refers to, asked through a local variable.
@@ -226,9 +226,9 @@ class StorageRecord:
     last known one dies and the storage does not, an alias was made where no op is seen (the engine's `detach` of a new
     `.grad`), and the record changes over to the first way (`Storages.recheck_unwatched`, before the next op).
 
-    A tensor may exchange its storage (`tensor.data = other`, `set_`), so it may outlive it. Therefore a record that is
-    watched through tensors has a `WeakStorage`: while it exists, the address is not reused for another storage, and
-    `is_dead` is always valid. A storage that dies by such an exchange triggers no callback: see `Ledger.sweep`.
+    A tensor may exchange its storage (`tensor.data = other`, `set_`), so it may outlive the storage that it had.
+    Therefore a record that is watched through tensors has a `WeakStorage`: while it exists, the address is not reused
+    for another storage, and `is_dead` is always valid. Such an exchange triggers no callback: see `Ledger.sweep`.
     """
 
     __slots__ = (

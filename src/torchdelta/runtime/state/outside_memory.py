@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torchdelta.native.weak_storage import WeakStorage
 
-__all__ = ["is_outside_memory"]
+__all__ = ["is_outside_memory", "is_outside_storage"]
 
 
 def is_outside_memory(tensor: torch.Tensor) -> bool:
@@ -32,10 +32,14 @@ def is_outside_memory(tensor: torch.Tensor) -> bool:
 
     Parameters are left out: a library may load them so, and does not write them again.
     """
-    storage = storage_behind(tensor)
-    if storage.device.type != "cpu" or storage.resizable() or storage.is_shared():
-        return False
     if isinstance(tensor, torch.nn.Parameter) or isinstance(base_of(tensor), torch.nn.Parameter):
+        return False
+    return is_outside_storage(storage_behind(tensor))
+
+
+def is_outside_storage(storage: torch.UntypedStorage) -> bool:
+    """Return whether NumPy, DLPack or another library has allocated the memory of a storage."""
+    if storage.device.type != "cpu" or storage.resizable() or storage.is_shared():
         return False
     weak_storage = weak_storage_type()
     return weak_storage is not None and weak_storage(address_of(storage)).deleter() == _deleter(weak_storage)

@@ -12,6 +12,7 @@ from torchdelta._torch.tensors import is_zerotensor
 from torchdelta.native.weak_storage import weak_storage_type
 from torchdelta.runtime.state.buffer import StorageRecord, records_watching
 from torchdelta.runtime.state.kinds import inner_tensors
+from torchdelta.runtime.state.outside_memory import is_outside_storage
 from torchdelta.runtime.state.usage import Usage
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Storages", "dense_bytes", "memory_address"]
 
 # Of the memory that torch allocates on a CPU. Where memory is aligned otherwise, a library that adds in vectors (MKL)
-# may begin them elsewhere, and the sums have other bits. So what is in such memory (a file that safetensors has
-# read, an array of NumPy) stays there.
+# may begin them elsewhere, and the sums have other bits. So what is in such memory (a file that safetensors has read)
+# stays there. Memory of NumPy and DLPack stays at any address: it is aligned by chance, and steps should be alike.
 ALIGNMENT_BYTES: Final = 64
 
 
@@ -58,9 +59,11 @@ class Storages:
                     size_bytes = 0
             else:
                 is_fake = device.type == "meta"
-                start = memory_address(storage) if device.type == "cpu" else 0
             record = StorageRecord(address, size_bytes, self._died, self._unwatched)
             record.is_fake = is_fake
+            if device.type == "cpu" and device == self.device and not storage.resizable():
+                is_aligned = (start or memory_address(storage)) % ALIGNMENT_BYTES == 0
+                record.is_unaligned = not is_aligned or is_outside_storage(storage)
             record.watch_storage(storage)
             self._add(record, start)
         elif record.reference is None:
@@ -169,7 +172,6 @@ class Storages:
 
     def _add(self, record: StorageRecord, address: int) -> None:
         self.records[record.address] = record
-        record.is_unaligned = address % ALIGNMENT_BYTES != 0
         self._enter_counter(record, address)
         self.usage.add(record.size_bytes)
 

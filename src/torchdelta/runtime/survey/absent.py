@@ -4,8 +4,8 @@
 A survey brings all persistent tensors back, because the program may read their memory. The run would not need that: all
 that may leave, and that no running op or backward node reads, could be swapped out. So the need of each moment is what
 is counted then, less the bytes of these tensors. Gradients that the survey has made count as those of the run would:
-they may leave if their parameters belong to a known model or optimizer, unless they share their memory. No more can
-be away than the tier takes.
+they may leave if their parameters belong to a known model or optimizer, unless they share their memory. What the tier
+has no space for is added at the end (`EverythingNeed.finish`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Absent:
     def __init__(self, ledger: Ledger, persistents: Persistents, transfers: Transfers) -> None:
         self._ledger = ledger
         self._transfers = transfers
-        self.was_limited = False  # whether the tier would not have taken all that was counted last
         self._persistents = persistents
         self._candidates = persistents.candidates
         self._seen: set[int] = set()  # ids of records
@@ -96,24 +95,19 @@ class Absent:
                 yield record
 
     def size_bytes(self, leaves: Iterable[torch.Tensor]) -> int:
-        """Return the bytes that could be swapped out now: no more than the tier takes."""
-        size_bytes = sum(record.size_bytes for record in self.records(leaves))
-        space_bytes = self._space_bytes(size_bytes)
-        self.was_limited = size_bytes > space_bytes
-        return min(size_bytes, space_bytes)
+        """Return the bytes that could be swapped out now, if the tier has the space."""
+        return sum(record.size_bytes for record in self.records(leaves))
 
-    def fit_on_tier(self) -> bool:
-        """Return whether the tier takes all the persistent tensors that are known."""
-        size_bytes = sum(each.record.size_bytes for each in self._candidates.known.values())
-        return size_bytes <= self._space_bytes(size_bytes)
-
-    def _space_bytes(self, wanted_bytes: int) -> int:
-        """Return what the tier takes of so many bytes, or more than that."""
+    def space_bytes(self) -> int | None:
+        """Return what the tier has for persistent tensors that are here now; None: no limit."""
         free_bytes = self._transfers.free_bytes()
-        if free_bytes is None or wanted_bytes <= free_bytes:
-            return wanted_bytes
-        # The copies of tensors that are here now take a part of the tier.
+        if free_bytes is None:
+            return None
         return free_bytes + sum(each.record.size_bytes for each in self._candidates.known.values() if each.record.spare)
+
+    def known_bytes(self) -> int:
+        """Return the bytes of the persistent tensors that are known."""
+        return sum(each.record.size_bytes for each in self._candidates.known.values())
 
     def _made_gradient(self, leaf: torch.Tensor) -> StorageRecord | None:
         """Return the storage of a gradient that the survey has made for a known parameter."""

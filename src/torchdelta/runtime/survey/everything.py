@@ -9,8 +9,8 @@ import torch
 from torchdelta.runtime.memory import candidates
 from torchdelta.runtime.memory.room import SMALL_PART
 from torchdelta.runtime.state.kinds import local_part
-from torchdelta.runtime.survey.first_step import StepNeed, foresee_step, states_of
-from torchdelta.runtime.survey.inventory import GRADIENTS, HELD, ONE_STEP, SMALL
+from torchdelta.runtime.survey.first_step import StepNeed, foresee_first_step, foresee_step, states_of
+from torchdelta.runtime.survey.inventory import GRADIENTS, HELD, NO_SWAP_SPACE, ONE_STEP, SMALL
 from torchdelta.runtime.survey.whole_run import Needed, RunNeed, gradient_bytes_of, parameters_of
 
 if TYPE_CHECKING:
@@ -80,20 +80,35 @@ class EverythingNeed(RunNeed):
         needs = [(_with_step(here_bytes, step), type(optimizer).__name__) for optimizer, step in steps]
         optimizer_bytes, name = max(needs, default=(0, ""))
         is_optimizer_most = optimizer_bytes > pass_bytes
-        size_bytes = max(pass_bytes, optimizer_bytes)
+        lacking_bytes = self._lacking_bytes(trained)
+        size_bytes = max(pass_bytes, optimizer_bytes) + lacking_bytes
         return Needed(
             size_bytes=size_bytes,
             freeing_bytes=size_bytes,
             optimizer=name if is_optimizer_most else "",
             passed_bytes=0,
             gradient_bytes=0,
-            more={SMALL: small_bytes}
+            more={SMALL: small_bytes, NO_SWAP_SPACE: lacking_bytes}
             | (
                 {ONE_STEP: optimizer_bytes - here_bytes}
                 if is_optimizer_most
                 else {HELD: outputs_bytes, GRADIENTS: later_gradient_bytes}
             ),
         )
+
+    def _lacking_bytes(self, trained: dict[int, torch.Tensor]) -> int:
+        """Return the bytes of persistent tensors for which the tier has no space, in later steps, too."""
+        space_bytes = self._absent.space_bytes()
+        if space_bytes is None:
+            return 0
+        persistent_bytes = sum(local_part(leaf).nbytes for leaf in self.leaves.values() if self._absent.owns(leaf))
+        persistent_bytes += sum(local_part(leaf).nbytes for leaf in trained.values() if self._absent.owns(leaf))
+        for optimizer in self.optimizers:
+            with self._without_mode():
+                foreseen = foresee_first_step(optimizer, lambda leaf: leaf.grad is not None or id(leaf) in trained)
+            states = [state for parameter in parameters_of(optimizer) for state in states_of(optimizer, parameter)]
+            persistent_bytes += max(foreseen.state_bytes, sum(state.nbytes for state in states))  # some may exist
+        return max(0, max(persistent_bytes, self._absent.known_bytes()) - space_bytes)
 
 
 def too_large_bytes(
@@ -112,13 +127,16 @@ def too_large_bytes(
     room.usage.ask_counter(fresh=True)
     if step.is_estimate or room.budget_bytes is None or room.usage.most_bytes + needed_bytes <= room.budget_bytes:
         return 0  # an estimate must not refuse what fits
-    room.transfers.outage.end_pause(room.ledger.clock)  # an outage must not refuse what fits
+    room.transfers.end_pause()  # an outage must not refuse what fits
     absent = absent_of()
     read = [*stepped, *(p.grad for p in stepped if p.grad is not None)]
     read += [state for p in stepped for state in states_of(optimizer, p)]
     if any(t.layout is not torch.strided or (t.nbytes >= candidates.LEAST_BYTES and absent.stays(t)) for t in read):
         return 0  # a part of what the step reads stays, so that it would count twice
-    here_bytes = room.usage.total_bytes - room.evictable_bytes() - absent.size_bytes(())
+    absent_bytes, space_bytes = absent.size_bytes(()), absent.space_bytes()
+    if space_bytes is not None:
+        absent_bytes = min(absent_bytes, space_bytes)
+    here_bytes = room.usage.total_bytes - room.evictable_bytes() - absent_bytes
     return needed_bytes if here_bytes + needed_bytes > room.budget_bytes else 0
 
 

@@ -95,12 +95,10 @@ class Survey:
         # What the pass needed before is a need of the run too, beside states and gradients that come later.
         passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
         self._absent: Absent | None = None  # in the class *all*
-        self._lacks_space = False
         if self._room.persistents is not None:
             self._room.persistents.bring_all()
-            absent = Absent(self._ledger, self._room.persistents, self._room.transfers) if may_any_leave() else None
-            self._lacks_space = absent is not None and not absent.fit_on_tier()
-            self._absent = None if self._lacks_space else absent  # without the space, the run needs them here
+            if may_any_leave():
+                self._absent = Absent(self._ledger, self._room.persistents, self._room.transfers)
         if self._absent is not None:
             self._run_need: RunNeed = EverythingNeed(
                 self._ledger, recorder, is_first_pass=is_first_pass, absent=self._absent
@@ -114,7 +112,7 @@ class Survey:
 
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
-        self._room.transfers.lacked_capacity = False
+        self._room.transfers.begin_survey()
         self._ledger.begin_survey()
         self._saved.plain_types = self._plain_types | {FakeTensor}
         self._saved.fake_view = self._fake_view
@@ -133,6 +131,7 @@ class Survey:
             f"(of {format_bytes(self._budget_bytes)}, see its BudgetError): it has no content"
         )
         self._ledger.observing.observer = Observer()
+        self._room.transfers.end_survey()
         self._recorder.execute = execute
         self._forbid_deep_copies()
         self._saved.plain_types = self._plain_types
@@ -244,8 +243,6 @@ class Survey:
 
     def _result(self, *, is_lower_bound: bool, in_optimizer: bool) -> BudgetError:
         self._run_need.add_backward_leaves([*self.leaves, *(self._running_leaves() if in_optimizer else ())])
-        was_limited = self._absent is not None and self._absent.was_limited
-        is_lower_bound = is_lower_bound or was_limited
         needed = self._run_need.finish(is_lower_bound=is_lower_bound, in_optimizer=in_optimizer)
         groups, largest = self.groups, self.largest
         if needed.optimizer:
@@ -255,9 +252,6 @@ class Survey:
         if self._absent is None:  # else they are counted where they cannot leave
             groups = {**groups, GRADIENTS: needed.gradient_bytes}
         groups = add_up(groups, needed.more.items())
-        rest_bytes = needed.size_bytes - sum(groups.values())
-        if was_limited and rest_bytes > 0:
-            groups[NO_SWAP_SPACE] = rest_bytes
         op = f"the step of {needed.optimizer}" if needed.optimizer else PASSED if needed.passed_bytes else self.op
         return BudgetError(
             budget_bytes=self._budget_bytes,
@@ -269,9 +263,9 @@ class Survey:
             swapped_out_bytes=self.away_bytes[0],
             dropped_bytes=self.away_bytes[1],
             least_freeing_gradients_bytes=needed.freeing_bytes,
-            is_lower_bound=is_lower_bound,
-            lacked_capacity=self._room.transfers.lacked_capacity or self._lacks_space or was_limited,
-            tier_error=self._room.transfers.reason_of_outage(),
+            is_lower_bound=is_lower_bound or NO_SWAP_SPACE in groups,  # copies of what is here take space, too
+            lacked_capacity=self._room.transfers.lacked_capacity or NO_SWAP_SPACE in groups,
+            tier_error=self._room.transfers.surveyed_outage,
             device_type=self._ledger.device.type,
         )
 
