@@ -264,20 +264,17 @@ def test_control_without_checksums_flipped_bytes_are_wrong_gradients(plain: Repo
 def test_flipped_bytes_that_nothing_can_make_again_are_an_error(tmp_path: Path) -> None:
     """A batch from outside is lost: the error names it, and the next step is right."""
     weight = torch.ones(64, 64, requires_grad=True)
-
-    def batch() -> torch.Tensor:
-        return torch.from_numpy(np.full((64, 64), 2.0, np.float32))
-
+    batches = [torch.full((64, 64), 2.0) for _ in range(2)]
     with forced("swap", tmp_path, checksum=True)():
         with FLIPPED(None):  # type: ignore[arg-type]
-            loss = (batch() * weight).sum()
+            loss = (batches.pop() * weight).sum()
             with pytest.raises(TierIOError, match=r"saved tensor of 16384 bytes cannot be brought back: .*checksum"):
                 loss.backward()
         del loss
         assert weight.grad is None
         for _ in range(40):  # until the disk is tried again
             torch.zeros(1).add(1)
-        (batch() * weight).sum().backward()
+        (batches.pop() * weight).sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((64, 64), 2.0))
 

@@ -247,7 +247,7 @@ def remove_ended_modes() -> None:
     """Take modes that are over off this thread's stack. See [Note: a mode that ends inside an op]."""
     for mode in mode_stack():
         if isinstance(mode, DispatchMode) and mode.is_over:
-            leave_stack(mode)
+            remove_mode(mode)
 
 
 @contextlib.contextmanager
