@@ -7,23 +7,29 @@ import io
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 from tests.following import UNLIMITED, drawn_plan, follow_anyway, following_drawn, planned_here, planned_soon
-from tests.runtime.parts import running_session
+from tests.runtime.parts import is_emptied, running_session
 from tests.same_bits.drawn_networks import plain_observations
 from tests.same_bits.drawn_networks import train as train_drawn
 from tests.same_bits.judge import bits_of
 from tests.same_bits.test_everything_swaps import adamw, batch_of, bert, convnext, gpt2, parameter_bytes, plain_scope
 from tests.sampling import keep, sample
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.follow import departures
+from torchdelta.runtime.memory.planned_moves import Move
 from torchdelta.runtime.record.backward import Backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchdelta.machine.model import Machine
+    from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.summary import Summary
+    from torchdelta.trace.model import Trace
 
 pytestmark = pytest.mark.usefixtures("needs_counter")
 
@@ -104,6 +110,75 @@ def test_steps_below_what_persists_follow_their_plan(make: Any) -> None:
     summary = summary_of(scope)
     assert summary.follow.num_followed_steps >= NUM_STEPS - 4
     assert moved[0] > 20
+
+
+def _nothing(*_arguments: Any) -> None:
+    return
+
+
+def _clip(_step: int, model: torch.nn.Module, _optimizer: Any) -> float:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+
+
+def _read_first(_step: int, model: torch.nn.Module, _optimizer: Any) -> float:
+    return sum(parameter.grad.sum().item() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def _read_after(_step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Read the gradients of the step before: not freed, they are away after the optimizer has read them."""
+    if not optimizer.state:
+        optimizer.register_step_post_hook(lambda *_: _sums.append(_read_first(0, model, optimizer)))
+    return list(_sums)
+
+
+def _scale_all_in_a_hook(step: int, model: torch.nn.Module, _optimizer: Any) -> None:
+    """From now on, have the hook of the last gradient write all others, of which some are copied out by then."""
+
+    def scale(_parameter: torch.Tensor) -> None:
+        for each in model.parameters():
+            if each.grad is not None:
+                each.grad.mul_(0.5)
+
+    if not step:
+        first = next(model.parameters())
+        assert first.requires_grad
+        first.register_post_accumulate_grad_hook(scale)
+
+
+_sums: list[float] = []
+
+
+@pytest.mark.parametrize("in_step", [_nothing, _clip, _read_first, _read_after, _scale_all_in_a_hook])
+def test_gradients_leave_once_the_optimizer_has_read_them(in_step: Callable[..., Any]) -> None:
+    """Copied in backward, they leave without a transfer. Whoever reads or writes one finds what plain has."""
+    _sums.clear()
+    plain, _ = train(gpt2, plain_scope, in_step=in_step)
+    _sums.clear()
+    num_departing: list[int] = []
+    num_left: list[int] = []
+
+    def note(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        observed = in_step(step, model, optimizer)
+        schedules = [program.schedule.persistent for program in running_session().programs.cache]
+        moves = [move for schedule in schedules if schedule is not None for move in schedule.moves]
+        num_departing.append(sum(key < 0 for _, move, key in moves if move is Move.LEAVE))
+        if step == NUM_STEPS - 1:
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            optimizer.register_step_post_hook(lambda *_: num_left.append(sum(map(is_emptied, gradients))))
+        return observed
+
+    def copied_at_once(trace: Trace, log: StepLog, machine: Machine) -> Any:
+        return copied_in_time(trace, log, msgspec.structs.replace(machine, host_out_bytes_per_s=1e18))
+
+    copied_in_time = departures._copied_in_time  # noqa: SLF001 - the size of the model, and the speed of the tier
+    at_once = mock.patch.object(departures, "_copied_in_time", copied_at_once)
+    with planned_here(least_bytes=LEAST_BYTES), at_once, mock.patch.object(departures, "_LEAST_BYTES", LEAST_BYTES):
+        observed, scope = train(gpt2, planned, in_step=note)
+    assert observed == plain
+    assert summary_of(scope).follow.num_followed_steps >= NUM_STEPS - 5
+    if in_step in {_nothing, _read_first}:
+        assert num_departing[-1] > 0
+        assert num_left[0] > 0
 
 
 def test_a_plan_is_the_default_once_it_pays() -> None:
@@ -224,10 +299,6 @@ def test_no_backward_of_a_followed_step_is_unwatched() -> None:
     plain, _ = train(gpt2, plain_scope)
     assert run("all") == 0
     assert run("saved") > 0
-
-
-def _nothing(*_arguments: Any) -> None:
-    return
 
 
 def _fail(*_arguments: Any) -> None:

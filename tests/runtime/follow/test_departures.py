@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
 from msgspec.structs import replace
 
 from tests.planners.chains import MACHINE, MIB, chain
 from tests.runtime.follow.test_schedule import _log, _plan
 from torchdelta.planners.registry import get
-from torchdelta.runtime.follow.departures import DEPARTURE_OPS, makes_states, with_departures
+from torchdelta.runtime.follow.departures import (
+    DEPARTURE_OPS,
+    departures_time_s,
+    makes_states,
+    with_departures,
+    with_gradients_departing,
+)
 from torchdelta.runtime.follow.persistent_schedule import make_persistent_schedule
+from torchdelta.runtime.follow.step_log import Departure
 from torchdelta.runtime.memory.planned_moves import Move
-from torchdelta.trace.model import BEFORE_STEP, Buffer, peak, uses_of
+from torchdelta.trace.model import BEFORE_STEP, Buffer, load_curve, peak, uses_of
 from torchdelta.trace.validate import validate
+
+if TYPE_CHECKING:
+    from torchdelta.runtime.follow.step_log import StepLog
+    from torchdelta.trace.model import Trace
 
 STEP = chain([(8 * MIB, 8e-3, 1e-4)] * 4, weight_bytes=4 * MIB)  # without an optimizer
 NUM_OPS = len(STEP.ops)
@@ -27,6 +41,14 @@ WITH_STATE = replace(STEP, buffers=(*STEP.buffers, UNUSED))
 GRADIENTS = [buffer for buffer in STEP.buffers if buffer.kind == "gradient" and buffer.death_op == NUM_OPS]
 KEYS = {buffer.id: buffer.id for buffer in WITH_STATE.buffers if buffer.kind in {"parameter", "gradient"}}
 
+WHOLE = chain([(8 * MIB, 8e-3, 1e-4)] * 4, weight_bytes=4 * MIB, optimizer=True)
+PERSISTENTS = {each.id: each.storage_id for each in WHOLE.buffers if each.kind not in {"activation", "temporary"}}
+WHOLE_LOG = _log(persistents=PERSISTENTS, num_ops=len(WHOLE.ops))
+READ_AT = {each.id: uses_of(WHOLE)[each.id][-1] for each in WHOLE.buffers if each.kind == "gradient"}
+OPTIMIZER_BYTES = max(
+    load for load, op in zip(load_curve(WHOLE, with_workspace=True), WHOLE.ops, strict=True) if op.phase == "optimizer"
+)
+
 
 def test_states_that_are_not_used_leave_at_the_beginning():
     """They do not count in the plan, which is possible in a smaller budget."""
@@ -34,7 +56,8 @@ def test_states_that_are_not_used_leave_at_the_beginning():
     assert found is not None
     trace, log = found
     validate(trace)
-    assert (0, UNUSED.id) in log.departures
+    departure = Departure(copy_op=0, leave_op=0, key=UNUSED.id, size_bytes=UNUSED.size_bytes)
+    assert departure in log.departures
     assert peak(trace).size_bytes <= peak(WITH_STATE).size_bytes - UNUSED.size_bytes
     get("torchdelta", "persistent")(trace, MACHINE, peak(STEP).size_bytes)
     schedule = make_persistent_schedule(_plan(), log)
@@ -55,8 +78,9 @@ def test_gradients_leave_after_their_last_use():
         if uses[gradient.id][-1] + DEPARTURE_OPS < NUM_OPS
     }
     assert expected
-    assert set(log.departures) == expected
-    assert all(trace.buffers[key].death_op == op for op, key in log.departures)
+    assert {(each.leave_op, each.key) for each in log.departures} == expected
+    assert all(trace.buffers[each.key].death_op == each.leave_op for each in log.departures)
+    assert all(each.copy_op < each.leave_op for each in log.departures)
 
 
 def test_nothing_is_changed_where_everything_is_used_again():
@@ -73,3 +97,56 @@ def test_a_step_that_makes_states_is_known():
     assert not makes_states(whole)
     new = tuple(b for b in whole.buffers if not (b.kind == "optimizer_state" and b.birth_op == BEFORE_STEP))
     assert makes_states(replace(whole, buffers=new))
+
+
+def test_as_many_gradients_depart_as_the_budget_lacks_bytes():
+    """Those that the optimizer reads first. Each is copied out after it was made, and is gone once it was read."""
+    in_order = sorted(READ_AT, key=READ_AT.__getitem__)
+    for num_lacking in (1, 2, 3):
+        found = with_gradients_departing(WHOLE, WHOLE_LOG, MACHINE, OPTIMIZER_BYTES - num_lacking * 4 * MIB)
+        assert found is not None
+        trace, log = found
+        validate(trace)
+        leaving = in_order[:num_lacking]
+        assert [each.key for each in log.departures] == leaving
+        assert [each.copy_op for each in log.departures] == [WHOLE.buffers[id_].birth_op + 1 for id_ in leaving]
+        assert [each.leave_op for each in log.departures] == [READ_AT[id_] + 1 for id_ in leaving]
+        assert [trace.buffers[id_].death_op for id_ in leaving] == [READ_AT[id_] + 1 for id_ in leaving]
+        changed = [new.id for old, new in zip(WHOLE.buffers, trace.buffers, strict=True) if old != new]
+        assert sorted(changed) == sorted(leaving)
+        size_bytes = 4 * MIB * num_lacking
+        machine = replace(MACHINE, out_compute_s_per_byte=1e-9, copy_compute_s=1e-3)
+        assert departures_time_s(log, machine) == pytest.approx(size_bytes * 1e-9 + num_lacking * 1e-3)
+
+
+def test_no_gradient_departs_without_need():
+    """Nor one that is read after the optimizer has stepped, that is small, or that departs already."""
+
+    def departs(trace: Trace, log: StepLog, budget_bytes: int = 4 * MIB) -> bool:
+        return with_gradients_departing(trace, log, MACHINE, budget_bytes) is not None
+
+    assert departs(WHOLE, WHOLE_LOG)
+    assert not departs(WHOLE, WHOLE_LOG, OPTIMIZER_BYTES)
+    assert not departs(STEP, _log(persistents=KEYS, num_ops=NUM_OPS))  # it has no optimizer
+    assert not departs(WHOLE, _log(num_ops=len(WHOLE.ops)))
+    tail = WHOLE.ops[-1]
+    read = replace(tail, index=len(WHOLE.ops), phase="other", reads=tuple(READ_AT), writes=(), recomputable=False)
+    buffers = tuple(replace(b, death_op=read.index + 1) if b.death_op == read.index else b for b in WHOLE.buffers)
+    assert not departs(replace(WHOLE, ops=(*WHOLE.ops, read), buffers=buffers), WHOLE_LOG)
+    small = chain([(8 * MIB, 8e-3, 1e-4)] * 4, weight_bytes=2**17, optimizer=True)
+    assert not departs(small, WHOLE_LOG, 2**17)
+    found = with_gradients_departing(WHOLE, WHOLE_LOG, MACHINE, OPTIMIZER_BYTES - 1)
+    assert found is not None
+    assert not departs(*found)
+
+
+def test_a_gradient_stays_if_its_copy_would_take_longer_than_until_it_is_read():
+    """Its copy would be waited for while the optimizer runs. Copies out follow one another."""
+    in_order = sorted(READ_AT, key=READ_AT.__getitem__)
+    time_s = sum(op.time_s for op in WHOLE.ops[WHOLE.buffers[in_order[0]].birth_op + 1 : READ_AT[in_order[0]] + 1])
+    machine = replace(MACHINE, host_out_bytes_per_s=4 * MIB / time_s)  # the copy of the first one ends just in time
+    found = with_gradients_departing(WHOLE, WHOLE_LOG, machine, 4 * MIB)
+    assert found is not None
+    assert [each.key for each in found[1].departures] == in_order[:1]
+    slow = replace(machine, host_out_bytes_per_s=0.9 * machine.host_out_bytes_per_s)
+    assert with_gradients_departing(WHOLE, WHOLE_LOG, slow, 4 * MIB) is None

@@ -173,3 +173,63 @@ def test_tensors_that_died_are_passed_over(moved: Moved) -> None:
     moved.persistents.planned.forget()
     assert not moved.persistents.planned.has_due
     assert moved.holds()
+
+
+def _gradient_key(moved: Moved) -> int:
+    """Return the key of the gradient of the weight, which is none of a recorded op."""
+    assert moved.weight.grad is not None
+    record = running_session().ledger.find(moved.weight.grad)
+    assert record is not None
+    return moved.persistents.candidates.known[record.id].key
+
+
+def test_a_gradient_of_the_engine_is_copied_before_it_leaves(moved: Moved) -> None:
+    """No recorded op has made it. It leaves without another copy, and what the engine adds is seen."""
+    key = _gradient_key(moved)
+    planned, counters = moved.persistents.planned, running_session().counters
+    for _ in range(2):
+        gradient = moved.weight.grad
+        assert gradient is not None
+        planned.ask([(Move.COPY_OUT, key)])
+        moved.finish()
+        swapped_bytes = counters.swapped_out_bytes
+        planned.ask([(Move.LEAVE, key)])
+        moved.finish()
+        assert is_emptied(gradient)
+        assert counters.swapped_out_bytes == swapped_bytes
+        planned.ask([(Move.COPY_IN, key)])
+        moved.finish()
+        planned.ask([(Move.COPY_OUT, key)])
+        moved.finish()
+        expected = 2 * gradient.clone()
+        moved.model(torch.ones(1, WIDTH)).sum().backward()  # without the copy, which is not valid any more
+        assert torch.equal(gradient, expected)
+        planned.ask([(Move.LEAVE, key)])
+        moved.finish()
+        assert is_emptied(gradient)
+        assert torch.equal(gradient, expected)
+        moved.weight.grad = None
+        moved.model(torch.ones(1, WIDTH)).sum().backward()
+
+
+def test_a_copy_of_a_gradient_that_is_not_there_yet_begins_later(moved: Moved) -> None:
+    """Once the engine has accumulated it and it was found; not in the next step."""
+    key, planned = _gradient_key(moved), moved.persistents.planned
+    moved.weight.grad = None
+    planned.ask([(Move.COPY_OUT, key)])
+    moved.finish()
+    assert planned.has_due
+    moved.model(torch.ones(1, WIDTH)).sum().backward()
+    moved.persistents.candidates.search()
+    moved.finish()
+    assert not planned.has_due
+    gradient = moved.weight.grad
+    assert gradient is not None
+    record = running_session().ledger.find(gradient)
+    assert record is not None
+    assert moved.persistents.emptying.has_spare(record)
+    moved.weight.grad = gradient = record = None
+    planned.ask([(Move.COPY_OUT, key)])
+    moved.finish()
+    planned.end_step()
+    assert not planned.has_due

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.follow.departures import with_departures
+from msgspec import structs
+
+from torchdelta.runtime.follow.departures import departures_time_s, with_departures, with_gradients_departing
 
 if TYPE_CHECKING:
     from torchdelta.machine.model import Machine
+    from torchdelta.plan.request import Answer
     from torchdelta.runtime.follow.program import Key, Program
     from torchdelta.runtime.follow.step_log import StepLog
     from torchdelta.trace.model import Trace
@@ -29,6 +32,7 @@ class Asked:
         unseen_bytes: Bytes in use that no trace shows.
         replaces: The program that the step has so far; None if it has none.
         machine: What it is planned for; None until it is asked.
+        departing_step: The step in which gradients depart after the optimizer has read them; None if none does.
     """
 
     key: Key
@@ -39,6 +43,7 @@ class Asked:
     unseen_bytes: int
     replaces: Program | None = None
     machine: Machine | None = None
+    departing_step: tuple[Trace, StepLog] | None = None
 
     @classmethod
     def again(cls, program: Program, step: tuple[Trace, StepLog]) -> Asked:
@@ -52,6 +57,23 @@ class Asked:
             unseen_bytes=program.unseen_bytes,
             replaces=program,
         )
+
+    def planned_for(self, machine: Machine, budget_bytes: int) -> Asked:
+        """Return this request for a machine and a budget from which the margin is subtracted."""
+        departing_step = with_gradients_departing(*self.step, machine, budget_bytes)
+        return replace(self, machine=machine, departing_step=departing_step)
+
+    @property
+    def planned_step(self) -> tuple[Trace, StepLog]:
+        """The step that the planner gets."""
+        return self.departing_step or self.step
+
+    def complete(self, answer: Answer) -> Answer:
+        """Return the planner's answer with what departures take, which no plan counts."""
+        _, log = self.planned_step
+        if self.machine is None or not log.departures:
+            return answer
+        return structs.replace(answer, time_s=answer.time_s + departures_time_s(log, self.machine))
 
     def with_departures(self) -> Asked | None:
         """Return the request for this step in which tensors without a next use depart; None if there are none."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.follow.departures import DEPARTURE_OPS
 from torchdelta.runtime.memory.planned_moves import Move
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | N
     for save, op in log.unpacks:
         unpack_ops.setdefault(save, op)
     moves = [move for absence in absences for move in _moves(absence, log)]
-    for op, key in log.departures:
-        moves += [(max(0, op - DEPARTURE_OPS + 1), Move.COPY_OUT, 0, key), (op, Move.LEAVE, 0, key)]
+    for each in log.departures:
+        moves += [(each.copy_op, Move.COPY_OUT, 0, each.key), (each.leave_op, Move.LEAVE, 0, each.key)]
     moves.sort()
     return PersistentSchedule(
         uses=tuple((key, phase) for key, phase, _ in log.uses),

@@ -272,9 +272,9 @@ class Programs:
         if self.planning is None:
             return
         try:
-            machine = self.machine.now()
-            asked = replace(asked, machine=machine)
-            self.planning.ask(asked, asked.step[0], machine, self.budget_bytes - asked.margin_bytes)
+            machine, budget_bytes = self.machine.now(), self.budget_bytes - asked.margin_bytes
+            asked = asked.planned_for(machine, budget_bytes)
+            self.planning.ask(asked, asked.planned_step[0], machine, budget_bytes)
         except (OSError, TierError, TraceFileError) as error:
             self._end(str(error))
             return
@@ -316,13 +316,14 @@ class Programs:
                 self.why_no_plan = planned.answer.error
                 self._wanted.note_unplannable(asked.key, asked.start_bytes)
             return
-        trace, log = asked.step
+        trace, log = asked.planned_step
         schedule = make_schedule(planned.plan, log)
+        answer = asked.complete(planned.answer)
         program = Program(
             schedule=schedule,
             key=asked.key,
             start_bytes=asked.start_bytes,
-            answer=planned.answer,
+            answer=answer,
             step=asked.step,
             margin_bytes=asked.margin_bytes,
             unseen_bytes=asked.unseen_bytes,
@@ -338,16 +339,16 @@ class Programs:
         self._newest = program
         self._add_program(program)
         if self.planning is not None and self.num_programs == 1:
-            self.other_budgets.ask(self.planning, asked, self.machine.now(), planned.answer)
+            self.other_budgets.ask(self.planning, asked, self.machine.now(), answer)
         _logger.log(
             logging.INFO if self.num_programs == 1 else logging.DEBUG,  # one line a run, not one for each kind of step
             "plan: following %s: %d absences (%d not carried out), predicted %.1f ms a step (%.1f ms plain), peak %s",
             self.name,
             len(planned.plan.absences),
             schedule.num_not_carried_out,
-            planned.answer.time_s * 1e3,
-            planned.answer.plain_time_s * 1e3,
-            format_bytes(planned.answer.peak_bytes + asked.margin_bytes),
+            answer.time_s * 1e3,
+            answer.plain_time_s * 1e3,
+            format_bytes(answer.peak_bytes + asked.margin_bytes),
         )
 
     def _add_program(self, program: Program) -> None:

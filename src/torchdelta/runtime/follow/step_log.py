@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.buffer import Buffer, View
     from torchdelta.trace.model import Phase
 
-__all__ = ["Signature", "StepLog", "next_exact_hash", "next_shape_free_hash", "signature_of"]
+__all__ = ["Departure", "Signature", "StepLog", "next_exact_hash", "next_shape_free_hash", "signature_of"]
 
 Signature: TypeAlias = "tuple[torch.Size, torch.dtype, str]"
 """What has to be equal for a save to be the same as in the trace: shape, dtype, name of the op that made the tensor."""
@@ -44,6 +44,23 @@ def next_shape_free_hash(before: int, signature: Signature) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A persistent tensor that leaves in a step, and that nothing in the step's plan uses after that: departures.py.
+
+    Attributes:
+        copy_op: Its copy out begins before this op.
+        leave_op: Its memory is free from this op on.
+        key: Identifies the tensor.
+        size_bytes: Its size.
+    """
+
+    copy_op: int
+    leave_op: int
+    key: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
     """The saves of one traced step, and its uses of persistent tensors.
 
@@ -59,7 +76,7 @@ class StepLog:
             parameters, gradients and optimizer states may not leave.
         persistents: By id of the trace's buffers that are content of a persistent tensor: its key.
         num_ops: Ops of the trace.
-        departures: (op, key) of persistent tensors that leave before an op and are not used after it: departures.py.
+        departures: The persistent tensors that leave without a next use.
         outside_s: Seconds of the step that are part of no op and that the budget did not cost, such as reading data.
     """
 
@@ -73,7 +90,7 @@ class StepLog:
     uses: tuple[tuple[int, Phase, int], ...] = ()
     persistents: Mapping[int, int] = field(default_factory=dict)
     num_ops: int = 0
-    departures: tuple[tuple[int, int], ...] = ()
+    departures: tuple[Departure, ...] = ()
     outside_s: float = 0.0
 
     def why_not_followed(self) -> str:

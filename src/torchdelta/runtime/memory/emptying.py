@@ -56,20 +56,24 @@ class Emptying:
         """Return whether a storage can be emptied without waiting for a transfer."""
         return self.has_spare(record) and record.spare is not None and record.spare.copy.is_there()
 
-    def make_spare(self, record: StorageRecord) -> bool:
+    def make_spare(self, record: StorageRecord, *, begins_content: bool = False) -> bool:
         """Start making a spare copy. Return whether that was possible.
 
         Only a content that the recorder knows can have one: otherwise nothing would show that it was overwritten.
+
+        Args:
+            record: Of the storage.
+            begins_content: Let the recorder know the content from now on, as that of a gradient: the engine made it.
         """
         storage = record.storage()
-        if storage is None or record.current is None:
+        if storage is None or (record.current is None and not begins_content):
             return False
         copy = self._transfers.start_copy(storage)
         if copy is None:
             return False
         copy.source = None  # the program may free the storage before the record knows that the copy has ended
         self.spoil(record)
-        record.spare = Emptied(copy, record.size_bytes, record.current)
+        record.spare = Emptied(copy, record.size_bytes, self._ledger.know_content(record))
         self.spares[record.id] = record
         return True
 

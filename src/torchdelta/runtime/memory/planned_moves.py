@@ -60,6 +60,7 @@ class PlannedMoves:
         # Keys of those that should have left, but cannot or are not known; and at which call of `move` to try again.
         self._late: dict[int, int] = {}
         self._num_calls = 0
+        self._copies: dict[int, int] = {}  # the same for copies out that have not begun
         self._leaving: dict[int, None] = {}  # keys of those that leave once their copies out have ended
         self._fetches: list[int] = []  # keys of those that should come back, and for which there was no room so far
         self._num_before_search = 0  # how often unknown keys are passed over before they are looked for again
@@ -67,7 +68,7 @@ class PlannedMoves:
     @property
     def has_due(self) -> bool:
         """Whether anything has to be moved."""
-        return bool(self._due or self._late or self._leaving or self._fetches)
+        return bool(self._due or self._late or self._copies or self._leaving or self._fetches)
 
     def ask(self, moves: Iterable[tuple[Move, int]]) -> None:
         """Ask for moves of tensors, which are named by their keys, in this order."""
@@ -99,10 +100,12 @@ class PlannedMoves:
                 break
         else:
             self._fetches.clear()
-        copies = [key for key, move in due.items() if move is Move.COPY_OUT]
-        locked = self._in_use.addresses() if copies else set[int]()
-        for key in copies:
-            self._copy(key, locked)
+        for key, move in due.items():
+            if move is Move.COPY_OUT:
+                self._copies[key] = self._num_calls
+            else:
+                self._copies.pop(key, None)
+        self._begin_copies()
 
     def finish_leaving(self, target_bytes: int, usage: Usage) -> None:
         """Wait for copies out, and let their tensors leave, until no more than `target_bytes` live."""
@@ -118,6 +121,7 @@ class PlannedMoves:
     def end_step(self) -> None:
         """Try no departure of this step again."""
         self._late.clear()
+        self._copies.clear()
 
     def knows(self, keys: Iterable[int]) -> bool:
         """Return whether there is a tensor for each key."""
@@ -130,6 +134,7 @@ class PlannedMoves:
         """Forget what is due."""
         self._due.clear()
         self._late.clear()
+        self._copies.clear()
         self._leaving.clear()
         self._fetches.clear()
 
@@ -143,14 +148,35 @@ class PlannedMoves:
         known = self._candidates.by_key.get(key)
         return known if known is not None and known.record.storage() is not None else None
 
+    def _look_for(self, keys: Iterable[int]) -> None:
+        """Search if a tensor is not known: gradients are new in each step. Not each time, because that takes long."""
+        if any(self._find(key) is None for key in keys):
+            self._num_before_search -= 1
+            if self._num_before_search < 0:
+                candidates = self._candidates
+                candidates.search()
+                self._num_before_search = max(_FEWEST_BEFORE_SEARCH, len(candidates.known) // _FEWEST_BEFORE_SEARCH)
+
+    def _begin_copies(self) -> None:
+        """Begin copies out. Those of unknown tensors and of tensors in use are tried again later."""
+        keys = [key for key, at in self._copies.items() if at <= self._num_calls]
+        if not keys:
+            return
+        self._look_for(keys)
+        locked = self._in_use.addresses()
+        for key in keys:
+            known = self._find(key)
+            if known is None or known.record.address in locked:  # the engine may be about to accumulate it
+                self._copies[key] = self._num_calls + 1
+            elif self._copy(key, locked):
+                del self._copies[key]
+            else:
+                self._copies[key] = self._num_calls + _CALLS_UNTIL_RETRY
+
     def _leave(self, keys: list[int]) -> None:
         candidates, emptying, locked = self._candidates, self._emptying, self._in_use.addresses()
         records: list[StorageRecord] = []
-        if any(self._find(key) is None for key in keys):  # gradients are new in each step
-            self._num_before_search -= 1
-            if self._num_before_search < 0:
-                candidates.search()
-                self._num_before_search = max(_FEWEST_BEFORE_SEARCH, len(candidates.known) // _FEWEST_BEFORE_SEARCH)
+        self._look_for(keys)
         for key in keys:
             known = self._find(key)
             if known is None or known.record.address in locked:
@@ -184,14 +210,16 @@ class PlannedMoves:
         self._emptying.start_refill(known.record)
         return True
 
-    def _copy(self, key: int, locked: set[int]) -> None:
+    def _copy(self, key: int, locked: set[int]) -> bool:
+        """Begin a copy out, if that is needed. Return whether none has to begin any more."""
         known = self._find(key)
-        if known is None or known.record.current is None or known.record.emptied is not None:
-            return
+        if known is None or known.record.emptied is not None or self._emptying.has_spare(known.record):
+            return True
         if known.record.address in locked:
-            return  # the running op may write it
-        if not self._emptying.has_spare(known.record) and self._candidates.may_leave(known):
-            self._emptying.make_spare(known.record)
+            return False  # the running op may write it
+        if (known.record.current is None and not known.is_gradient) or not self._candidates.may_leave(known):
+            return False
+        return self._emptying.make_spare(known.record, begins_content=known.is_gradient)
 
 
 def _lacks_all(size_bytes: int) -> int:

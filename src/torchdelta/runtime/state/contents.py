@@ -75,10 +75,14 @@ class Contents(Storages):
             record = self.know(storage)
         buffer = record.current
         if buffer is None:
-            buffer = self._begin_content(record, None, "", 0)
+            buffer = self.know_content(record)
             if is_trained_leaf(tensor):
                 buffer.stays |= Stays.LEAF
         return buffer
+
+    def know_content(self, record: StorageRecord) -> Buffer:
+        """Return the buffer that a storage holds now. A content of unknown origin gets one without an op."""
+        return record.current or self._begin_content(record, None, "", 0)
 
     def view_of(self, tensor: torch.Tensor) -> View:
         """Return the view of a tensor on its buffer, for the tape.
