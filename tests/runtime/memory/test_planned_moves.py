@@ -30,6 +30,10 @@ class Moved:
         self.weight = self.model[0].weight
         assert isinstance(self.weight, torch.Tensor)
         self.content = self.weight.detach().clone()
+        self.model(torch.ones(1, WIDTH)).sum().backward()
+        assert self.weight.grad is not None
+        self.gradient = self.weight.grad.clone()  # of each backward
+        self.model.zero_grad()
 
     def begin(self) -> None:
         """Let the session know the model."""
@@ -184,32 +188,31 @@ def _gradient_key(moved: Moved) -> int:
 
 
 def test_a_gradient_of_the_engine_is_copied_before_it_leaves(moved: Moved) -> None:
-    """No recorded op has made it. It leaves without another copy, and what the engine adds is seen."""
-    key = _gradient_key(moved)
+    """No recorded op has made it. It leaves without another copy."""
+    key, gradient = _gradient_key(moved), moved.weight.grad
+    assert gradient is not None
     planned, counters = moved.persistents.planned, running_session().counters
-    for _ in range(2):
-        gradient = moved.weight.grad
-        assert gradient is not None
-        planned.ask([(Move.COPY_OUT, key)])
-        moved.finish()
-        swapped_bytes = counters.swapped_out_bytes
-        planned.ask([(Move.LEAVE, key)])
-        moved.finish()
-        assert is_emptied(gradient)
-        assert counters.swapped_out_bytes == swapped_bytes
-        planned.ask([(Move.COPY_IN, key)])
-        moved.finish()
-        planned.ask([(Move.COPY_OUT, key)])
-        moved.finish()
-        expected = 2 * gradient.clone()
-        moved.model(torch.ones(1, WIDTH)).sum().backward()  # without the copy, which is not valid any more
-        assert torch.equal(gradient, expected)
-        planned.ask([(Move.LEAVE, key)])
-        moved.finish()
-        assert is_emptied(gradient)
-        assert torch.equal(gradient, expected)
-        moved.weight.grad = None
-        moved.model(torch.ones(1, WIDTH)).sum().backward()
+    planned.ask([(Move.COPY_OUT, key)])
+    moved.finish()
+    swapped_bytes = counters.swapped_out_bytes
+    planned.ask([(Move.LEAVE, key)])
+    moved.finish()
+    assert is_emptied(gradient)
+    assert counters.swapped_out_bytes == swapped_bytes
+    assert torch.equal(gradient, moved.gradient)
+
+
+def test_what_the_engine_adds_to_a_copied_gradient_is_kept(moved: Moved) -> None:
+    """Its copy from before is not used, although no op wrote the gradient."""
+    key, gradient, planned = _gradient_key(moved), moved.weight.grad, moved.persistents.planned
+    assert gradient is not None
+    planned.ask([(Move.COPY_OUT, key)])
+    moved.finish()
+    moved.model(torch.ones(1, WIDTH)).sum().backward()
+    planned.ask([(Move.LEAVE, key)])
+    moved.finish()
+    assert is_emptied(gradient)
+    assert torch.equal(gradient, 2 * moved.gradient)
 
 
 def test_a_copy_of_a_gradient_that_is_not_there_yet_begins_later(moved: Moved) -> None:
