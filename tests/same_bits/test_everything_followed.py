@@ -19,12 +19,13 @@ from tests.same_bits.judge import bits_of
 from tests.same_bits.test_everything_swaps import adamw, batch_of, bert, convnext, gpt2, parameter_bytes, plain_scope
 from tests.sampling import keep, sample
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.current import current_session
 from torchdelta.runtime.follow import departures
 from torchdelta.runtime.memory.planned_moves import Move
 from torchdelta.runtime.record.backward import Backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torchdelta.machine.model import Machine
     from torchdelta.runtime.follow.step_log import StepLog
@@ -45,6 +46,8 @@ def train(
     num_backwards: int = 1,
     sizes: tuple[int, ...] = (2,),
     in_step: Callable[[int, torch.nn.Module, torch.optim.Optimizer], Any] | None = None,
+    after_step: Callable[[torch.nn.Module], Any] | None = None,
+    set_to_none: bool = True,
 ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[Any]]:
     """Train in a scope that is chosen by the bytes of the parameters. Return all that can be observed.
 
@@ -54,6 +57,8 @@ def train(
         num_backwards: Of each step.
         sizes: How many samples the batches of the steps have, in turn.
         in_step: Called before the optimizer steps.
+        after_step: Called after that, before `zero_grad`.
+        set_to_none: Of `zero_grad`.
     """
     torch.manual_seed(0)
     model = make()
@@ -70,7 +75,9 @@ def train(
             if in_step is not None:
                 observed.append(in_step(step, model, optimizer))
             optimizer.step()
-            optimizer.zero_grad()
+            if after_step is not None:
+                observed.append(after_step(model))
+            optimizer.zero_grad(set_to_none=set_to_none)
     states = list(optimizer.state_dict()["state"].values())
     return {"observed": observed, "model": bits_of(model.state_dict()), "optimizer": bits_of(states)}, scope
 
@@ -120,40 +127,41 @@ def _clip(_step: int, model: torch.nn.Module, _optimizer: Any) -> float:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
 
 
-def _read_first(_step: int, model: torch.nn.Module, _optimizer: Any) -> float:
-    return sum(parameter.grad.sum().item() for parameter in model.parameters() if parameter.grad is not None)
+def _sums(model: torch.nn.Module) -> list[float]:
+    return [each.grad.sum().item() for each in model.parameters() if each.grad is not None]
 
 
-def _read_after(_step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Read the gradients of the step before: not freed, they are away after the optimizer has read them."""
-    if not optimizer.state:
-        optimizer.register_step_post_hook(lambda *_: _sums.append(_read_first(0, model, optimizer)))
-    return list(_sums)
+def _read_first(_step: int, model: torch.nn.Module, _optimizer: Any) -> list[float]:
+    return _sums(model)
 
 
-def _scale_all_in_a_hook(step: int, model: torch.nn.Module, _optimizer: Any) -> None:
-    """From now on, have the hook of the last gradient write all others, of which some are copied out by then."""
+def _write_all_in_the_last_hook(step: int, model: torch.nn.Module, _optimizer: Any) -> None:
+    """In followed steps, write all gradients once the last one is there: some are copied out by then."""
 
-    def scale(_parameter: torch.Tensor) -> None:
-        for each in model.parameters():
-            if each.grad is not None:
-                each.grad.mul_(0.5)
+    def scale(_gradient: torch.Tensor) -> None:
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        if current_session() is not None:
+            _num_copied.append(sum(map(_is_copied, gradients)))
+        for gradient in gradients:
+            gradient.mul_(0.5)
 
-    if not step:
-        first = next(model.parameters())
-        assert first.requires_grad
-        first.register_post_accumulate_grad_hook(scale)
-
-
-_sums: list[float] = []
+    if step == NUM_STEPS - 3:
+        next(model.parameters()).register_post_accumulate_grad_hook(scale)
 
 
-@pytest.mark.parametrize("in_step", [_nothing, _clip, _read_first, _read_after, _scale_all_in_a_hook])
+def _is_copied(gradient: torch.Tensor) -> bool:
+    record, persistents = running_session().ledger.find(gradient), running_session().room.persistents
+    return record is not None and persistents is not None and persistents.emptying.has_spare(record)
+
+
+_num_copied: list[int] = []  # gradients that had copies when the hook wrote them
+
+
+@pytest.mark.parametrize("in_step", [_nothing, _clip, _read_first, _write_all_in_the_last_hook])
 def test_gradients_leave_once_the_optimizer_has_read_them(in_step: Callable[..., Any]) -> None:
     """Copied in backward, they leave without a transfer. Whoever reads or writes one finds what plain has."""
-    _sums.clear()
     plain, _ = train(gpt2, plain_scope, in_step=in_step)
-    _sums.clear()
+    _num_copied.clear()
     num_departing: list[int] = []
     num_left: list[int] = []
 
@@ -167,18 +175,58 @@ def test_gradients_leave_once_the_optimizer_has_read_them(in_step: Callable[...,
             optimizer.register_step_post_hook(lambda *_: num_left.append(sum(map(is_emptied, gradients))))
         return observed
 
-    def copied_at_once(trace: Trace, log: StepLog, machine: Machine) -> Any:
-        return copied_in_time(trace, log, msgspec.structs.replace(machine, host_out_bytes_per_s=1e18))
-
-    copied_in_time = departures._copied_in_time  # noqa: SLF001 - the size of the model, and the speed of the tier
-    at_once = mock.patch.object(departures, "_copied_in_time", copied_at_once)
-    with planned_here(least_bytes=LEAST_BYTES), at_once, mock.patch.object(departures, "_LEAST_BYTES", LEAST_BYTES):
+    with _departing_soon():
         observed, scope = train(gpt2, planned, in_step=note)
     assert observed == plain
     assert summary_of(scope).follow.num_followed_steps >= NUM_STEPS - 5
     if in_step in {_nothing, _read_first}:
         assert num_departing[-1] > 0
         assert num_left[0] > 0
+    if in_step is _write_all_in_the_last_hook:
+        assert max(_num_copied) > 0
+
+
+def test_gradients_that_have_left_are_read_after_the_step() -> None:
+    """As a logger of norms does in some steps. They come back."""
+    num_read: list[int] = []
+
+    def read(model: torch.nn.Module) -> list[float]:
+        num_read.append(0)
+        if len(num_read) % NUM_STEPS != NUM_STEPS - 1:
+            return []
+        if current_session() is not None:
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            num_read[-1] = sum(map(is_emptied, gradients))
+        return _sums(model)
+
+    plain, _ = train(gpt2, plain_scope, after_step=read)
+    with _departing_soon():
+        observed, _ = train(gpt2, planned, after_step=read)
+    assert observed == plain
+    assert num_read[-2] > 0
+
+
+@contextlib.contextmanager
+def _departing_soon() -> Iterator[None]:
+    """Let the small gradients of small models depart, however slow the tier is."""
+
+    def copied_at_once(trace: Trace, log: StepLog, machine: Machine) -> Any:
+        return copied_in_time(trace, log, msgspec.structs.replace(machine, host_out_bytes_per_s=1e18))
+
+    copied_in_time = departures._copied_in_time  # noqa: SLF001 - the size of the model, and the speed of the tier
+    at_once = mock.patch.object(departures, "_copied_in_time", copied_at_once)
+    with planned_here(least_bytes=LEAST_BYTES), at_once, mock.patch.object(departures, "_LEAST_BYTES", LEAST_BYTES):
+        yield
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulated_gradients(*, set_to_none: bool) -> None:
+    """Also where the next step uses their memory again."""
+    plain, _ = train(gpt2, plain_scope, num_backwards=2, set_to_none=set_to_none)
+    with _departing_soon():
+        observed, scope = train(gpt2, lambda size: planned(size, 2.5), num_backwards=2, set_to_none=set_to_none)
+    assert observed == plain
+    assert summary_of(scope).follow.num_followed_steps > 0
 
 
 def test_a_plan_is_the_default_once_it_pays() -> None:

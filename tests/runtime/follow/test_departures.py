@@ -119,8 +119,27 @@ def test_as_many_gradients_depart_as_the_budget_lacks_bytes():
         assert departures_time_s(log, machine) == pytest.approx(size_bytes * 1e-9 + num_lacking * 1e-3)
 
 
+def test_gradients_of_the_step_before_have_departed_there():
+    """So a loop that frees gradients only before backward has their memory in forward."""
+    before = [
+        replace(WHOLE.buffers[id_], id=len(WHOLE.buffers) + index, storage_id=1000 + index, birth_op=BEFORE_STEP)
+        for index, id_ in enumerate(READ_AT)
+    ]
+    freed_op = min(WHOLE.buffers[id_].birth_op for id_ in READ_AT)
+    late = replace(WHOLE, buffers=(*WHOLE.buffers, *(replace(each, death_op=freed_op) for each in before)))
+    keys = {old.id: id_ for old, id_ in zip(before, READ_AT, strict=True)}
+    found = with_gradients_departing(late, _log(persistents=PERSISTENTS | keys), MACHINE, OPTIMIZER_BYTES - 8 * MIB)
+    assert found is not None
+    trace, log = found
+    validate(trace)
+    departing = {each.key for each in log.departures}
+    assert len(departing) == 2
+    for old in before:
+        assert trace.buffers[old.id].size_bytes == (0 if keys[old.id] in departing else old.size_bytes)
+
+
 def test_no_gradient_departs_without_need():
-    """Nor one that is read after the optimizer has stepped, that is small, or that departs already."""
+    """Nor one that is small, that departs already, or that is used after the optimizer has read it."""
 
     def departs(trace: Trace, log: StepLog, budget_bytes: int = 4 * MIB) -> bool:
         return with_gradients_departing(trace, log, MACHINE, budget_bytes) is not None
@@ -129,6 +148,17 @@ def test_no_gradient_departs_without_need():
     assert not departs(WHOLE, WHOLE_LOG, OPTIMIZER_BYTES)
     assert not departs(STEP, _log(persistents=KEYS, num_ops=NUM_OPS))  # it has no optimizer
     assert not departs(WHOLE, _log(num_ops=len(WHOLE.ops)))
+    assert not departs(replace(WHOLE, header=replace(WHOLE.header, device="cuda")), WHOLE_LOG)
+    firsts = [
+        replace(
+            WHOLE.buffers[id_],
+            id=len(WHOLE.buffers) + index,
+            birth_op=BEFORE_STEP,
+            death_op=WHOLE.buffers[id_].birth_op,
+        )
+        for index, id_ in enumerate(READ_AT)
+    ]  # their memory outlives the step, as after `zero_grad(set_to_none=False)`
+    assert not departs(replace(WHOLE, buffers=(*WHOLE.buffers, *firsts)), WHOLE_LOG)
     tail = WHOLE.ops[-1]
     read = replace(tail, index=len(WHOLE.ops), phase="other", reads=tuple(READ_AT), writes=(), recomputable=False)
     buffers = tuple(replace(b, death_op=read.index + 1) if b.death_op == read.index else b for b in WHOLE.buffers)

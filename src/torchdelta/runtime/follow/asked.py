@@ -60,8 +60,14 @@ class Asked:
 
     def planned_for(self, machine: Machine, budget_bytes: int) -> Asked:
         """Return this request for a machine and a budget from which the margin is subtracted."""
-        departing_step = with_gradients_departing(*self.step, machine, budget_bytes)
-        return replace(self, machine=machine, departing_step=departing_step)
+        step, capacity_bytes = with_gradients_departing(*self.step, machine, budget_bytes), machine.host_memory_bytes
+        if step is not None and capacity_bytes is not None:
+            left_bytes = capacity_bytes - sum(each.size_bytes for each in step[1].departures)
+            if left_bytes < capacity_bytes // 2:
+                step = None  # the swaps of the plan need the tier
+            else:
+                machine = structs.replace(machine, host_memory_bytes=left_bytes)
+        return replace(self, machine=machine, departing_step=step)
 
     @property
     def planned_step(self) -> tuple[Trace, StepLog]:
@@ -71,7 +77,7 @@ class Asked:
     def complete(self, answer: Answer) -> Answer:
         """Return the planner's answer with what departures take, which no plan counts."""
         _, log = self.planned_step
-        if self.machine is None or not log.departures:
+        if self.machine is None or not log.departures or not answer.time_s:
             return answer
         return structs.replace(answer, time_s=answer.time_s + departures_time_s(log, self.machine))
 

@@ -2,20 +2,23 @@
 
 [Note: gradients that the optimizer has read]
 A gradient stays in memory after the optimizer has read it, until the program frees it. No gap of a plan covers that
-time, because nothing uses the gradient again. So other tensors, which the next step needs, would be copied out while
-the optimizer runs, and that is when copies are waited for: its ops take little time for the bytes that they read. So if
-persistent tensors and the optimizer's own memory do not fit into the budget, gradients *depart*: they are copied out in
-backward, where copies run beside the compute, and their memory is freed as soon as the optimizer has read them. As many
-depart as the budget lacks bytes, those first that the optimizer reads first, but none whose copy would take longer than
-that. A program that reads such a gradient later gets it back.
+time, because nothing uses the gradient again. So while the optimizer runs, other tensors, which the next step needs,
+would have to leave. Their copies cannot be hidden: the ops of an optimizer are short for the bytes that they read. So
+if what persists and the optimizer's own memory do not fit into the budget, gradients *depart*. They are copied out in
+backward, where copies run beside the compute, and their memory is freed once the optimizer has read them. As many
+depart as the budget lacks bytes, those first that the optimizer reads first. A gradient whose copy would not have ended
+by then stays; so does one that was written after backward, as by clipping, and one whose memory the next step uses
+again. A program that reads a gradient which has departed gets it back.
+
+On CPU only: where several streams run, a gradient without a recorded content may not be complete yet.
 
 [Note: departures]
-Micro-batches whose optimizer steps later leave persistent tensors to a later step. A plan is that of a step which
-repeats. A gradient that is left for the next micro-batch, and a state that only the
-optimizer uses, have no next use in a micro-batch without the optimizer's step, and hence no time in which they could be
-away: they count as here, and a budget below what persists seems impossible. So if no plan is found, the step is planned
-once more, and such tensors *depart* in it: a gradient is copied out after its last use, and counts as gone
-`DEPARTURE_OPS` ops after it; a state leaves at the beginning of the step. They come back when a later step uses them.
+A plan is that of a step which repeats. Where the optimizer steps only after several micro-batches, a gradient that is
+left for the next micro-batch, and a state that only the optimizer uses, have no next use in a micro-batch without the
+optimizer's step, and hence no time in which they could be away: they count as here, and a budget below what persists
+seems impossible. So if no plan is found for a step, it is planned a second time, and such tensors depart in it: a
+gradient is copied out after its last use, and counts as gone `DEPARTURE_OPS` ops after it; a state leaves at the
+beginning of the step. They come back when a later step uses them.
 """
 
 from __future__ import annotations
@@ -93,7 +96,7 @@ def with_gradients_departing(
     loads_bytes = load_curve(trace, with_workspace=True)
     needs_bytes = [load for load, op in zip(loads_bytes, trace.ops, strict=True) if op.phase == "optimizer"]
     lacking_bytes = max(needs_bytes, default=0) - budget_bytes
-    if log.departures or lacking_bytes <= 0:
+    if log.departures or lacking_bytes <= 0 or trace.header.device != "cpu":
         return None
     departures: list[Departure] = []
     deaths: dict[int, int] = {}  # by buffer
@@ -112,18 +115,30 @@ def with_gradients_departing(
         )
     if not departures:
         return None
-    buffers = tuple(structs.replace(each, death_op=deaths.get(each.id, each.death_op)) for each in trace.buffers)
+    keys, uses = {each.key for each in departures}, uses_of(trace)
+
+    def changed(buffer: Buffer) -> Buffer:
+        if buffer.id in deaths:
+            return structs.replace(buffer, death_op=deaths[buffer.id])
+        is_of_step_before = buffer.birth_op == BEFORE_STEP and not uses[buffer.id]
+        if is_of_step_before and log.persistents.get(buffer.id) in keys:
+            return structs.replace(buffer, size_bytes=0)  # it has departed there
+        return buffer
+
+    buffers = tuple(map(changed, trace.buffers))
     return structs.replace(trace, buffers=buffers), replace(log, departures=tuple(departures))
 
 
 def _copied_in_time(trace: Trace, log: StepLog, machine: Machine) -> Iterable[tuple[int, Buffer]]:
-    """Yield (last op that reads it, gradient) for those whose copies out end before that op, one after another."""
+    """Yield (last op that reads it, gradient) for those whose copies out, one after another, end by that op's end."""
     num_ops, phases, uses = len(trace.ops), [op.phase for op in trace.ops], uses_of(trace)
+    over_end = versions_over_end(trace)
     ends_s = list(accumulate(op.time_s for op in trace.ops))
     copied_s = 0.0
     for buffer in sorted(trace.buffers, key=lambda buffer: buffer.birth_op):
-        is_large = buffer.size_bytes >= _LEAST_BYTES
-        if buffer.kind != "gradient" or not is_large or buffer.id not in log.persistents or buffer.death_op != num_ops:
+        if buffer.kind != "gradient" or buffer.id not in log.persistents or buffer.size_bytes < _LEAST_BYTES:
+            continue
+        if buffer.death_op != num_ops or buffer.id in over_end:
             continue
         readers = [op for op in uses[buffer.id] if op != buffer.birth_op]
         if buffer.birth_op == BEFORE_STEP or phases[buffer.birth_op] != "backward" or not readers:

@@ -33,7 +33,7 @@ class OtherBudgets:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.overheads: dict[int, float] = {}
-        self._asked_bytes: list[int] = []
+        self._asked: list[tuple[int, Asked]] = []  # a budget, and what was asked for it, without an answer
 
     def ask(self, planning: Planning, asked: Asked, machine: Machine, answer: Answer) -> None:
         """Ask what a step would cost in two larger budgets. The answers have this object as their key.
@@ -51,14 +51,17 @@ class OtherBudgets:
             budget_bytes = self.budget_bytes + int(share * (plain_bytes - self.budget_bytes))
             if budget_bytes <= self.budget_bytes:
                 return
+            planned_bytes = budget_bytes - asked.margin_bytes
             larger = msgspec.structs.replace(machine, memory_bytes=budget_bytes)
             with contextlib.suppress(OSError, TraceFileError):  # the summary then says less
-                planning.ask(self, trace, larger, budget_bytes - asked.margin_bytes)
-                self._asked_bytes.append(budget_bytes)
+                planned = asked.planned_for(larger, planned_bytes)
+                planning.ask(self, planned.planned_step[0], planned.machine or larger, planned_bytes)
+                self._asked.append((budget_bytes, planned))
 
     def add(self, answer: Answer) -> None:
         """Take the answer to the first request that has none yet."""
-        self._note(self._asked_bytes.pop(0), answer)
+        budget_bytes, asked = self._asked.pop(0)
+        self._note(budget_bytes, asked.complete(answer))
 
     def _note(self, budget_bytes: int, answer: Answer) -> None:
         if not answer.error and answer.plain_time_s > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from torchdelta.runtime.memory.planned_moves import Move
 from torchdelta.runtime.memory.use_order import UseSequence
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class PersistentCursor:
                 self.stop()
                 return False
             self._is_between_steps = True
-            self._planned.ask((move, key) for _, move, key in self._schedule.moves[self._num_done :])
+            left = self._schedule.moves[self._num_done :]
+            # A key below 0 is that of a gradient: in the next step, it would name another one.
+            self._planned.ask((move, key) for _, move, key in left if key >= 0 or move is Move.COPY_IN)
             self._sequence.now = self._num_done = self._op = 0
             self._counted_from = (0, self._steps.counters.num_ops)
         return True

@@ -274,7 +274,7 @@ class Programs:
         try:
             machine, budget_bytes = self.machine.now(), self.budget_bytes - asked.margin_bytes
             asked = asked.planned_for(machine, budget_bytes)
-            self.planning.ask(asked, asked.planned_step[0], machine, budget_bytes)
+            self.planning.ask(asked, asked.planned_step[0], asked.machine or machine, budget_bytes)
         except (OSError, TierError, TraceFileError) as error:
             self._end(str(error))
             return

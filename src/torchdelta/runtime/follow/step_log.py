@@ -45,7 +45,7 @@ def next_shape_free_hash(before: int, signature: Signature) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """A persistent tensor that leaves in a step, and that nothing in the step's plan uses after that: departures.py.
+    """A persistent tensor that leaves in a step and is not used again in its plan: departures.py.
 
     Attributes:
         copy_op: Its copy out begins before this op.

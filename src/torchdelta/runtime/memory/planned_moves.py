@@ -88,7 +88,8 @@ class PlannedMoves:
         copied = [key for key in self._leaving if key in due or not self._is_copying(key)]
         for key in copied:
             del self._leaving[key]
-        leaving = [key for key in (*copied, *late) if key not in due]
+        known = [key for key in copied if self._find(key) is not None]  # the program has freed the others
+        leaving = [key for key in (*known, *late) if key not in due]
         leaving += [key for key, move in due.items() if move is Move.LEAVE]
         if leaving:
             self._fetches = [key for key in self._fetches if due.get(key) is not Move.LEAVE]
@@ -119,7 +120,7 @@ class PlannedMoves:
                 self._leave([key])
 
     def end_step(self) -> None:
-        """Try no departure of this step again."""
+        """Try no departure and no copy out of this step again."""
         self._late.clear()
         self._copies.clear()
 
@@ -158,7 +159,7 @@ class PlannedMoves:
                 self._num_before_search = max(_FEWEST_BEFORE_SEARCH, len(candidates.known) // _FEWEST_BEFORE_SEARCH)
 
     def _begin_copies(self) -> None:
-        """Begin copies out. Those of unknown tensors and of tensors in use are tried again later."""
+        """Begin copies out. Those of tensors that are unknown, in use or cannot be copied now are tried again later."""
         keys = [key for key, at in self._copies.items() if at <= self._num_calls]
         if not keys:
             return
