@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.runtime.tiers.media import ErraticMedium, ScriptedMedium
 from tests.runtime.tiers.storages import filled_storage, is_equal
 from torchdelta.errors import TierError, TierFullError, TierIOError
 from torchdelta.runtime.tiers.base import Slot
+from torchdelta.runtime.tiers.copier import Job
 from torchdelta.runtime.tiers.memory import MemoryTier
 from torchdelta.runtime.tiers.pooled import PooledTier
 
@@ -41,8 +43,9 @@ def test_a_read_overtakes_queued_writes(tier: PooledTier, medium: ScriptedMedium
     tier.write(third, filled_storage(256, 3))
     medium.has_begun.acquire()
     medium.has_begun.acquire()  # the first part of the large write has begun
-    tier.read(first, torch.UntypedStorage(256))
+    read = tier.read(first, torch.UntypedStorage(256))
     medium.open()
+    read.wait()
     target = torch.UntypedStorage(256)
     tier.read(third, target).wait()
     kinds = [kind for kind, _ in medium.log[:3]]
@@ -63,6 +66,39 @@ def test_a_read_takes_the_write_before_it_along(tier: PooledTier, medium: Script
     read.wait()
     assert is_equal(target, filled_storage(256, 3))
     assert medium.log[:3] == [("write", 0), ("write", 3 * 256), ("read", 3 * 256)]
+
+
+def test_what_a_caller_waits_for_goes_first(tier: PooledTier, medium: ScriptedMedium) -> None:
+    """A write before the reads that are queued, and the last read before the others; also if parts of it are done."""
+    slots = [tier.reserve(size_bytes) for size_bytes in (256, 256, 256, 768)]
+    medium.permits.release(3)
+    for slot in slots[:3]:
+        tier.write(slot, filled_storage(256, 1)).wait()
+    for _ in range(3):
+        medium.has_begun.acquire()
+    write = tier.write(slots[3], filled_storage(768, 2))
+    medium.has_begun.acquire()  # its first part has begun
+    reads = [tier.read(slot, torch.UntypedStorage(256)) for slot in slots[:3]]
+    hurried, hurry = threading.Semaphore(0), tier.copier.hurry
+
+    def note(job: Job) -> None:
+        hurry(job)
+        hurried.release()
+
+    with mock.patch.object(tier.copier, "hurry", note):
+        waiting = [threading.Thread(target=transfer.wait) for transfer in (write, reads[2])]
+        for thread in waiting:
+            thread.start()
+            hurried.acquire()
+    medium.open()
+    for thread in waiting:
+        thread.join()
+    for read in reads:
+        read.wait()
+    starts = [slot.extents[0].offset_bytes for slot in slots]
+    expected = [("read", starts[2]), ("write", starts[3] + 256), ("write", starts[3] + 512)]
+    assert medium.log[3] == ("write", starts[3])
+    assert medium.log[4:] == [*expected, ("read", starts[0]), ("read", starts[1])]
 
 
 def test_writes_of_one_slot_stay_in_order(tier: PooledTier, medium: ScriptedMedium) -> None:

@@ -1,8 +1,8 @@
 """Background copies between storages and a tier's medium: a few threads, two queues, order within each slot.
 
 A job (one transfer) is split into parts of a few MiB, and threads take one part at a time. So the memory copy of one
-part overlaps the disk access of another, and a read that a step waits for is delayed by a large write for one part at
-most.
+part overlaps the disk access of another, and what a step waits for is delayed by another copy for one part at most:
+reads go before writes, and a copy that a caller waits for goes before all others.
 
 [Note: Threads and memory]
 The threads have addresses, never storages: the `CopyTransfer` holds the storage and drops it on a caller's thread only
@@ -156,6 +156,7 @@ class CopyTransfer:
         if not job.is_finished:
             self._copier.owner.check_process()
             start_s = time.perf_counter()
+            self._copier.hurry(job)
             job.done.acquire()
             job.done.release()  # for other threads that wait
             stall_s = time.perf_counter() - start_s
@@ -184,7 +185,7 @@ class Copier:
         self._finished_keys: deque[int] = deque()
         self._keys = itertools.count()
         self.lock = threading.Lock()  # protects the two queues, every slot's jobs and the link estimates
-        self._urgent: deque[Job] = deque()  # reads, and writes that a read waits for
+        self._urgent: deque[Job] = deque()  # reads, and writes that a read or a caller waits for
         self._normal: deque[Job] = deque()
         self._tokens: SimpleQueue[None] = SimpleQueue()  # at least one for each part that is ready
         self._io_locks = [threading.Lock() for _ in range(medium.num_threads)]
@@ -222,6 +223,19 @@ class Copier:
                     self._normal.remove(head)
                     self._urgent.append(head)
         return transfer
+
+    def hurry(self, job: Job) -> None:
+        """Copy what a caller waits for next: the first transfer of its slot that has parts left."""
+        with self.lock:
+            if not job.is_finished:
+                self._move_to_front(job.slot.jobs[0])
+
+    def _move_to_front(self, job: Job) -> None:
+        """Make a started job the first of all that are ready. Needs the lock."""
+        if job.next_part < len(job.parts):
+            (self._urgent if job.is_urgent else self._normal).remove(job)
+            job.is_urgent = True
+            self._urgent.appendleft(job)
 
     def drop_finished(self) -> None:
         """Drop the storages of finished transfers without a `wait()`; see [Note: Threads and memory]."""
@@ -278,7 +292,7 @@ class Copier:
                         self._finish(job)
 
     def take_part(self) -> tuple[Job, Part] | None:
-        """Return the next part, of reads first, then of writes. None if no part is ready."""
+        """Return the next part, of urgent jobs first. None if no part is ready."""
         with self.lock:
             queue = self._urgent or self._normal
             if not queue:
