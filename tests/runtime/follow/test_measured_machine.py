@@ -26,10 +26,10 @@ class Clocks:
         monkeypatch.setattr(measured_machine, "read_stolen_s", lambda: self.stolen_s)
         monkeypatch.setattr(measured_machine.time, "perf_counter", lambda: self.time_s)
 
-    def machine(self, device: torch.device = CPU) -> MeasuredMachine:
+    def machine(self, device: torch.device = CPU, tier_name: str = "disk") -> MeasuredMachine:
         """Return a machine with a tier that moves 1 GB/s, and whose copying threads take 0.1 s for a GB."""
         tier = SimpleNamespace(
-            name="disk",
+            name=tier_name,
             write_bytes_per_s=1.0 * GB,
             read_bytes_per_s=1.0 * GB,
             write_cpu_s_per_byte=0.1 / GB,
@@ -173,3 +173,9 @@ def test_copies_cannot_take_more_than_their_time_or_less_than_nothing(clocks, mo
     planned = machine.now()
     assert not machine.learn(planned, more_s, swapped_bytes)
     assert machine.now() == planned
+
+
+def test_a_disk_shares_its_rate_between_both_directions(clocks: Clocks) -> None:
+    """Host memory does not."""
+    assert clocks.machine().now().both_ways_factor < 1
+    assert clocks.machine(tier_name="memory").now().both_ways_factor == 1

@@ -13,6 +13,7 @@ from tests.runtime.follow.test_schedule import _drop, _log, _plan, _swap
 from torchdelta.runtime.follow.persistent_cursor import PersistentCursor
 from torchdelta.runtime.follow.persistent_schedule import make_persistent_schedule
 from torchdelta.runtime.follow.schedule import make_schedule
+from torchdelta.runtime.follow.step_log import Departure
 from torchdelta.runtime.memory.planned_moves import Move
 
 if TYPE_CHECKING:
@@ -188,6 +189,18 @@ def test_a_step_that_is_alike_begins_before_its_first_save(step: Any) -> None:
     step.cursor.follow(schedule, 0)  # the first save: no op ran before it
     step.asked.use(WEIGHT)
     assert step.asked.take() == [(Move.COPY_IN, STATE)]
+
+
+@pytest.mark.parametrize(("phase", "is_freed"), [("optimizer", True), ("backward", False)])
+def test_departures_that_a_step_has_left_out(step: Any, phase: Any, *, is_freed: bool) -> None:
+    """A gradient that the optimizer has read is freed: the next step's is another. Others are the same tensors."""
+    departure = Departure(copy_op=12, leave_op=NUM_OPS - 1, key=-WEIGHT, size_bytes=16)
+    log = _log(uses=(*USES, (-WEIGHT, phase, 18)), persistents=PERSISTENTS, num_ops=NUM_OPS, departures=(departure,))
+    schedule = make_persistent_schedule(_plan(_swap(23, 16, 36, leave=18, back=21)), log)
+    step.cursor.follow(schedule, 0)
+    step.cursor.end_step()
+    departed = [(move, key) for move, key in step.asked.take() if key == -WEIGHT]
+    assert departed == ([] if is_freed else [(Move.COPY_OUT, -WEIGHT), (Move.LEAVE, -WEIGHT)])
 
 
 def test_nothing_is_asked_for_once_no_schedule_is_followed(step: Any) -> None:

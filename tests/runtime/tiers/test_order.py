@@ -43,9 +43,9 @@ def test_a_read_overtakes_queued_writes(tier: PooledTier, medium: ScriptedMedium
     tier.write(third, filled_storage(256, 3))
     medium.has_begun.acquire()
     medium.has_begun.acquire()  # the first part of the large write has begun
-    read = tier.read(first, torch.UntypedStorage(256))
+    tier.read(first, torch.UntypedStorage(256))
     medium.open()
-    read.wait()
+    medium.has_begun.acquire()  # the next copy has begun, although nobody waits for it
     target = torch.UntypedStorage(256)
     tier.read(third, target).wait()
     kinds = [kind for kind, _ in medium.log[:3]]
@@ -63,6 +63,8 @@ def test_a_read_takes_the_write_before_it_along(tier: PooledTier, medium: Script
     read = tier.read(slots[3], target)
     assert not read.is_done()
     medium.open()
+    medium.has_begun.acquire()
+    medium.has_begun.acquire()  # the next two copies have begun, although nobody waits for them
     read.wait()
     assert is_equal(target, filled_storage(256, 3))
     assert medium.log[:3] == [("write", 0), ("write", 3 * 256), ("read", 3 * 256)]
@@ -86,10 +88,10 @@ def test_what_a_caller_waits_for_goes_first(tier: PooledTier, medium: ScriptedMe
         hurried.release()
 
     with mock.patch.object(tier.copier, "hurry", note):
-        waiting = [threading.Thread(target=transfer.wait) for transfer in (write, reads[2])]
+        waiting = [threading.Thread(target=transfer.wait, daemon=True) for transfer in (write, reads[2])]
         for thread in waiting:
             thread.start()
-            hurried.acquire()
+            assert hurried.acquire(timeout=60)
     medium.open()
     for thread in waiting:
         thread.join()

@@ -33,6 +33,7 @@ class Asked:
         replaces: The program that the step has so far; None if it has none.
         machine: What it is planned for; None until it is asked.
         departing_step: The step in which gradients depart after the optimizer has read them; None if none does.
+        may_depart: Whether they may.
     """
 
     key: Key
@@ -44,6 +45,7 @@ class Asked:
     replaces: Program | None = None
     machine: Machine | None = None
     departing_step: tuple[Trace, StepLog] | None = None
+    may_depart: bool = True
 
     @classmethod
     def again(cls, program: Program, step: tuple[Trace, StepLog]) -> Asked:
@@ -60,7 +62,8 @@ class Asked:
 
     def planned_for(self, machine: Machine, budget_bytes: int) -> Asked:
         """Return this request for a machine and a budget from which the margin is subtracted."""
-        step, capacity_bytes = with_gradients_departing(*self.step, machine, budget_bytes), machine.host_memory_bytes
+        step = with_gradients_departing(*self.step, machine, budget_bytes) if self.may_depart else None
+        capacity_bytes = machine.host_memory_bytes
         if step is not None and capacity_bytes is not None:
             left_bytes = capacity_bytes - sum(each.size_bytes for each in step[1].departures)
             if left_bytes < capacity_bytes // 2:
@@ -80,6 +83,10 @@ class Asked:
         if self.machine is None or not log.departures or not answer.time_s:
             return answer
         return structs.replace(answer, time_s=answer.time_s + departures_time_s(log, self.machine))
+
+    def without_departing_gradients(self) -> Asked | None:
+        """Return this request for the step in which gradients stay; None if none departs."""
+        return replace(self, may_depart=False) if self.departing_step is not None else None
 
     def with_departures(self) -> Asked | None:
         """Return the request for this step in which tensors without a next use depart; None if there are none."""

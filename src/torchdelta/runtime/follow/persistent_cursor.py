@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from torchdelta.runtime.memory.planned_moves import Move
 from torchdelta.runtime.memory.use_order import UseSequence
 
 if TYPE_CHECKING:
@@ -79,9 +78,9 @@ class PersistentCursor:
                 self.stop()
                 return False
             self._is_between_steps = True
-            left = self._schedule.moves[self._num_done :]
-            # A key below 0 is that of a gradient: in the next step, it would name another one.
-            self._planned.ask((move, key) for _, move, key in left if key >= 0 or move is Move.COPY_IN)
+            left, freed = self._schedule.moves[self._num_done :], self._schedule.freed
+            # In the next step, the key of a gradient that was freed is that of another one.
+            self._planned.ask((move, key) for _, move, key in left if key not in freed)
             self._sequence.now = self._num_done = self._op = 0
             self._counted_from = (0, self._steps.counters.num_ops)
         return True

@@ -40,6 +40,7 @@ class PersistentSchedule:
         moves: (op, move, key): due before this op, in order.
         num_ops: Ops of the step.
         lasting: The keys of the tensors that are moved and that outlive a step: all but gradients.
+        freed: The keys of gradients that depart after the optimizer has read them, and that the program then frees.
     """
 
     uses: tuple[tuple[int, Phase], ...]
@@ -49,6 +50,7 @@ class PersistentSchedule:
     moves: tuple[tuple[int, Move, int], ...]
     num_ops: int
     lasting: frozenset[int]
+    freed: frozenset[int] = frozenset()
 
 
 def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | None:
@@ -76,6 +78,8 @@ def make_persistent_schedule(plan: Plan, log: StepLog) -> PersistentSchedule | N
         moves=tuple((op, move, key) for op, move, _, key in moves),
         num_ops=log.num_ops,
         lasting=frozenset(key for _, _, _, key in moves if key >= 0),
+        freed=frozenset(each.key for each in log.departures)
+        & {key for key, phase, _ in log.uses if phase == "optimizer"},
     )
 
 

@@ -307,7 +307,8 @@ class Programs:
         if planned.plan is None:
             if asked.replaces is not None:
                 asked.replaces.wrong_s = 0.0  # no other program was found for it
-            other = (asked.without_margin() if asked.replaces is None else None) or asked.with_departures()
+            other = asked.without_departing_gradients()
+            other = other or (asked.without_margin() if asked.replaces is None else None) or asked.with_departures()
             if other is not None:
                 self._ask(other)
             elif self.cache.find(asked.key, asked.start_bytes) is None:  # else the earlier program goes on

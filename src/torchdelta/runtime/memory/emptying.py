@@ -63,7 +63,8 @@ class Emptying:
 
         Args:
             record: Of the storage.
-            begins_content: Let the recorder know the content from now on, as that of a gradient: the engine made it.
+            begins_content: If the recorder does not know the content, let it know it from now on. For gradients: the
+                engine made them, and what it adds to them later is looked for.
         """
         storage = record.storage()
         if storage is None or (record.current is None and not begins_content):

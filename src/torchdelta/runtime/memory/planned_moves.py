@@ -164,6 +164,8 @@ class PlannedMoves:
         if not keys:
             return
         self._look_for(keys)
+        if all(self._find(key) is None for key in keys):
+            return
         locked = self._in_use.addresses()
         for key in keys:
             known = self._find(key)
@@ -212,7 +214,7 @@ class PlannedMoves:
         return True
 
     def _copy(self, key: int, locked: set[int]) -> bool:
-        """Begin a copy out, if that is needed. Return whether none has to begin any more."""
+        """Begin a copy out, if that is needed. Return whether there is nothing left to begin."""
         known = self._find(key)
         if known is None or known.record.emptied is not None or self._emptying.has_spare(known.record):
             return True

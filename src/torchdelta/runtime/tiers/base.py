@@ -6,7 +6,8 @@ decides which buffer is evicted and when. It does not know whether a slot is hos
 Callers rely on three rules, which every tier keeps:
 
 - Order. Transfers of one slot happen in the order in which they were started. A read returns what the write before it
-  wrote, even if that write is still under way. Reads overtake writes of other slots, because a step waits for reads.
+  wrote, even if that write is still under way. Reads overtake writes of other slots, because a step waits for reads;
+  a transfer that a caller waits for overtakes both.
 - Memory. A tier neither allocates nor frees tensor memory: the caller allocates every storage and drops it, on its own
   thread. A storage belongs to its transfer until `is_done()` returns True or `wait()` returns. On a device with
   streams, storages are allocated, and calls are made, on the compute stream that uses them: see pinned.py.

@@ -2,7 +2,7 @@
 
 A job (one transfer) is split into parts of a few MiB, and threads take one part at a time. So the memory copy of one
 part overlaps the disk access of another, and what a step waits for is delayed by another copy for one part at most:
-reads go before writes, and a copy that a caller waits for goes before all others.
+reads go before writes, and the next copy of a slot that a caller waits for goes before all others.
 
 [Note: Threads and memory]
 The threads have addresses, never storages: the `CopyTransfer` holds the storage and drops it on a caller's thread only
@@ -225,7 +225,7 @@ class Copier:
         return transfer
 
     def hurry(self, job: Job) -> None:
-        """Copy what a caller waits for next: the first transfer of its slot that has parts left."""
+        """Copy the first transfer of a slot next, because a caller waits for this one."""
         with self.lock:
             if not job.is_finished:
                 self._move_to_front(job.slot.jobs[0])

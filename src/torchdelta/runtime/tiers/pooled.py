@@ -147,12 +147,15 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
         self._ghosts = [slot for slot in self._ghosts if slot not in ended]
 
     def _room_to_come(self) -> Callable[[], None] | None:
-        return functools.partial(_await_jobs, self._ghosts[0]) if self._ghosts else None
+        return functools.partial(_await_jobs, self.copier, self._ghosts[0]) if self._ghosts else None
 
 
-def _await_jobs(slot: PooledSlot) -> None:
-    with contextlib.suppress(IndexError), slot.jobs[-1].done:  # there is none if they have just ended
-        pass
+def _await_jobs(copier: Copier, slot: PooledSlot) -> None:
+    with contextlib.suppress(IndexError):  # there is none if they have just ended
+        job = slot.jobs[-1]
+        copier.hurry(job)
+        with job.done:
+            pass
 
 
 def _leave_children() -> None:
