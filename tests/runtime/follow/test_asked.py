@@ -54,7 +54,7 @@ def test_room_on_the_tier_is_left_to_departing_gradients() -> None:
     asked = ASKED.planned_for(machine_of(2 * GRADIENT_BYTES), BUDGET_BYTES)
     assert asked.machine == machine_of(GRADIENT_BYTES)
     assert departing_bytes(asked) == GRADIENT_BYTES
-    small = machine_of(2 * GRADIENT_BYTES - 1)
+    small = machine_of(2 * GRADIENT_BYTES - 2)
     asked = ASKED.planned_for(small, BUDGET_BYTES)
     assert asked.machine == small
     assert departing_bytes(asked) == 0
