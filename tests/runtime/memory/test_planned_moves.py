@@ -10,6 +10,7 @@ import torch
 
 from tests.runtime.parts import is_emptied, running_session
 from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.memory.candidates import Candidates
 from torchdelta.runtime.memory.emptying import Emptying
 from torchdelta.runtime.memory.planned_moves import Move
 
@@ -199,6 +200,21 @@ def test_a_gradient_of_the_engine_is_copied_before_it_leaves(moved: Moved) -> No
     moved.finish()
     assert is_emptied(gradient)
     assert counters.swapped_out_bytes == swapped_bytes
+    assert torch.equal(gradient, moved.gradient)
+
+
+def test_on_several_streams_a_gradient_of_the_engine_is_not_copied_early(moved: Moved) -> None:
+    """It may not be complete. The simulated device is the CPU under another name."""
+    key, gradient, planned = _gradient_key(moved), moved.weight.grad, moved.persistents.planned
+    assert gradient is not None
+    swapped_bytes = running_session().counters.swapped_out_bytes
+    with mock.patch.object(Candidates, "is_on_cpu", new=False):
+        planned.ask([(Move.COPY_OUT, key)])
+        moved.finish()
+    assert running_session().counters.swapped_out_bytes == swapped_bytes
+    planned.ask([(Move.LEAVE, key)])
+    moved.finish()
+    assert is_emptied(gradient)
     assert torch.equal(gradient, moved.gradient)
 
 

@@ -68,6 +68,11 @@ class Candidates:
         self._ranking: list[Persistent] = []
         self._ranked_at = -1
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the tensors are on the CPU: elsewhere, several streams may write them."""
+        return self._ledger.device.type == "cpu"
+
     # -- what is known
 
     def use(self, record: StorageRecord) -> None:

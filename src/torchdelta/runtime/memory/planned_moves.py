@@ -220,9 +220,11 @@ class PlannedMoves:
             return True
         if known.record.address in locked:
             return False  # the running op may write it
-        if (known.record.current is None and not known.is_gradient) or not self._candidates.may_leave(known):
+        # On several streams, a gradient that no recorded op has made may not be complete before backward ends.
+        begins_content = known.is_gradient and self._candidates.is_on_cpu
+        if (known.record.current is None and not begins_content) or not self._candidates.may_leave(known):
             return False
-        return self._emptying.make_spare(known.record, begins_content=known.is_gradient)
+        return self._emptying.make_spare(known.record, begins_content=begins_content)
 
 
 def _lacks_all(size_bytes: int) -> int:
