@@ -204,7 +204,7 @@ def test_a_gradient_of_the_engine_is_copied_before_it_leaves(moved: Moved) -> No
 
 
 def test_on_several_streams_a_gradient_of_the_engine_is_not_copied_early(moved: Moved) -> None:
-    """It may not be complete. The simulated device is the CPU under another name."""
+    """It may not be complete. The CPU stands in for a device with streams."""
     key, gradient, planned = _gradient_key(moved), moved.weight.grad, moved.persistents.planned
     assert gradient is not None
     swapped_bytes = running_session().counters.swapped_out_bytes
