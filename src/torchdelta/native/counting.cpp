@@ -18,6 +18,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "file_mapping.h"
 #include "weak_storage.h"
 
 namespace {
@@ -320,6 +321,11 @@ PyMethodDef module_methods[] = {
     {"is_installed", is_installed, METH_NOARGS, "Return whether it is the current allocator."},
     {"previous", get_previous, METH_NOARGS, "Return a capsule with the allocator below, None before the installation."},
     {"set_previous", set_previous, METH_O, "Insert an allocator below, which forwards to the present one."},
+    {"map_pieces", file_mapping::map_pieces, METH_VARARGS,
+     "Give an empty storage pieces of a file as its memory (address, size, descriptor, pieces, keeper). The keeper lives "
+     "as long as that memory."},
+    {"free_pieces", file_mapping::free_pieces, METH_VARARGS,
+     "Free the disk space of pieces of a file (descriptor, pieces), if its file system can."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchdelta_counting", nullptr, -1, module_methods};

@@ -40,10 +40,28 @@ __all__ = [
 
 
 # What a broken build would get wrong: tensors from before the installation, exact sums, frees on another thread, raw
-# allocations inside ops, a storage that is resized, profiler events, tensors that outlive their counter, and storages
-# that die while a weak reference to them exists.
+# allocations inside ops, a storage that is resized, profiler events, tensors that outlive their counter, storages that
+# die while a weak reference to them exists, and storages whose memory is a file.
 _SELF_TEST: Final = """
-import threading
+import mmap, os, threading, weakref
+class Keeper:
+    pass
+keeper, page = Keeper(), mmap.PAGESIZE
+kept = weakref.ref(keeper)
+file = os.memfd_create("torchdelta")
+os.write(file, page * b"a" + page * b"b")
+mapped = torch.UntypedStorage(0)
+module.map_pieces(mapped._cdata, page + 1, file, [(page, page), (0, page)], keeper)
+del keeper
+assert mapped.nbytes() == page + 1 and mapped[0] == ord("b") and mapped[page] == ord("a")
+mapped[0] = 7
+assert os.pread(file, 1, page) == b"b" and mapped[0] == 7
+module.free_pieces(file, [(0, page)])
+os.close(file)
+assert kept() is not None and mapped.resizable()
+mapped.resize_(0)
+assert kept() is None
+del mapped
 watched = torch.ones(10)
 weak = module.WeakStorage(torch._C._storage_address(watched))
 assert weak.num_holders() == 1

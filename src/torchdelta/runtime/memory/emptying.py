@@ -2,13 +2,22 @@
 
 A *spare* copy is a copy of a storage that still has its content. As long as the storage is only read, it can be emptied
 without a transfer. A spare is left where a storage was refilled, or made in the background before the memory is needed.
+
+[Note: mapped back]
+When a scope ends, and while a survey runs, the program may read everything, and no op before brings it back. But all of
+it may be more than the machine has. So what passes the budget gets its content without memory: its copy in the swap
+file is mapped (mmap, private). The kernel reads a page when it is touched, and takes clean pages away again when memory
+is short; a page that is written becomes memory of the process. The storage can be resized and emptied as before. Its
+copy keeps its place in the file as long as it is mapped, and the unnamed file lives until its last mapping has died.
+What a survey has brought back is emptied again when it ends. In a new scope, a mapped storage counts with all of its
+bytes: an op may write it as a whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.modes import Quietly
 from torchdelta._torch.storages import resize_storage
@@ -26,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Emptying"]
 
 _logger = logging.getLogger("torchdelta")
+
+# Smaller storages are read: each mapping is one of some ten thousand that a process may have.
+_LEAST_MAPPED_BYTES: Final = 1 << 16
 
 
 class Emptying:
@@ -157,13 +169,60 @@ class Emptying:
         self.spares[record.id] = record
         self._ledger.refilled(record, storage)
 
+    def refill_all(self, room_bytes: float) -> list[tuple[StorageRecord, Emptied]]:
+        """Bring all emptied storages back: see `Persistents.bring_all`."""
+        failure: Exception | None = None
+        brought: list[tuple[StorageRecord, Emptied]] = []
+        for record in list(self._ledger.records.values()) if self._ledger.num_emptied else ():
+            content = record.emptied
+            if content is None:
+                continue
+            needed_bytes = content.size_bytes - record.size_bytes  # none for what is being read already
+            try:
+                if needed_bytes <= room_bytes or not self.map_back(record):
+                    self.refill(record)
+                    room_bytes -= needed_bytes
+                brought.append((record, content))
+            except Exception as error:  # noqa: BLE001 - it is raised when all others are back
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return brought
+
+    def map_back(self, record: StorageRecord) -> bool:
+        """Give an emptied storage its content as a mapping of its copy. Return whether that was possible.
+
+        See [Note: mapped back].
+        """
+        content, storage = record.emptied, record.storage()
+        if content is None or storage is None or record.size_bytes or content.size_bytes < _LEAST_MAPPED_BYTES:
+            return False
+        try:
+            if not content.copy.tier.map_into(content.copy.slot, storage, content.copy):
+                return False
+        except (TierError, OSError, RuntimeError):
+            return False  # reading it may still be possible, or raises the error to show
+        content.is_read = True
+        self.spares[record.id] = record
+        self._ledger.refilled(record, storage)
+        return True
+
+    def empty_again(self, record: StorageRecord, content: Emptied) -> None:
+        """Empty a storage that was brought back from `content`, unless it may have been written since."""
+        storage = record.storage()
+        if storage is not None and record.emptied is None and record.spare is content:
+            resize_storage(storage, 0)
+            self.emptied[record.id] = record
+            self._ledger.emptied(record, storage, content)
+            content.is_read = False
+
     def refill_or_lose(self, record: StorageRecord) -> None:
         """Try once more to bring an emptied storage back. If its copy cannot be read, its bytes are 0xFF, which is NaN.
 
         So the program can read it without a crash. If the device has no memory for it, it stays empty.
         """
         content, storage = record.emptied, record.storage()
-        if content is None or storage is None:
+        if content is None or storage is None or self.map_back(record):
             return
         with contextlib.suppress(TierError, RuntimeError):
             self.refill(record)

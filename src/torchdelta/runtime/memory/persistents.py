@@ -27,6 +27,7 @@ followed.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.state.buffer import StorageRecord
+    from torchdelta.runtime.state.copies import Emptied
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.runtime.state.steps import StepTracker
@@ -103,6 +105,8 @@ class Persistents:
         self.compiled = CompiledReads(self.candidates, self.emptying, self._bring)
         self.planned = PlannedMoves(self.candidates, self.emptying, self.in_use)
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
+        self.is_describing = False  # whether torch makes fake tensors of real ones, and reads no memory
+        self._budget_bytes: float = math.inf
         self._step = 0
         self._num_before = 0  # `num_emptied` when the step began
 
@@ -116,6 +120,7 @@ class Persistents:
         """
         self.make = room.make
         if budget_bytes is not None:
+            self._budget_bytes = budget_bytes
             self.piece_bytes = piece_bytes
             self._ahead.window_bytes = _PIECES_AHEAD * piece_bytes
             self._ahead.lacks = self.planned.lacks = room.lacks
@@ -208,34 +213,40 @@ class Persistents:
         finally:
             self.in_use.end()
 
-    def bring_all(self) -> None:
-        """Bring everything back, whatever the budget.
+    def bring_all(self, room_bytes: float = 0) -> list[tuple[StorageRecord, Emptied]]:
+        """Give everything its content back: as memory up to `room_bytes`, and beyond them as a mapping where possible.
+
+        See [Note: mapped back] in emptying.py.
+
+        Returns:
+            What was away, and the copies of it.
 
         Raises:
             TierIOError: Something cannot be read. All else is here.
             RuntimeError: The device has no memory for something. All else is here.
         """
-        failure: Exception | None = None
-        if self.ledger.num_emptied:
-            for record in list(self.ledger.records.values()):
-                if record.emptied is not None:
-                    try:
-                        self.emptying.refill(record)
-                    except Exception as error:  # noqa: BLE001 - it is raised when all others are back
-                        failure = failure or error
-        if failure is not None:
-            raise failure
+        return self.emptying.refill_all(room_bytes)
+
+    def empty_again(self, brought: list[tuple[StorageRecord, Emptied]]) -> None:
+        """Empty what `bring_all` has returned, as far as it may leave and was not written since."""
+        locked = self.in_use.addresses()
+        for record, content in brought:
+            known = self.candidates.known.get(record.id)
+            if known is not None and record.address not in locked and self.candidates.may_leave(known):
+                self.emptying.empty_again(record, content)
+        self.is_active |= self.ledger.num_emptied > 0
 
     def close(self) -> None:
-        """Bring everything back: the scope ends. Nothing leaves any more.
+        """Bring everything back: the scope ends. Nothing leaves any more. What passes the budget is mapped.
 
         Raises:
             TierIOError: Something cannot be read. It holds NaN from now on.
             RuntimeError: The device has no memory for something. It stays empty.
         """
         self.is_open = self.is_active = False
+        self.ledger.usage.ask_counter(fresh=True)
         try:
-            self.bring_all()
+            self.bring_all(self._budget_bytes - self.ledger.usage.total_bytes)
         except BaseException:
             for record in list(self.ledger.records.values()):
                 if record.emptied is not None:

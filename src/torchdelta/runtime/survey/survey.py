@@ -48,12 +48,13 @@ from torchdelta.runtime.survey.whole_run import RunNeed
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.state.buffer import StorageRecord
+    from torchdelta.runtime.state.copies import Emptied
     from torchdelta.runtime.state.ledger import Ledger
 
 _WORKSPACE_OUTPUT = 3  # index among the outputs of oneDNN's LSTM
@@ -95,8 +96,9 @@ class Survey:
         # What the pass needed before is a need of the run too, beside states and gradients that come later.
         passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
         self._absent: Absent | None = None  # in the class *all*
+        self._brought: list[tuple[StorageRecord, Emptied]] = []
         if self._room.persistents is not None:
-            self._room.persistents.bring_all()
+            self._brought = self._room.persistents.bring_all()
             if may_any_leave():
                 self._absent = Absent(self._ledger, self._room.persistents, self._room.transfers)
         if self._absent is not None:
@@ -138,6 +140,9 @@ class Survey:
         self._saved.fake_view = None
         self._room.budget_bytes = self._budget_bytes
         self._ledger.end_survey()
+        if self._room.persistents is not None:
+            self._room.persistents.empty_again(self._brought)
+            self._brought.clear()
         self._ledger.usage.peak_bytes = self._peak_bytes
         self._on_end()
 
@@ -201,7 +206,7 @@ class Survey:
             self._values.note_unwritten(targets)
             return targets[0]  # real tensors are not changed: parameters, statistics, optimizer states
         try:
-            with self._quietly(), self.mode:
+            with self._quietly(), self._describing(), self.mode:
                 out = func(*args, **(kwargs or {}))
         except Exception as error:
             if facts.kind is Kind.NO_OUTPUT:
@@ -212,6 +217,18 @@ class Survey:
             out = self._values.run(func, facts, args, kwargs, out)
         self._inventory.note_outputs(out, are_new=facts.kind is Kind.COMPUTE)
         return targets[0] if targets and isinstance(out, torch.Tensor) else out
+
+    @contextlib.contextmanager
+    def _describing(self) -> Generator[None]:
+        """Note that torch looks at the storages of real tensors only to make fake ones."""
+        persistents = self._room.persistents
+        if persistents is not None:
+            persistents.is_describing = True
+        try:
+            yield
+        finally:
+            if persistents is not None:
+                persistents.is_describing = False
 
     def _quietly(self) -> contextlib.AbstractContextManager[None]:
         """Suppress torch's warnings about fake tensors if a warning filter would turn them into errors."""

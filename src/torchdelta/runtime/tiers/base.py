@@ -136,6 +136,25 @@ class Tier(Protocol):
         """Start filling `storage` (of exactly the slot's size) from `slot`, after any write that is still under way."""
         ...
 
+    def map_into(self, slot: Slot, storage: torch.UntypedStorage, keeper: object) -> bool:
+        """Let an empty storage have the bytes of `slot` as its memory: a page is read when it is touched.
+
+        Only for tiers in files, and storages on the CPU. That memory outlives `close()`.
+
+        Args:
+            slot: A slot that was written. It must not be released as long as that memory lives.
+            storage: It has no bytes now, and those of the slot afterwards. What is written to it is not written there.
+            keeper: An object that lives as long as that memory: the one that would release the slot.
+
+        Returns:
+            Whether that was possible; otherwise nothing has changed.
+
+        Raises:
+            TierError: The slot was released or never written, or the tier is closed.
+            TierIOError: The slot cannot be read.
+        """
+        ...
+
     def release(self, slot: Slot) -> None:
         """Free the slot; its bytes are reused once its transfers have ended. Repeated calls do nothing."""
 

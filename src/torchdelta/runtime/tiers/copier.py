@@ -35,8 +35,6 @@ from torchdelta.runtime.tiers.bandwidth import LinkEstimate
 from torchdelta.runtime.tiers.slotted import Owner, PlacedSlot, copy_error
 
 if TYPE_CHECKING:
-    import torch
-
     from torchdelta.runtime.tiers.slots import Extent
 
 __all__ = ["Copier", "CopyTransfer", "Job", "Medium", "Part", "PooledSlot"]
@@ -132,14 +130,14 @@ class Job:
 
 
 class CopyTransfer:
-    """One transfer, for the caller; keeps the storage alive until the copy has ended."""
+    """One transfer, for the caller; keeps the storage, or whatever owns the memory, alive until the copy has ended."""
 
     __slots__ = ("_copier", "_job", "_storage", "size_bytes")
 
-    def __init__(self, copier: Copier, job: Job, storage: torch.UntypedStorage, size_bytes: int) -> None:
+    def __init__(self, copier: Copier, job: Job, storage: object, size_bytes: int) -> None:
         self._copier = copier
         self._job = job
-        self._storage: torch.UntypedStorage | None = storage
+        self._storage: object | None = storage
         self.size_bytes = size_bytes
 
     def is_done(self) -> bool:
@@ -201,10 +199,8 @@ class Copier:
             self.shutdown()
             raise TierError(f"the {medium.name} tier cannot start its threads: {error}") from error
 
-    def start(
-        self, slot: PooledSlot, parts: list[Part], storage: torch.UntypedStorage, *, is_read: bool
-    ) -> CopyTransfer:
-        """Queue a transfer behind the earlier ones of its slot."""
+    def start(self, slot: PooledSlot, parts: list[Part], storage: object, *, is_read: bool) -> CopyTransfer:
+        """Queue a transfer behind the earlier ones of its slot. `storage` owns the memory of the parts."""
         self.drop_finished()
         job = Job(next(self._keys), slot, parts, is_read=is_read)
         transfer = CopyTransfer(self, job, storage, slot.size_bytes)

@@ -29,7 +29,9 @@ import zlib
 from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import TierError, TierIOError
+from torchdelta.native.file_mapping import file_mapper
 from torchdelta.runtime.tiers.arena import Segment
+from torchdelta.runtime.tiers.mapped import MappedFile
 from torchdelta.runtime.tiers.pooled import PooledTier
 from torchdelta.runtime.tiers.scratch import BLOCK_BYTES, open_scratch_file, swap_directory
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from torchdelta.runtime.tiers.base import Slot
     from torchdelta.runtime.tiers.copier import Part
     from torchdelta.runtime.tiers.scratch import ScratchFile
 
@@ -241,3 +244,32 @@ class DiskTier(PooledTier):
                 raise TierError(f"the disk tier has no memory for staging: {error.strerror or error}") from error
             raise
         super().__init__(medium, capacity_bytes=capacity_bytes, device=device)
+        self._file = medium
+        self._mapped: MappedFile | None = None
+
+    def map_into(self, slot: Slot, storage: torch.UntypedStorage, keeper: object) -> bool:
+        """Let an empty storage have the bytes of a slot as its memory.
+
+        They are read once, and not kept, to find out whether they can be. After that, a page that the disk cannot read
+        ends the process, as with any mapped file.
+        """
+        placed = self.written(self.reserved(slot))
+        mapper = file_mapper()
+        if mapper is None or storage.device.type != "cpu" or BLOCK_BYTES % mmap.PAGESIZE or not placed.size_bytes:
+            return False
+        self.check_readable(placed)
+        try:
+            if self._mapped is None:
+                self._mapped = MappedFile(self._file.descriptor, mapper)
+            self._mapped.map(placed, storage, keeper)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop the transfers, join the threads, close the file. What is mapped stays on the disk until it dies."""
+        mapped, self._mapped = self._mapped, None
+        end_bytes = self.pool_bytes
+        super().close()
+        if mapped is not None and not self.owner.is_in_child():
+            mapped.close(end_bytes)

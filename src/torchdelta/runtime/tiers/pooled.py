@@ -8,18 +8,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.storages import memory_behind
+from torchdelta.runtime.tiers.arena import Segment
 from torchdelta.runtime.tiers.copier import Copier, CopyTransfer, Medium, Part, PooledSlot
 from torchdelta.runtime.tiers.pool import Pool
 from torchdelta.runtime.tiers.slotted import SlottedTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -111,29 +113,52 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
 
     def _cut(self, slot: PooledSlot, storage: torch.UntypedStorage) -> list[Part]:
         """Split a transfer into parts, the same parts for every transfer of a slot."""
-        part_bytes = self.medium.part_bytes
-        parts: list[Part] = []
         if slot.size_bytes == 0:
-            return parts
+            return []
         base = memory_behind(storage)
         view: memoryview = _view_memory(base, slot.size_bytes, _PYBUF_WRITE)
+        return [
+            Part(
+                slot=slot,
+                index=index,
+                offset_bytes=offset_bytes,
+                size_bytes=size_bytes,
+                address=base + start,
+                view=view[start : start + size_bytes],
+            )
+            for index, (start, offset_bytes, size_bytes) in enumerate(self._ranges(slot))
+        ]
+
+    def _ranges(self, slot: PooledSlot) -> Iterator[tuple[int, int, int]]:
+        """Yield for each part where it starts in the storage, its offset in the pool, and its size."""
+        part_bytes = self.medium.part_bytes
         start = 0
         for extent in slot.extents:
             extent_bytes = min(extent.size_bytes, slot.size_bytes - start)
             for offset in range(0, extent_bytes, part_bytes):
-                size_bytes = min(part_bytes, extent_bytes - offset)
-                parts.append(
-                    Part(
-                        slot=slot,
-                        index=len(parts),
-                        offset_bytes=extent.offset_bytes + offset,
-                        size_bytes=size_bytes,
-                        address=base + start + offset,
-                        view=view[start + offset : start + offset + size_bytes],
-                    )
-                )
+                yield start + offset, extent.offset_bytes + offset, min(part_bytes, extent_bytes - offset)
             start += extent_bytes
-        return parts
+
+    def check_readable(self, slot: PooledSlot) -> None:
+        """Read a slot part by part, and keep nothing of it.
+
+        Raises:
+            TierIOError: It cannot be read.
+        """
+        block_bytes = max(self.medium.block_bytes, mmap.PAGESIZE)
+        scratch_bytes = min(self.medium.part_bytes, -(-slot.size_bytes // block_bytes) * block_bytes)
+        scratch = Segment(mmap.mmap(-1, scratch_bytes))
+        view = memoryview(scratch.mapping)
+        for index, (_, offset_bytes, size_bytes) in enumerate(self._ranges(slot)):
+            part = Part(
+                slot=slot,
+                index=index,
+                offset_bytes=offset_bytes,
+                size_bytes=size_bytes,
+                address=scratch.address,
+                view=view[:size_bytes],
+            )
+            self.copier.start(slot, [part], scratch, is_read=True).wait()
 
     def _collect_released(self) -> None:
         """Free the room of released slots whose copies have ended. Needs the lock."""

@@ -174,10 +174,11 @@ class SlottedTier(ABC, Generic[SlotT, TransferT]):
 
     def read(self, slot: Slot, storage: torch.UntypedStorage) -> TransferT:
         """Start filling `storage` from `slot`."""
-        placed = self._checked(slot, storage)
-        if not placed.is_written:
-            raise TierError(f"a slot of {slot.size_bytes} bytes in the {self.name} tier is read but was never written")
-        return self.start_copy(placed, storage, is_read=True)
+        return self.start_copy(self.written(self._checked(slot, storage)), storage, is_read=True)
+
+    def map_into(self, slot: Slot, storage: torch.UntypedStorage, keeper: object) -> bool:  # noqa: ARG002
+        """Return False: storages cannot have the bytes of slots as their memory."""
+        return False
 
     def release(self, slot: Slot) -> None:
         """Give the slot back. Safe in finalizers: it never blocks, and starts no copy."""
@@ -219,11 +220,24 @@ class SlottedTier(ABC, Generic[SlotT, TransferT]):
             raise TierError(f"this slot of {slot.size_bytes} bytes does not belong to this {self.name} tier")
         return slot
 
-    def _checked(self, slot: Slot, storage: torch.UntypedStorage) -> SlotT:
+    def reserved(self, slot: Slot) -> SlotT:
+        """Return a slot if it is one of this tier, not released yet; raise TierError otherwise."""
         self._check_usable()
         placed = self._own(slot)
         if placed.is_released:
             raise TierError(f"a slot of {slot.size_bytes} bytes in the {self.name} tier is used after its release")
+        return placed
+
+    def written(self, placed: SlotT) -> SlotT:
+        """Return a slot if it was written; raise TierError otherwise."""
+        if not placed.is_written:
+            raise TierError(
+                f"a slot of {placed.size_bytes} bytes in the {self.name} tier is read but was never written"
+            )
+        return placed
+
+    def _checked(self, slot: Slot, storage: torch.UntypedStorage) -> SlotT:
+        placed = self.reserved(slot)
         if storage.device != self._device if self._device is not None else storage.device.type != "cpu":
             wanted = "cpu" if self._device is None else self._device
             raise TierError(f"the {self.name} tier copies storages on {wanted} only, not one on {storage.device}")

@@ -103,6 +103,11 @@ class StackedTier:
         stacked = self._checked(slot)
         return stacked.tier.read(stacked.inner, storage)
 
+    def map_into(self, slot: Slot, storage: torch.UntypedStorage, keeper: object) -> bool:
+        """Let an empty storage have the bytes of a slot as its memory, if its tier can."""
+        stacked = self._checked(slot)
+        return stacked.tier.map_into(stacked.inner, storage, keeper)
+
     def release(self, slot: Slot) -> None:
         """Give the slot back. Safe in finalizers."""
         stacked = self._checked(slot)
