@@ -27,11 +27,15 @@ class FakeModeForOnce(FakeTensorMode):
 
     It leaves nothing in torch's cache of its findings, which is never emptied. An op that fails is not logged: its
     caller handles the error.
+
+    Attributes:
+        num_running: Ops that run in the mode now. Storages of real tensors are looked at then to make fake ones.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False
+        self.num_running = 0
         self._ended = ""
 
     def end(self, message: str) -> None:
@@ -46,9 +50,11 @@ class FakeModeForOnce(FakeTensorMode):
         if self._ended:
             raise RuntimeError(self._ended)
         was_disabled, _LOG.disabled = _LOG.disabled, True  # torch logs a traceback as an error
+        self.num_running += 1
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
+            self.num_running -= 1
             _LOG.disabled = was_disabled
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -149,11 +149,10 @@ class Session:
     def start(self) -> None:
         """Count the storages that exist, then watch all ops of this thread."""
         if current_session() is not None:
-            msg = (
+            raise ScopeError(
                 "a MemoryBudget is already running on this thread, and budgets do not nest: "
                 "stop it first, with MemoryBudget.current().stop()"
             )
-            raise ScopeError(msg)
         remove_ended_modes()
         interrupts.start()
         try:
@@ -234,17 +233,19 @@ class Session:
         self.resizes.stop()
         self.readers.stop()
         patches.unpatch()
-        impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
-        self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
         try:
-            if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
-                self.room.persistents.close()
+            impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
+            self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
         finally:
-            log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps)))
-            if self.ledger.num_handles == 0:
-                self._finish()
-            else:
-                self.ledger.invalidate_unheld()
+            try:
+                if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
+                    self.room.persistents.close()
+            finally:
+                log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps)))
+                if self.ledger.num_handles == 0:
+                    self._finish()
+                else:
+                    self.ledger.invalidate_unheld()
         if impossible is not None:
             raise impossible
 
@@ -295,7 +296,7 @@ class Session:
         if graph_task_id() == -1 and not self.steps.had_any_backward:
             self._on_step_abandoned()
         self.steps.on_graph_over()
-        if self.ledger.is_closing:
+        if self.ledger.is_closing and not self.ledger.num_emptied:  # `_uninstall` brings back what is away
             self._finish()
 
     def _on_backward_end(
@@ -362,7 +363,7 @@ class Session:
                 self.traces.drop_later()
 
     def trace(self) -> Trace | None:
-        """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
+        """Return the trace of the first step; None before it is complete or if it was dropped."""
         return self.traces.first
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
@@ -380,10 +381,7 @@ class Session:
             if not is_trainable or self.steps.is_in_optimizer or self.ledger.is_closing or self.compiled.is_running():
                 # After an evaluation, or after the scope, the rest of the step is unknown.
                 raise self.survey.error(is_lower_bound=self.compiled.is_running() or not self.steps.is_in_optimizer)
-            _logger.info(
-                "out of budget at %s: running the rest of the step on fake tensors, to find the least budget that fits",
-                why,
-            )
+            _logger.info("out of budget at %s: running the rest of the step on fake tensors for the least budget", why)
         self.survey.need(size_bytes, why)
 
     def take_error(self) -> BudgetError:

@@ -137,6 +137,49 @@ def test_a_refused_step_takes_no_more_than_the_budget(tmp_path: Path) -> None:
     assert training.bits() == expected
 
 
+def test_a_scope_that_ends_in_a_refused_step(tmp_path: Path) -> None:
+    """Nothing was saved in that step, so no graph keeps the session open."""
+    expected = trained_plainly(2)
+    training = Training()
+    with pytest.raises(BudgetError), budget(swap_dir=tmp_path):  # noqa: PT012
+        for _ in range(2):
+            training.step()
+        torch.ones(BUDGET_BYTES)
+    assert training.bits() == expected
+
+
+def test_a_graph_that_dies_while_the_scope_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last saved tensor ends the session only when everything is back."""
+    expected = trained_plainly(2)
+    training = Training()
+    with budget(swap_dir=tmp_path):
+        for _ in range(2):
+            training.step()
+        persistents().evict(0)
+        graphs = [training.model(torch.ones(2, WIDTH))]
+        persistents().evict(0)
+        stop = running_session().placing.stop
+        monkeypatch.setattr(running_session().placing, "stop", lambda: (graphs.clear(), stop()))
+    assert training.bits() == expected
+
+
+def test_gradients_in_a_refused_step_leave_again(tmp_path: Path) -> None:
+    """The engine makes fake sums, and writes none of them. So the tier needs no second place for them."""
+    expected = trained_plainly(3)
+    training = Training()
+    with budget(swap_dir=tmp_path, disk_budget=EVERYTHING_BYTES + 2 * MIB):
+        for _ in range(2):
+            training.step()
+        for _ in range(2):
+            with pytest.raises(BudgetError) as caught:
+                training.model(torch.ones(BUDGET_BYTES // (4 * WIDTH) + 1, WIDTH)).square().mean().backward()
+            assert NO_SWAP_SPACE not in str(caught.value)
+            assert persistents().emptying.away_bytes >= EVERYTHING_BYTES - BUDGET_BYTES
+            assert persistents().ledger.usage.total_bytes <= BUDGET_BYTES
+        training.step()
+    assert training.bits() == expected
+
+
 def test_what_is_read_in_a_refused_step_is_whole(tmp_path: Path) -> None:
     """A program may read and write memory without an op before it learns that the step does not fit."""
     training = Training()

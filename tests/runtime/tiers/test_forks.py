@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdelta.native.file_mapping import file_mapper
+
 _IN_A_CHILD = """
 import os, sys, warnings
 import torch
@@ -55,6 +57,64 @@ def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[3],
     )
     assert (run.stdout, run.stderr) == ("0 True True\n0 True True\n", "")
+
+
+_MAPPED_IN_A_CHILD = """
+import os, sys, warnings
+import torch
+warnings.simplefilter("ignore")
+from torchdelta.runtime.tiers.disk import DiskTier
+
+MIB = 1 << 20
+
+def filled(value):
+    return torch.full((4 * MIB,), value, dtype=torch.uint8).untyped_storage()
+
+class Copy:
+    def __init__(self, content):
+        self.slot = tier.reserve(content.nbytes())
+        tier.write(self.slot, content).wait()
+    def __del__(self):
+        tier.release(self.slot)
+
+def mapped(value):
+    copy, storage = Copy(filled(value)), torch.UntypedStorage(0)
+    assert tier.map_into(copy.slot, storage, copy)
+    return storage
+
+tier = DiskTier(swap_dir=sys.argv[1], capacity_bytes=32 * MIB)
+first, second = mapped(1), mapped(2)
+go, ready = os.pipe()
+child = os.fork()
+if child == 0:
+    os.read(go, 1)
+    views = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (first, second)]
+    is_open = any("(deleted)" in os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+                  if os.path.lexists(f"/proc/self/fd/{n}"))
+    os._exit(2 * is_open + (not all(bool(view.eq(value).all()) for view, value in zip(views, (1, 2)))))
+first.resize_(0)
+later = [Copy(filled(value)) for value in range(3, 9)]  # all of the room that is left
+third = mapped(9) if tier.used_bytes < 32 * MIB else None
+assert third is None
+del second, later
+tier.close()
+os.write(ready, b"x")
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(file_mapper() is None, reason="needs the native modules")
+def test_a_forked_child_has_the_mapped_bytes_of_the_fork(tmp_path: Path) -> None:
+    """What the parent empties, writes and frees later does not change them."""
+    run = subprocess.run(
+        [sys.executable, "-c", _MAPPED_IN_A_CHILD, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=Path(__file__).parents[3],
+    )
+    assert (run.stdout, run.stderr) == ("0\n", "")
 
 
 @pytest.mark.rest

@@ -126,7 +126,7 @@ def can_free(directory: Path) -> bool:
 
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_it_outlives_the_tier_and_all_else_in_the_file_is_freed(
-    disk: DiskTier, tmp_path: Path, is_forked: bool, monkeypatch: pytest.MonkeyPatch
+    disk: DiskTier, tmp_path: Path, is_forked: bool
 ) -> None:
     """A scope closes its tier at its end, and the tensors live on. What a child has mapped stays."""
     if not can_free(tmp_path):
@@ -137,26 +137,24 @@ def test_it_outlives_the_tier_and_all_else_in_the_file_is_freed(
     storages = [mapped(disk, slots[0], slots[0]), mapped(disk, slots[2], slots[2])]
     slots.clear()
     if is_forked:
-        monkeypatch.setattr(mapped_slots, "_files", mapped_slots._files)  # noqa: SLF001
         mapped_slots._note_fork()  # noqa: SLF001 - before a fork
     descriptor = os.dup(descriptor_of(disk))
     try:
         before_bytes = space_bytes(descriptor)
         disk.close()
         closed_bytes = space_bytes(descriptor)
+        assert before_bytes >= 36 * MIB
+        assert closed_bytes <= 21 * MIB
         assert all(map(is_equal, storages, contents))
         storages.pop()
-        assert kept[1]() is None
         last_bytes = space_bytes(descriptor)
         assert is_equal(storages[0], contents[0])
         if is_forked:
-            assert before_bytes == closed_bytes == last_bytes
+            assert last_bytes > closed_bytes - MIB
         else:
-            assert before_bytes >= 36 * MIB
-            assert closed_bytes <= 21 * MIB
             assert last_bytes <= 11 * MIB
         storages.clear()
-        assert kept[0]() is None
+        assert (kept[0]() is None) or is_forked
     finally:
         os.close(descriptor)
 

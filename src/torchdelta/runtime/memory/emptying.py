@@ -169,10 +169,10 @@ class Emptying:
         self.spares[record.id] = record
         self._ledger.refilled(record, storage)
 
-    def refill_all(self, room_bytes: float) -> list[tuple[StorageRecord, Emptied]]:
+    def refill_all(self, room_bytes: float) -> list[StorageRecord]:
         """Bring all emptied storages back: see `Persistents.bring_all`."""
         failure: Exception | None = None
-        brought: list[tuple[StorageRecord, Emptied]] = []
+        brought: list[StorageRecord] = []
         for record in list(self._ledger.records.values()) if self._ledger.num_emptied else ():
             content = record.emptied
             if content is None:
@@ -182,7 +182,7 @@ class Emptying:
                 if needed_bytes <= room_bytes or not self.map_back(record):
                     self.refill(record)
                     room_bytes -= needed_bytes
-                brought.append((record, content))
+                brought.append(record)
             except Exception as error:  # noqa: BLE001 - it is raised when all others are back
                 failure = failure or error
         if failure is not None:
@@ -207,14 +207,20 @@ class Emptying:
         self._ledger.refilled(record, storage)
         return True
 
-    def empty_again(self, record: StorageRecord, content: Emptied) -> None:
-        """Empty a storage that was brought back from `content`, unless it may have been written since."""
-        storage = record.storage()
-        if storage is not None and record.emptied is None and record.spare is content:
+    def empty_again(self, record: StorageRecord) -> None:
+        """Empty a storage that a survey has brought back, unless it may have been written since.
+
+        In a survey, ops write no real tensor, so the recorder need not know the content: `spoil` is called for every
+        other access.
+        """
+        content, storage = record.spare, record.storage()
+        if content is None or storage is None or record.emptied is not None:
+            return
+        if storage.nbytes() == content.size_bytes:
             resize_storage(storage, 0)
+            content.is_read = False
             self.emptied[record.id] = record
             self._ledger.emptied(record, storage, content)
-            content.is_read = False
 
     def refill_or_lose(self, record: StorageRecord) -> None:
         """Try once more to bring an emptied storage back. If its copy cannot be read, its bytes are 0xFF, which is NaN.

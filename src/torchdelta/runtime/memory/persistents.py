@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from torchdelta.runtime.device.device import Device
     from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.state.buffer import StorageRecord
-    from torchdelta.runtime.state.copies import Emptied
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.runtime.state.steps import StepTracker
@@ -105,7 +104,7 @@ class Persistents:
         self.compiled = CompiledReads(self.candidates, self.emptying, self._bring)
         self.planned = PlannedMoves(self.candidates, self.emptying, self.in_use)
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
-        self.is_describing = False  # whether torch makes fake tensors of real ones, and reads no memory
+        self.is_describing: Callable[[], bool] = bool  # whether torch makes fake tensors of real ones; else False
         self._budget_bytes: float = math.inf
         self._step = 0
         self._num_before = 0  # `num_emptied` when the step began
@@ -159,7 +158,7 @@ class Persistents:
         used = list(self.in_use.records(tensors))
         for record in used:
             self.candidates.use(record)
-            if may_write:
+            if may_write and not self.ledger.surveys:  # there, neither the engine nor a node writes real tensors
                 self.emptying.spoil(record)
         if self.planned.on_moment is not None and not may_write:
             self.planned.on_moment()
@@ -213,13 +212,13 @@ class Persistents:
         finally:
             self.in_use.end()
 
-    def bring_all(self, room_bytes: float = 0) -> list[tuple[StorageRecord, Emptied]]:
+    def bring_all(self, room_bytes: float = 0) -> list[StorageRecord]:
         """Give everything its content back: as memory up to `room_bytes`, and beyond them as a mapping where possible.
 
         See [Note: mapped back] in emptying.py.
 
         Returns:
-            What was away, and the copies of it.
+            What was away.
 
         Raises:
             TierIOError: Something cannot be read. All else is here.
@@ -227,13 +226,13 @@ class Persistents:
         """
         return self.emptying.refill_all(room_bytes)
 
-    def empty_again(self, brought: list[tuple[StorageRecord, Emptied]]) -> None:
-        """Empty what `bring_all` has returned, as far as it may leave and was not written since."""
+    def empty_again(self, brought: list[StorageRecord]) -> None:
+        """Empty what `bring_all` has returned for a survey, as far as it may leave and was not written since."""
         locked = self.in_use.addresses()
-        for record, content in brought:
+        for record in brought:
             known = self.candidates.known.get(record.id)
             if known is not None and record.address not in locked and self.candidates.may_leave(known):
-                self.emptying.empty_again(record, content)
+                self.emptying.empty_again(record)
         self.is_active |= self.ledger.num_emptied > 0
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def _read(original: Callable[..., Any]) -> Callable[..., Any]:
         if persistents is None:
             _check_other_thread(args)
             return original(*args, **kwargs)
-        if persistents.is_describing or (persistents.candidates.is_lent and original.__name__ in _COLLECTING):
+        if persistents.is_describing() or (persistents.candidates.is_lent and original.__name__ in _COLLECTING):
             return original(*args, **kwargs)
         persistents.begin_raw(args)
         try:

@@ -191,7 +191,7 @@ class Storages:
         if self.records.get(record.address) is record:
             del self.records[record.address]
             self.usage.add(-record.size_bytes)
-            self._leave_counter(record)
+        self._leave_counter(record)
         if record.emptied is not None:
             self.num_emptied -= 1
         record.emptied = record.spare = None

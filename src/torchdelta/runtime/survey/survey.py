@@ -48,13 +48,12 @@ from torchdelta.runtime.survey.whole_run import RunNeed
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from torchdelta.aten.facts import OpFacts
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.record.recorder import Recorder
     from torchdelta.runtime.state.buffer import StorageRecord
-    from torchdelta.runtime.state.copies import Emptied
     from torchdelta.runtime.state.ledger import Ledger
 
 _WORKSPACE_OUTPUT = 3  # index among the outputs of oneDNN's LSTM
@@ -96,9 +95,10 @@ class Survey:
         # What the pass needed before is a need of the run too, beside states and gradients that come later.
         passed_bytes = self._ledger.usage.peak_bytes if steps.is_in_optimizer else 0
         self._absent: Absent | None = None  # in the class *all*
-        self._brought: list[tuple[StorageRecord, Emptied]] = []
+        self._brought: list[StorageRecord] = []
         if self._room.persistents is not None:
             self._brought = self._room.persistents.bring_all()
+            self._room.persistents.is_describing = lambda: self.mode.num_running > 0
             if may_any_leave():
                 self._absent = Absent(self._ledger, self._room.persistents, self._room.transfers)
         if self._absent is not None:
@@ -141,8 +141,9 @@ class Survey:
         self._room.budget_bytes = self._budget_bytes
         self._ledger.end_survey()
         if self._room.persistents is not None:
-            self._room.persistents.empty_again(self._brought)
-            self._brought.clear()
+            self._room.persistents.is_describing = bool
+            if not self._ledger.is_closing:
+                self._room.persistents.empty_again(self._brought)
         self._ledger.usage.peak_bytes = self._peak_bytes
         self._on_end()
 
@@ -206,7 +207,7 @@ class Survey:
             self._values.note_unwritten(targets)
             return targets[0]  # real tensors are not changed: parameters, statistics, optimizer states
         try:
-            with self._quietly(), self._describing(), self.mode:
+            with self._quietly(), self.mode:
                 out = func(*args, **(kwargs or {}))
         except Exception as error:
             if facts.kind is Kind.NO_OUTPUT:
@@ -217,18 +218,6 @@ class Survey:
             out = self._values.run(func, facts, args, kwargs, out)
         self._inventory.note_outputs(out, are_new=facts.kind is Kind.COMPUTE)
         return targets[0] if targets and isinstance(out, torch.Tensor) else out
-
-    @contextlib.contextmanager
-    def _describing(self) -> Generator[None]:
-        """Note that torch looks at the storages of real tensors only to make fake ones."""
-        persistents = self._room.persistents
-        if persistents is not None:
-            persistents.is_describing = True
-        try:
-            yield
-        finally:
-            if persistents is not None:
-                persistents.is_describing = False
 
     def _quietly(self) -> contextlib.AbstractContextManager[None]:
         """Suppress torch's warnings about fake tensors if a warning filter would turn them into errors."""

@@ -257,10 +257,10 @@ class DiskTier(PooledTier):
         mapper = file_mapper()
         if mapper is None or storage.device.type != "cpu" or BLOCK_BYTES % mmap.PAGESIZE or not placed.size_bytes:
             return False
-        self.check_readable(placed)
         try:
             if self._mapped is None:
                 self._mapped = MappedFile(self._file.descriptor, mapper)
+            self.check_readable(placed)
             self._mapped.map(placed, storage, keeper)
         except OSError:
             return False

@@ -1,7 +1,11 @@
 """The part of a swap file that storages have as their memory: its slots stay whole, also when the tier is closed.
 
-See [Note: mapped back] in memory/emptying.py. The disk space of a slot is freed when its last mapping dies, unless the
-process has forked since: the child has the mapping, too.
+See [Note: mapped back] in memory/emptying.py.
+
+[Note: mappings and forks]
+The disk space of a slot can be used again, or is freed, when its last mapping dies. A forked child has the mappings,
+too, and reads the file when it touches a page: so the slots that were mapped at a fork stay whole as long as the file
+lives, which the child's mappings keep alive.
 """
 
 from __future__ import annotations
@@ -37,11 +41,13 @@ class MappedFile:
     """
 
     def __init__(self, descriptor: int, mapper: FileMapper) -> None:
-        self.mapper = mapper
-        self.descriptor = os.dup(descriptor)
-        self.is_closed = False  # whether the tier is: no slot is used again
-        self.was_forked = False
-        self._pieces: weakref.WeakSet[_MappedSlot] = weakref.WeakSet()
+        self._descriptor = -1
+        self._descriptor = os.dup(descriptor)
+        self._mapper = mapper
+        self._is_closed = False  # whether the tier is: no slot is used again
+        self._slots: weakref.WeakSet[_MappedSlot] = weakref.WeakSet()
+        self._of_children: list[object] = []  # keepers of slots that children may have mapped
+        self._extents_of_children: list[Extent] = []
         _files.add(self)
 
     def map(self, slot: PlacedSlot, storage: torch.UntypedStorage, keeper: object) -> None:
@@ -51,40 +57,59 @@ class MappedFile:
             OSError: The file system cannot.
         """
         for extent in slot.extents:  # what an earlier mapping has read of other contents
-            os.posix_fadvise(self.descriptor, *extent, os.POSIX_FADV_DONTNEED)
-        piece = _MappedSlot(self, slot, keeper)
-        self._pieces.add(piece)
-        self.mapper.map_pieces(address_of(storage), slot.size_bytes, self.descriptor, list(slot.extents), piece)
+            os.posix_fadvise(self._descriptor, *extent, os.POSIX_FADV_DONTNEED)
+        mapped = _MappedSlot(self, slot, keeper)
+        self._slots.add(mapped)
+        self._mapper.map_pieces(address_of(storage), slot.size_bytes, self._descriptor, list(slot.extents), mapped)
 
     def close(self, end_bytes: int) -> None:
         """Free the disk space of all that is not mapped, up to the end of the file: the tier is closed."""
-        self.is_closed = True
-        self.free(between([extent for piece in self._pieces for extent in piece.slot.extents], end_bytes))
+        self._is_closed = True
+        mapped = [extent for each in self._slots for extent in each.slot.extents]
+        self._free(between([*mapped, *self._extents_of_children], end_bytes))
 
-    def free(self, extents: list[Extent]) -> None:
-        """Free the disk space of extents, unless a child may have them mapped."""
-        if not self.was_forked:
-            self.mapper.free_pieces(self.descriptor, list(extents))
+    def end(self, mapped: _MappedSlot) -> None:
+        """A mapping has died."""
+        if mapped.is_in_child:
+            self._of_children.append(mapped.keeper)
+            self._extents_of_children += mapped.slot.extents
+        elif self._is_closed:
+            self._free(list(mapped.slot.extents))
+
+    def note_fork(self) -> None:
+        """Note that the process is about to fork."""
+        for mapped in list(self._slots):
+            mapped.is_in_child = True
+
+    def leave_child(self) -> None:
+        """Close the file in a forked child, whose own mappings keep it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _free(self, extents: list[Extent]) -> None:
+        if self._descriptor >= 0:
+            self._mapper.free_pieces(self._descriptor, list(extents))
 
     @destructor
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        self.leave_child()
 
 
 class _MappedSlot:
-    """A slot that is mapped. The mapping keeps it alive."""
+    """A slot that is mapped once. The mapping keeps this alive."""
 
-    __slots__ = ("__weakref__", "file", "keeper", "slot")
+    __slots__ = ("__weakref__", "file", "is_in_child", "keeper", "slot")
 
     def __init__(self, file: MappedFile, slot: PlacedSlot, keeper: object) -> None:
         self.file = file
         self.slot = slot
         self.keeper = keeper
+        self.is_in_child = False
 
     @destructor
     def __del__(self) -> None:
-        if self.file.is_closed:
-            self.file.free(list(self.slot.extents))
+        self.file.end(self)
 
 
 def between(kept: list[Extent], end_bytes: int) -> list[Extent]:
@@ -100,8 +125,13 @@ def between(kept: list[Extent], end_bytes: int) -> list[Extent]:
 
 def _note_fork() -> None:
     for file in list(_files):
-        file.was_forked = True
+        file.note_fork()
+
+
+def _leave_children() -> None:
+    for file in list(_files):
+        file.leave_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_note_fork)
+    os.register_at_fork(before=_note_fork, after_in_child=_leave_children)
