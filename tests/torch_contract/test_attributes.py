@@ -21,6 +21,7 @@ from torchdelta._torch.tensors import (
     counted_version_of,
     is_zerotensor,
     post_accumulate_hooks_of,
+    tensor_hooks_of,
     version_of,
 )
 
@@ -64,6 +65,22 @@ def test_post_accumulate_hooks_of() -> None:
     assert len(hooks) == 1
     handle.remove()
     assert not post_accumulate_hooks_of(x)
+
+
+def test_tensor_hooks_of() -> None:
+    """They run before prehooks of the node that accumulates, which see what they returned."""
+    x, order = torch.zeros(2, requires_grad=True), []
+    assert not tensor_hooks_of(x)
+    node = torch.autograd.graph.get_gradient_edge(x).node
+    node.register_prehook(lambda gradients: order.append(gradients[0].sum().item()))
+    handle = x.register_hook(lambda gradient: gradient * 3)
+    hooks = tensor_hooks_of(x)
+    assert hooks is not None
+    assert len(hooks) == 1
+    x.sum().backward()
+    assert order == [6.0]
+    handle.remove()
+    assert not tensor_hooks_of(x)
 
 
 def test_children_of_modules() -> None:

@@ -37,6 +37,8 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 counted_version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # The hooks that run once a leaf's gradient was added into `.grad`, by id; None where there are none.
 post_accumulate_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+# The hooks that get a leaf's gradient before it is added into `.grad`, by id; None where there are none.
+tensor_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 
 
 # [Note: questions that raise]

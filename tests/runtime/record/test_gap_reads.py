@@ -194,3 +194,81 @@ def test_the_engine_adds_a_parameter_that_a_node_returns(*, is_late: bool) -> No
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
     return (x * x).mean()
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+@pytest.mark.parametrize("how", ["swaps", "assigns the data", "assigns an old one"])
+def test_a_hook_that_assigns_a_gradient(how: str, *, is_here: bool) -> None:
+    """The engine adds to it next, without an op: it is back, and a copy from before is not used again."""
+    was_emptied: list[bool] = []
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        a, b = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+        both, x = torch.nn.ModuleList([a, b]), torch.randn(8, 64)
+
+        def hook(_: torch.Tensor) -> None:
+            if isinstance(scope, MemoryBudget):
+                was_emptied.append(is_emptied(old[0]))
+            if how == "swaps":
+                a.weight.grad, b.weight.grad = b.weight.grad, a.weight.grad
+            elif how == "assigns the data":
+                a.weight.grad.data = old[0]
+            else:
+                a.weight.grad = old[0]
+
+        with scope:
+            (a(x) + 2 * b(x)).square().mean().backward()
+            old = [b.weight.grad]
+            handle = a.weight.register_hook(hook)
+            for _ in range(2):
+                old[0] = b.weight.grad
+                if isinstance(scope, MemoryBudget):
+                    if is_here:  # with a copy of what it is now
+                        old[0].mul_(1.0)
+                    empty_everything()
+                    if is_here:
+                        old[0].sum()
+                a(x).square().mean().backward()
+                if isinstance(scope, MemoryBudget):
+                    empty_everything()
+            handle.remove()
+        return bits_of([parameter.grad for parameter in both.parameters()])
+
+    assert run(everything()) == run(contextlib.nullcontext())
+    assert was_emptied[0] == (not is_here)
+
+
+@pytest.mark.parametrize("what", ["a gradient", "a state"])
+def test_a_hook_that_returns_what_is_away(what: str) -> None:
+    """In place of the gradient: the engine clones it, or adds it."""
+    was_emptied: list[bool] = []
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        a, b = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+        both, x = torch.nn.ModuleList([a, b]), torch.randn(8, 64)
+        optimizer = torch.optim.Adam(both.parameters(), foreach=False)
+
+        def hook(_: torch.Tensor) -> torch.Tensor:
+            if isinstance(scope, MemoryBudget):
+                was_emptied.append(is_emptied(given[0]))
+            return given[0]
+
+        with scope:
+            (a(x) + 2 * b(x)).square().mean().backward()
+            optimizer.step()
+            assert b.weight.grad is not None
+            given = [b.weight.grad if what == "a gradient" else optimizer.state[b.weight]["exp_avg"]]
+            a.weight.grad = None
+            handle = a.weight.register_hook(hook)
+            for _ in range(2):
+                out = a(x).square().mean()
+                if isinstance(scope, MemoryBudget):
+                    empty_everything()
+                out.backward()
+            handle.remove()
+        return bits_of([parameter.grad for parameter in both.parameters()])
+
+    assert run(everything()) == run(contextlib.nullcontext())
+    assert was_emptied == [True] * 2

@@ -25,7 +25,7 @@ from torchdelta._torch.modes import (
     without_mode,
 )
 from torchdelta._torch.storages import storage_address
-from torchdelta._torch.tensors import post_accumulate_hooks_of
+from torchdelta._torch.tensors import post_accumulate_hooks_of, tensor_hooks_of
 from torchdelta.runtime.follow.program import Proof
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.gap_reads import GapReads
@@ -293,18 +293,18 @@ class Backward:
     def _install(self, outputs: Any, handles: list[Any]) -> None:
         stack = roots_of(outputs)
         seen: set[Any] = set()
-        add = seen.add
         while stack:
             node = stack.pop()
             if node is None or node in seen:
                 continue
-            add(node)
+            seen.add(node)
             name = node.name()
             if name == ACCUMULATE:
-                # An ordinary accumulation needs no watching; a hook that steps the optimizer there does.
-                if post_accumulate_hooks_of(node.variable):
+                if post_accumulate_hooks_of(node.variable):  # one may step the optimizer there
                     handles.append(node.register_prehook(self._before))
                     handles.append(node.register_hook(functools.partial(self._after, None, (node.variable,))))
+                elif self._gap_reads is not None and tensor_hooks_of(node.variable):
+                    handles.append(node.register_prehook(self._gap_reads.before_accumulation))
                 continue
             following = [child for child, _ in node.next_functions]
             leaves = [child.variable for child in following if child is not None and child.name() == ACCUMULATE]

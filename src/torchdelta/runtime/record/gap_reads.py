@@ -20,6 +20,7 @@ import torch
 from torchdelta._torch.engine import ACCUMULATE
 from torchdelta._torch.modes import (
     FunctionMode,
+    NoFunction,
     pop_function_mode,
     push_function_mode,
     remove_function_mode,
@@ -55,6 +56,8 @@ class GapReads(FunctionMode):
         del types
         persistents = self._persistents
         if is_attribute_access(func) or torch.compiler.is_compiling():
+            if _sets_memory(func) and not torch.compiler.is_compiling():
+                self._lock(args[1:])  # the engine may add to it next, without an op
             return func(*args, **(kwargs or {}))
         outer = enter()
         try:
@@ -110,6 +113,19 @@ class GapReads(FunctionMode):
         self._returned = [weakref.ref(tensor) for tensor in alive]
         self._persistents.lock([*gradients, *alive], may_write=True)
 
+    def before_accumulation(self, gradients: Any) -> None:
+        """Bring back what hooks of a leaf have returned in place of its gradient, which the engine accumulates next."""
+        self._lock(gradients)
+
+    def _lock(self, tensors: Iterable[Any]) -> None:
+        """Let what the program has handed to the engine be here until the gap ends, in the middle of the gap."""
+        outer = enter()
+        try:
+            with NoFunction():
+                self._persistents.lock([each for each in tensors if isinstance(each, torch.Tensor)], may_write=True)
+        finally:
+            leave(outer)
+
     def end_gap(self) -> None:
         """A gap ends, or a node that runs without the recorder."""
         self.begin_library()
@@ -156,6 +172,11 @@ class GapReads(FunctionMode):
 
 
 _VIEWS: Final = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+
+
+def _sets_memory(func: Any) -> bool:
+    """Return whether a function sets `.grad` or `.data`."""
+    return getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") in {"grad", "data"}
 
 
 def is_attribute_access(func: Any) -> bool:

@@ -23,6 +23,7 @@ collector runs `shutdown` on a worker.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -235,10 +236,11 @@ class Copier:
 
     def drop_finished(self) -> None:
         """Drop the storages of finished transfers without a `wait()`; see [Note: Threads and memory]."""
-        while self._finished_keys:
-            transfer = self.in_flight.get(self._finished_keys.popleft())
-            if transfer is not None:
-                transfer.drop_storage()
+        with contextlib.suppress(IndexError):  # there are no more; another thread may have taken the last one
+            while True:
+                transfer = self.in_flight.get(self._finished_keys.popleft())
+                if transfer is not None:
+                    transfer.drop_storage()
 
     def cancel_unstarted_write(self, slot: PooledSlot) -> None:
         """Skip the write of a released slot if it has not started; best effort, never blocks."""
