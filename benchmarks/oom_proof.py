@@ -8,7 +8,8 @@ Four runs of scripts/train_gpt2.py, which knows nothing of torchdelta:
 4. `torchdelta run`, same limit: must finish with the final loss of 1, to the last bit.
 
 The limit is RLIMIT_DATA, which any user may set and any kernel enforces; with --cgroup-parent a memory cgroup is made
-below a group that you own (a delegated one, as `systemd-run --user --scope -p Delegate=yes` gives).
+below a group that you own (a delegated one, as `systemd-run --user --scope -p Delegate=yes` gives). With
+--decision-class all, take a cgroup: what is mapped from the swap file at the end counts against RLIMIT_DATA.
 
 All four runs get the same settings of glibc's allocator, without which a freed tensor often stays mapped and neither
 side's figure says anything about tensors: MALLOC_ARENA_MAX=1 (one heap, also for threads), and MALLOC_MMAP_THRESHOLD_
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's own options."""
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--width", type=int, default=384, help="of the model")
+    parser.add_argument("--decision-class", choices=("saved", "all"), default="saved", help="what may leave")
     parser.add_argument("--budget-share", type=float, default=BUDGET_SHARE, help="of the plain peak at the allocator")
     parser.add_argument("--limit-bytes", type=int, help="this limit (default: found from the two unlimited runs)")
     parser.add_argument("--cgroup-parent", type=Path, help="limit by a memory cgroup made below this group")
@@ -66,7 +69,8 @@ def run(options: argparse.Namespace) -> Outcome:
     )["peak_bytes"]
     budget_bytes = int(options.budget_share * peak_bytes)
     print(f"plain peak at the allocator {peak_bytes / MIB:.0f} MiB, budget {budget_bytes / MIB:.0f} MiB", flush=True)
-    budgeted = [sys.executable, "-m", "torchdelta", "run", "--memory-budget", str(budget_bytes), str(SCRIPT)]
+    budgeted = [sys.executable, "-m", "torchdelta", "run", "--memory-budget", str(budget_bytes)]
+    budgeted += ["--class", options.decision_class, str(SCRIPT)]
     plain = [sys.executable, str(SCRIPT)]
 
     free_plain = proof.run("plain", plain, None)
@@ -108,7 +112,7 @@ class Proof:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.arguments = ["--steps", str(options.steps), "--batch", str(options.batch)]
-        self.arguments += ["--threads", str(options.threads)]
+        self.arguments += ["--threads", str(options.threads), "--width", str(options.width)]
         self.rows: list[list[str]] = []
         self.runs: list[dict[str, Any]] = []
 

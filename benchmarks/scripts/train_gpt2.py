@@ -21,13 +21,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--width", type=int, default=384)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=6,
-        n_embd=384,
-        n_head=6,
+        n_embd=options.width,
+        n_head=options.width // 64,
         vocab_size=8000,
         n_positions=SEQUENCE,
         bos_token_id=0,
