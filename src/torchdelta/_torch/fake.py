@@ -29,7 +29,8 @@ class FakeModeForOnce(FakeTensorMode):
     caller handles the error.
 
     Attributes:
-        num_running: Ops that run in the mode now. Storages of real tensors are looked at then to make fake ones.
+        num_running: How many ops run in the mode now. During these, torch looks at the storages of real tensors only
+            to make fake tensors.
     """
 
     def __init__(self) -> None:
@@ -50,8 +51,8 @@ class FakeModeForOnce(FakeTensorMode):
         if self._ended:
             raise RuntimeError(self._ended)
         was_disabled, _LOG.disabled = _LOG.disabled, True  # torch logs a traceback as an error
-        self.num_running += 1
         try:
+            self.num_running += 1
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.num_running -= 1

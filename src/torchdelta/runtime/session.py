@@ -141,6 +141,7 @@ class Session:
         )
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._removed_hooks: tuple[Any, Any] | None = None
+        self._may_finish = False  # whether the scope has ended, and what was away has been brought back
         self._process_id = os.getpid()
 
     # -- on and off
@@ -242,6 +243,7 @@ class Session:
                     self.room.persistents.close()
             finally:
                 log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps)))
+                self._may_finish = True
                 if self.ledger.num_handles == 0:
                     self._finish()
                 else:
@@ -296,7 +298,7 @@ class Session:
         if graph_task_id() == -1 and not self.steps.had_any_backward:
             self._on_step_abandoned()
         self.steps.on_graph_over()
-        if self.ledger.is_closing and not self.ledger.num_emptied:  # `_uninstall` brings back what is away
+        if self._may_finish:
             self._finish()
 
     def _on_backward_end(
@@ -363,7 +365,7 @@ class Session:
                 self.traces.drop_later()
 
     def trace(self) -> Trace | None:
-        """Return the trace of the first step; None before it is complete or if it was dropped."""
+        """Return the trace of the first step; None before that step is complete or if the trace was dropped."""
         return self.traces.first
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
@@ -381,7 +383,7 @@ class Session:
             if not is_trainable or self.steps.is_in_optimizer or self.ledger.is_closing or self.compiled.is_running():
                 # After an evaluation, or after the scope, the rest of the step is unknown.
                 raise self.survey.error(is_lower_bound=self.compiled.is_running() or not self.steps.is_in_optimizer)
-            _logger.info("out of budget at %s: running the rest of the step on fake tensors for the least budget", why)
+            _logger.info("out of budget at %s: the rest of the step runs on fake tensors to find the least budget", why)
         self.survey.need(size_bytes, why)
 
     def take_error(self) -> BudgetError:

@@ -272,3 +272,39 @@ def test_a_hook_that_returns_what_is_away(what: str) -> None:
 
     assert run(everything()) == run(contextlib.nullcontext())
     assert was_emptied == [True] * 2
+
+
+def test_a_hook_of_a_nested_backward_that_returns_what_is_away() -> None:
+    """A hook on a tensor starts a backward; a hook of one of its leaves returns a state."""
+    was_emptied: list[bool] = []
+
+    def run(scope: Any) -> bytes:
+        torch.manual_seed(0)
+        model, side, other = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+        both, x = torch.nn.ModuleList([model, side, other]), torch.randn(8, 64)
+        optimizer = torch.optim.Adam(both.parameters(), foreach=False)
+
+        def hook(_: torch.Tensor) -> torch.Tensor:
+            if isinstance(scope, MemoryBudget):
+                empty_everything()
+                was_emptied.append(is_emptied(given))
+            return given
+
+        def start(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                side(gradient.detach()).square().mean().backward()
+
+        with scope:
+            (model(x) + side(x) + other(x)).square().mean().backward()
+            optimizer.step()
+            given = optimizer.state[other.weight]["exp_avg"]
+            handle = side.weight.register_hook(hook)
+            for _ in range(2):
+                out = model(x)
+                out.register_hook(start)
+                out.square().mean().backward()
+            handle.remove()
+        return bits_of([parameter.grad for parameter in both.parameters()])
+
+    assert run(everything()) == run(contextlib.nullcontext())
+    assert was_emptied == [True] * 2

@@ -159,6 +159,24 @@ def test_it_outlives_the_tier_and_all_else_in_the_file_is_freed(
         os.close(descriptor)
 
 
+def test_a_slot_that_a_child_has_is_not_freed_after_it_was_mapped_again(disk: DiskTier, tmp_path: Path) -> None:
+    """By a survey before the fork, and at the scope's end after it."""
+    if not can_free(tmp_path):
+        pytest.skip("the file system cannot free a part of a file")
+    slot = written(disk, filled_storage(4 * MIB, 1))
+    storage = mapped(disk, slot, slot)
+    mapped_slots._note_fork()  # noqa: SLF001
+    storage.resize_(0)
+    storage = mapped(disk, slot, slot)
+    descriptor = os.dup(descriptor_of(disk))
+    try:
+        disk.close()
+        storage.resize_(0)
+        assert space_bytes(descriptor) >= 4 * MIB
+    finally:
+        os.close(descriptor)
+
+
 def open_files() -> set[str]:
     """Return the numbers of the open files."""
     return {link.name for link in Path("/proc/self/fd").iterdir()}

@@ -8,7 +8,8 @@ When a scope ends, and while a survey runs, the program may read everything, and
 it may be more than the machine has. So what passes the budget gets its content without memory: its copy in the swap
 file is mapped (mmap, private). The kernel reads a page when it is touched, and takes clean pages away again when memory
 is short; a page that is written becomes memory of the process. The storage can be resized and emptied as before. Its
-copy keeps its place in the file as long as it is mapped, and the unnamed file lives until its last mapping has died.
+copy keeps its place in the file as long as it is mapped, and the unnamed file lives until its last mapping has died
+(after a fork, see [Note: mappings and forks] in tiers/mapped.py).
 What a survey has brought back is emptied again when it ends. In a new scope, a mapped storage counts with all of its
 bytes: an op may write it as a whole.
 """
@@ -210,8 +211,9 @@ class Emptying:
     def empty_again(self, record: StorageRecord) -> None:
         """Empty a storage that a survey has brought back, unless it may have been written since.
 
-        In a survey, ops write no real tensor, so the recorder need not know the content: `spoil` is called for every
-        other access.
+        Recorded ops write no real tensor in a survey, and every read or write of raw memory calls `spoil`. So a spare
+        that is still there is the content, even if the recorder does not know it. What other code has added to a
+        gradient in the survey is undone with this.
         """
         content, storage = record.spare, record.storage()
         if content is None or storage is None or record.emptied is not None:

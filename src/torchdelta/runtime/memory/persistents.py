@@ -104,7 +104,7 @@ class Persistents:
         self.compiled = CompiledReads(self.candidates, self.emptying, self._bring)
         self.planned = PlannedMoves(self.candidates, self.emptying, self.in_use)
         self.num_copying = 0  # calls of torch that read raw memory, but pass no address on
-        self.is_describing: Callable[[], bool] = bool  # whether torch makes fake tensors of real ones; else False
+        self.is_describing: Callable[[], bool] = bool  # returns whether torch makes fake tensors now
         self._budget_bytes: float = math.inf
         self._step = 0
         self._num_before = 0  # `num_emptied` when the step began
@@ -158,7 +158,7 @@ class Persistents:
         used = list(self.in_use.records(tensors))
         for record in used:
             self.candidates.use(record)
-            if may_write and not self.ledger.surveys:  # there, neither the engine nor a node writes real tensors
+            if may_write and not self.ledger.surveys:  # in a survey, recorded ops write no real tensor
                 self.emptying.spoil(record)
         if self.planned.on_moment is not None and not may_write:
             self.planned.on_moment()

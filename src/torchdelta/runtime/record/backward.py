@@ -300,7 +300,7 @@ class Backward:
             seen.add(node)
             name = node.name()
             if name == ACCUMULATE:
-                if post_accumulate_hooks_of(node.variable):  # one may step the optimizer there
+                if post_accumulate_hooks_of(node.variable):  # such a hook may step the optimizer
                     handles.append(node.register_prehook(self._before))
                     handles.append(node.register_hook(functools.partial(self._after, None, (node.variable,))))
                 elif self._gap_reads is not None and tensor_hooks_of(node.variable):

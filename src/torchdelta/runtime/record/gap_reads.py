@@ -26,6 +26,7 @@ from torchdelta._torch.modes import (
     remove_function_mode,
     top_function_mode,
 )
+from torchdelta._torch.tensors import tensor_hooks_of
 from torchdelta.runtime.interrupts import call_outside, enter, leave
 from torchdelta.runtime.memory.in_use import arguments_in
 from torchdelta.runtime.record.known_backward import roots_of
@@ -56,7 +57,7 @@ class GapReads(FunctionMode):
         del types
         persistents = self._persistents
         if is_attribute_access(func) or torch.compiler.is_compiling():
-            if _sets_memory(func) and not torch.compiler.is_compiling():
+            if _sets_memory(func) and not torch.compiler.is_compiling() and self._may_be_accumulated(args[0]):
                 self._lock(args[1:])  # the engine may add to it next, without an op
             return func(*args, **(kwargs or {}))
         outer = enter()
@@ -114,11 +115,15 @@ class GapReads(FunctionMode):
         self._persistents.lock([*gradients, *alive], may_write=True)
 
     def before_accumulation(self, gradients: Any) -> None:
-        """Bring back what hooks of a leaf have returned in place of its gradient, which the engine accumulates next."""
+        """Bring back what hooks of a leaf have returned as its gradient: the engine accumulates it next."""
         self._lock(gradients)
 
+    def _may_be_accumulated(self, tensor: Any) -> bool:
+        """Return whether the engine may add to a leaf's gradient in this gap; `tensor` is the leaf or the gradient."""
+        return self._num_nested > 0 or any(tensor is leaf or tensor is leaf.grad for leaf in self._leaves)
+
     def _lock(self, tensors: Iterable[Any]) -> None:
-        """Let what the program has handed to the engine be here until the gap ends, in the middle of the gap."""
+        """In the middle of a gap, bring back tensors that the program hands to the engine. They stay until it ends."""
         outer = enter()
         try:
             with NoFunction():
@@ -149,8 +154,10 @@ class GapReads(FunctionMode):
             leaves: Into whose gradients it accumulates.
             is_on: Whether this mode is on already. It is not where a torch function has started the backward.
         """
-        in_use, read = self._persistents.in_use, list(tensors_in(gradients))
+        in_use, read, leaves = self._persistents.in_use, list(tensors_in(gradients)), list(leaves)
         read += [leaf.grad for leaf in leaves if leaf.grad is not None]
+        hooked = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves if tensor_hooks_of(leaf)]
+        handles = [node.register_prehook(self.before_accumulation) for node in hooked]
         outer_leaves = self._leaves
         in_use.begin_backward(read)
         self._num_nested += 1
@@ -166,6 +173,8 @@ class GapReads(FunctionMode):
             finally:
                 remove_function_mode(self)
         finally:
+            for handle in handles:
+                handle.remove()
             self._num_nested -= 1
             self._leaves = outer_leaves  # nodes of the outer backward may have run
             in_use.end_backward()

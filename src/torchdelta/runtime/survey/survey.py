@@ -98,7 +98,6 @@ class Survey:
         self._brought: list[StorageRecord] = []
         if self._room.persistents is not None:
             self._brought = self._room.persistents.bring_all()
-            self._room.persistents.is_describing = lambda: self.mode.num_running > 0
             if may_any_leave():
                 self._absent = Absent(self._ledger, self._room.persistents, self._room.transfers)
         if self._absent is not None:
@@ -115,6 +114,8 @@ class Survey:
     def begin(self) -> None:
         """Switch to fake tensors. A survey begins in an op, and `end` is called after backward."""
         self._room.transfers.begin_survey()
+        if self._room.persistents is not None:
+            self._room.persistents.is_describing = lambda: self.mode.num_running > 0
         self._ledger.begin_survey()
         self._saved.plain_types = self._plain_types | {FakeTensor}
         self._saved.fake_view = self._fake_view

@@ -236,7 +236,7 @@ class Copier:
 
     def drop_finished(self) -> None:
         """Drop the storages of finished transfers without a `wait()`; see [Note: Threads and memory]."""
-        with contextlib.suppress(IndexError):  # there are no more; another thread may have taken the last one
+        with contextlib.suppress(IndexError):  # none is left: another thread may have taken the last one
             while True:
                 transfer = self.in_flight.get(self._finished_keys.popleft())
                 if transfer is not None:

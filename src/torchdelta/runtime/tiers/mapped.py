@@ -3,9 +3,9 @@
 See [Note: mapped back] in memory/emptying.py.
 
 [Note: mappings and forks]
-The disk space of a slot can be used again, or is freed, when its last mapping dies. A forked child has the mappings,
-too, and reads the file when it touches a page: so the slots that were mapped at a fork stay whole as long as the file
-lives, which the child's mappings keep alive.
+When the last mapping of a slot dies, an open tier uses its disk space again, and that of a closed tier is freed. A
+forked child has the same mappings, and reads the file whenever it touches a page. So slots that were mapped at a fork
+are neither used again nor freed before the file itself ends. The child's mappings keep the file alive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MappedFile:
         self._is_closed = False  # whether the tier is: no slot is used again
         self._slots: weakref.WeakSet[_MappedSlot] = weakref.WeakSet()
         self._of_children: list[object] = []  # keepers of slots that children may have mapped
-        self._extents_of_children: list[Extent] = []
+        self._extents_of_children: set[Extent] = set()
         _files.add(self)
 
     def map(self, slot: PlacedSlot, storage: torch.UntypedStorage, keeper: object) -> None:
@@ -59,6 +59,7 @@ class MappedFile:
         for extent in slot.extents:  # what an earlier mapping has read of other contents
             os.posix_fadvise(self._descriptor, *extent, os.POSIX_FADV_DONTNEED)
         mapped = _MappedSlot(self, slot, keeper)
+        mapped.is_in_child = not self._extents_of_children.isdisjoint(slot.extents)  # it was mapped before
         self._slots.add(mapped)
         self._mapper.map_pieces(address_of(storage), slot.size_bytes, self._descriptor, list(slot.extents), mapped)
 
@@ -72,7 +73,7 @@ class MappedFile:
         """A mapping has died."""
         if mapped.is_in_child:
             self._of_children.append(mapped.keeper)
-            self._extents_of_children += mapped.slot.extents
+            self._extents_of_children.update(mapped.slot.extents)
         elif self._is_closed:
             self._free(list(mapped.slot.extents))
 
