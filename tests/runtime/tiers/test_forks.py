@@ -46,17 +46,22 @@ for make in (lambda: DiskTier(swap_dir=sys.argv[1]), MemoryTier):
 """
 
 
-def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
-    """It is told so, holds no descriptor, and whatever it does, the parent's bytes stay right."""
+def _outputs(script: str, directory: Path) -> tuple[str, str]:
+    """Run a script in a process of its own, with a directory as its argument. Return what it writes."""
     run = subprocess.run(
-        [sys.executable, "-c", _IN_A_CHILD, tmp_path],
+        [sys.executable, "-c", script, directory],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
         cwd=Path(__file__).parents[3],
     )
-    assert (run.stdout, run.stderr) == ("0 True True\n0 True True\n", "")
+    return run.stdout, run.stderr
+
+
+def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
+    """It is told so, holds no descriptor, and whatever it does, the parent's bytes stay right."""
+    assert _outputs(_IN_A_CHILD, tmp_path) == ("0 True True\n0 True True\n", "")
 
 
 _MAPPED_IN_A_CHILD = """
@@ -106,15 +111,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.skipif(file_mapper() is None, reason="needs the native modules")
 def test_a_forked_child_has_the_mapped_bytes_of_the_fork(tmp_path: Path) -> None:
     """What the parent empties, writes and frees later does not change them."""
-    run = subprocess.run(
-        [sys.executable, "-c", _MAPPED_IN_A_CHILD, tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        cwd=Path(__file__).parents[3],
-    )
-    assert (run.stdout, run.stderr) == ("0\n", "")
+    assert _outputs(_MAPPED_IN_A_CHILD, tmp_path) == ("0\n", "")
 
 
 @pytest.mark.rest
@@ -141,10 +138,7 @@ for batch in DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_
 print(total)
 tier.close()
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (run.stdout, run.stderr) == ("2016\n", "")
+    assert _outputs(script, tmp_path) == ("2016\n", "")
 
 
 _FORKS = """

@@ -5,13 +5,12 @@ without a transfer. A spare is left where a storage was refilled, or made in the
 
 [Note: mapped back]
 When a scope ends, and while a survey runs, the program may read everything, and no op before brings it back. But all of
-it may be more than the machine has. So what passes the budget gets its content without memory: its copy in the swap
-file is mapped (mmap, private). The kernel reads a page when it is touched, and takes clean pages away again when memory
-is short; a page that is written becomes memory of the process. The storage can be resized and emptied as before. Its
-copy keeps its place in the file as long as it is mapped, and the unnamed file lives until its last mapping has died
-(after a fork, see [Note: mappings and forks] in tiers/mapped.py).
-What a survey has brought back is emptied again when it ends. In a new scope, a mapped storage counts with all of its
-bytes: an op may write it as a whole.
+it may be more than the machine's memory. So what does not fit into the budget is mapped (mmap, private): the storage
+gets its copy in the swap file as its memory. The kernel reads a page when it is touched, and takes clean pages away
+again when memory is short; a page that is written becomes memory of the process. The storage can be resized and emptied
+as before. The copy keeps its place in the file as long as it is mapped, and the unnamed file lives until its last
+mapping has died. Forks change that: see [Note: mappings and forks] in tiers/mapped.py. What a survey has brought back
+is emptied again when it ends. In a new scope, a mapped storage counts with all of its bytes: an op may write all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["Emptying"]
 
 _logger = logging.getLogger("torchdelta")
 
-# Smaller storages are read: each mapping is one of some ten thousand that a process may have.
+# Smaller storages are read into memory: Linux limits the number of mappings of a process (vm.max_map_count).
 _LEAST_MAPPED_BYTES: Final = 1 << 16
 
 
@@ -202,7 +201,7 @@ class Emptying:
             if not content.copy.tier.map_into(content.copy.slot, storage, content.copy):
                 return False
         except (TierError, OSError, RuntimeError):
-            return False  # reading it may still be possible, or raises the error to show
+            return False  # the caller reads the copy, which may work, or raises an error that names the reason
         content.is_read = True
         self.spares[record.id] = record
         self._ledger.refilled(record, storage)
@@ -212,8 +211,8 @@ class Emptying:
         """Empty a storage that a survey has brought back, unless it may have been written since.
 
         Recorded ops write no real tensor in a survey, and every read or write of raw memory calls `spoil`. So a spare
-        that is still there is the content, even if the recorder does not know it. What other code has added to a
-        gradient in the survey is undone with this.
+        that is still there is the content, even if the recorder does not know it. This undoes what
+        other code has added to a gradient in the survey.
         """
         content, storage = record.spare, record.storage()
         if content is None or storage is None or record.emptied is not None:

@@ -213,7 +213,7 @@ class Persistents:
             self.in_use.end()
 
     def bring_all(self, room_bytes: float = 0) -> list[StorageRecord]:
-        """Give everything its content back: as memory up to `room_bytes`, and beyond them as a mapping where possible.
+        """Bring everything back: up to `room_bytes` into memory, the rest as mappings where that is possible.
 
         See [Note: mapped back] in emptying.py.
 
@@ -236,7 +236,7 @@ class Persistents:
         self.is_active |= self.ledger.num_emptied > 0
 
     def close(self) -> None:
-        """Bring everything back: the scope ends. Nothing leaves any more. What passes the budget is mapped.
+        """Bring everything back: the scope ends. Nothing leaves any more. What does not fit the budget is mapped.
 
         Raises:
             TierIOError: Something cannot be read. It holds NaN from now on.
