@@ -268,7 +268,7 @@ def _last_step(budget: Any) -> dict[str, int]:
 
 def judge_growth(outcome: Outcome, name: str, first: dict[str, Any], last: dict[str, Any]) -> None:
     """Compare the two counts of one case."""
-    for key in (key for key in first if key not in {"types", "rss_bytes"}):
+    for key in (key for key in first if key not in {"types", "heap_bytes", "rss_bytes"}):
         detail = f"{first[key]} then {last[key]}"
         if key == "num_objects" and first[key] != last[key]:
             detail += f" ({describe_types(first['types'], last['types'])})"

@@ -26,6 +26,7 @@ QUICK_MINUTES = 1.0
 FEWEST_EPISODES = 80
 MOST_KEPT = 20  # of what failed, in the results file
 RSS_TOLERANCE = 0.03
+HEAP_TOLERANCE = 0.005
 OBJECTS_TOLERANCE = 0.002
 # What may not grow at all.
 EXACT = ("live_bytes", "num_files", "num_threads", "num_native_threads")
@@ -178,7 +179,7 @@ def _take_episode(tally: Tally, record: dict[str, Any], twin: dict[str, Any]) ->
     twin.pop("types", None)
     record.pop("state")
     tally.episodes.append(record)
-    tally.plain_episodes.append({key: twin[key] for key in ("index", "num_objects", "rss_bytes", *EXACT)})
+    tally.plain_episodes.append({key: twin[key] for key in ("index", "num_objects", "heap_bytes", "rss_bytes", *EXACT)})
 
 
 def _keep(failures: list[dict[str, Any]], failure: dict[str, Any]) -> None:
@@ -253,12 +254,16 @@ def _judge_growth(outcome: Outcome, tally: Tally) -> None:
     for key in EXACT:
         before, after = (sorted({episode[key] for episode in part}) for part in (early, late))
         outcome.check(f"growth: {key}", f"{before} then {after}", passed=max(after) <= max(before))
-    for key, tolerance in (("num_objects", OBJECTS_TOLERANCE), ("rss_bytes", RSS_TOLERANCE)):
+    tolerances = {"num_objects": OBJECTS_TOLERANCE, "heap_bytes": HEAP_TOLERANCE, "rss_bytes": RSS_TOLERANCE}
+    for key, tolerance in tolerances.items():
         before, after = (statistics.median(episode[key] for episode in part) for part in (early, late))
         plain = [
             statistics.median(episode[key] for episode in part)
             for part in (tally.plain_episodes[quarter : 2 * quarter], tally.plain_episodes[-quarter:])
         ]
+        if not before or not plain[0]:
+            outcome.check(f"growth: {key}", "not known here", passed=False, required=False)
+            continue
         detail = f"{before:.0f} then {after:.0f} ({after / before - 1:+.2%}; plain {plain[1] / plain[0] - 1:+.2%})"
         if key == "num_objects" and after != before:
             first = next(types for index, types in tally.types if index >= quarter)

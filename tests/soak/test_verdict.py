@@ -43,6 +43,7 @@ def episode(index: int, **changes: Any) -> dict[str, Any]:
         "num_files": 4,
         "num_threads": 1,
         "num_native_threads": 2,
+        "heap_bytes": 500_000,
         "rss_bytes": 1_000_000,
         "types": {"dict": 7},
     } | changes
@@ -88,8 +89,8 @@ def test_what_is_wrong_is_seen(broken: dict[str, Any], name: str) -> None:
 
 
 def test_growth_that_is_slow_is_seen() -> None:
-    """Objects and resident pages may waver, but not climb."""
-    for key in ("num_objects", "rss_bytes"):
+    """Objects, heap and resident pages may waver, but not climb."""
+    for key in ("num_objects", "heap_bytes", "rss_bytes"):
         tally, outcome = Tally(), Outcome()
         for index in range(20):
             take(tally, step(index), step(index))
