@@ -155,9 +155,9 @@ class Race:
             block |= _followed(session)
             if program is not None and trace is not None:
                 block["predicted"] = {
-                    "time_s": program.answer.time_s,
-                    "plain_time_s": program.answer.plain_time_s,
-                    "peak_bytes": program.answer.peak_bytes + program.unseen_bytes,
+                    "time_s": program.predicted_time_s,
+                    "plain_time_s": program.answer.plain_time_s + program.outside_s,
+                    "peak_bytes": program.predicted_peak_bytes,
                 }
                 self._programs[label] = program
                 machine = program.machine or programs.machine.now()

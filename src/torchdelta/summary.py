@@ -141,15 +141,17 @@ class FollowSummary:
         divergences: How many steps diverged, by the most frequent reasons.
         latest_divergence: The latest reason in full; empty if no step diverged.
         why_no_plan: Why there is no plan, or no further one; empty if nothing went wrong.
-        predicted_time_s: Predicted seconds of a step under its plan, of what its trace has (it may begin at the first
-            saved tensor), median of the followed steps; None without a
-            prediction, as for a plan from a file.
+        predicted_time_s: Predicted seconds of a step under its plan, `outside_s` included; median of the followed
+            steps. None without a prediction, as for a plan from a file.
         time_s: Median wall time of the followed steps, from step end to step end, so that it includes loading data.
         predicted_peak_bytes: Predicted peak of a step under its plan, with bytes outside of known tensors; also a
             median.
         peak_bytes: Median peak of the followed steps.
         plain_time_s: Estimated seconds of a plain step: the sum of the traced step's op times, without the time between
             ops.
+        outside_s: Seconds of a step that are outside of its ops, in the traced step: loading data, ops before the trace
+            begins (it may begin at the first saved tensor), gradients that autograd adds up, and about 20 us for each
+            op. None without a prediction.
         slowdown: `time_s` divided by `plain_time_s`.
         overheads_by_budget: The predicted overhead of the first planned step in this budget and in larger ones, by
             their bytes: 0.1 is 10 % more time than plain. Empty if nobody predicted it, as for a file.
@@ -175,6 +177,7 @@ class FollowSummary:
     slowdown: float | None
     overheads_by_budget: dict[int, float] = field(default_factory=dict)
     num_steps_by_plan: dict[int, int] = field(default_factory=dict)
+    outside_s: float | None = None
 
     def __str__(self) -> str:
         """Return it in one to four lines."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -95,7 +96,9 @@ def test_followed_steps_have_the_plain_bits_inside_the_budget(planner: str, tier
     assert follow.plain_time_s
     (own, *larger), overheads = zip(*follow.overheads_by_budget.items(), strict=True)
     assert own == budget
-    assert overheads[0] == pytest.approx(follow.predicted_time_s / follow.plain_time_s - 1)
+    assert follow.outside_s
+    of_ops_s = follow.predicted_time_s - follow.outside_s
+    assert overheads[0] == pytest.approx(of_ops_s / follow.plain_time_s - 1)
     assert len(larger) == 2
     assert all(budget < size_bytes < max(plain_peaks[1:]) for size_bytes in larger)
     if planner == "torchdelta":  # a rule of the literature may be slower in a larger budget
@@ -236,6 +239,24 @@ def test_a_step_of_small_tensors_is_followed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert max(peaks) <= budget
     assert session.follower.num_followed_steps == 4
+
+
+def test_the_predicted_time_contains_what_a_script_does_between_ops() -> None:
+    """A step that waits for its data is not predicted to be faster than that."""
+    pause_s = 0.05
+    budget = int(0.65 * max(_train(UNLIMITED, [NUM_ROWS] * 3)[1][1:]))
+
+    def load_data(step: int, session: Session) -> None:
+        time.sleep(pause_s)
+        _wait(step, session)
+
+    _, _, session = _train(budget, [NUM_ROWS] * 5, "torchdelta", "memory", load_data)
+    follow = session.summary().follow
+    assert follow is not None
+    assert follow.num_followed_steps
+    assert follow.outside_s is not None
+    assert follow.predicted_time_s is not None
+    assert pause_s <= follow.outside_s < follow.predicted_time_s
 
 
 def test_steps_of_other_sizes_keep_bits_and_budget() -> None:

@@ -5,7 +5,8 @@ A plan is made with the cost of copies that was measured before. In reactive ste
 waited for, so such a copy slows nothing down. In followed steps kernels run beside copies, which also take memory
 bandwidth, and no counter shows that. So if the steps of a program take much more or less time than predicted, the
 difference is taken as the cost of its copies, and the step is planned again with that. Time outside of ops, such as
-reading data, is in no prediction: it is taken off first. If copies cannot explain the difference, the op times of the
+reading data, is in no plan: what the traced step spent so is added to the predictions that are shown, and taken off
+before times are compared. If copies cannot explain the difference, the op times of the
 trace must be wrong, and the step is traced again.
 
 If the peak of the steps whose times are compared first is more than 10 % above or below the predicted one, the sizes
@@ -36,7 +37,7 @@ _logger = logging.getLogger("torchdelta")
 _NUM_TIMES: Final = 7  # step times of which a median is taken
 _MISS: Final = 0.1  # a median time or a peak that is off by more than this share leads to a new plan
 _MAX_CORRECTIONS: Final = 2  # of the plan of one step
-_OUTSIDE_OP_S: Final = 2e-5  # an upper estimate of the script's own time for each op
+_OUTSIDE_OP_S: Final = 2e-5  # the script's own time for each op, rather too high
 _MOST_UNJUDGED: Final = 24  # after so many followed steps, a program's time is no longer waited for
 
 

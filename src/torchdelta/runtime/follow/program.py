@@ -175,6 +175,11 @@ class Program:
         """The predicted peak of its steps, with the memory outside of known storages."""
         return self.answer.peak_bytes + self.unseen_bytes
 
+    @property
+    def predicted_time_s(self) -> float:
+        """The predicted seconds of a step, the time outside of its ops included; 0.0 if the plan was given."""
+        return self.answer.time_s + self.outside_s if self.answer.time_s > 0.0 else 0.0
+
     def take_over(self, earlier: Program) -> None:
         """Replace an earlier program of the same step."""
         self.num_corrections = earlier.num_corrections

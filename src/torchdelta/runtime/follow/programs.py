@@ -347,8 +347,8 @@ class Programs:
             self.name,
             len(planned.plan.absences),
             schedule.num_not_carried_out,
-            answer.time_s * 1e3,
-            answer.plain_time_s * 1e3,
+            program.predicted_time_s * 1e3,
+            (answer.plain_time_s + program.outside_s) * 1e3,
             format_bytes(answer.peak_bytes + asked.margin_bytes),
         )
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import collections
 import statistics
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torchdelta.summary import FollowSummary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchdelta.plan.request import Answer
     from torchdelta.runtime.follow.follower import Follower
+    from torchdelta.runtime.follow.program import Program
     from torchdelta.runtime.follow.programs import Programs
     from torchdelta.runtime.state.steps import StepTracker
 
@@ -22,6 +22,17 @@ _MAX_STEPS: Final = 1000  # medians are those of the latest steps
 _MAX_REASONS: Final = 4
 _MOST_PLANS: Final = 64
 _MOST_COUNTED_PLANS: Final = 1024
+
+
+class _Step(NamedTuple):
+    """A followed step beside its prediction."""
+
+    predicted_time_s: float
+    plain_time_s: float
+    outside_s: float
+    predicted_peak_bytes: int
+    time_s: float
+    peak_bytes: int
 
 
 class FollowReport:
@@ -36,8 +47,7 @@ class FollowReport:
         self.programs = programs
         self.follower = follower
         self._num_steps_by_plan: collections.Counter[int] = collections.Counter()
-        # (answer, its peak with unseen memory, time_s, peak_bytes) of the latest followed steps.
-        self._steps: collections.deque[tuple[Answer, int, float, int]] = collections.deque(maxlen=_MAX_STEPS)
+        self._steps: collections.deque[_Step] = collections.deque(maxlen=_MAX_STEPS)  # the latest followed ones
 
     def on_step_end(self, steps: StepTracker) -> None:
         """Note which program the step that has ended has followed; measure the step if that program is its own."""
@@ -50,8 +60,7 @@ class FollowReport:
         if len(self._num_steps_by_plan) > _MOST_COUNTED_PLANS:
             self._num_steps_by_plan = collections.Counter(dict(self._num_steps_by_plan.most_common(_MOST_PLANS)))
         if ended.is_exact:
-            program = ended.program
-            self._steps.append((program.answer, program.predicted_peak_bytes, steps.last_time_s, steps.last_peak_bytes))
+            self._steps.append(_beside_prediction(ended.program, steps))
 
     def summary(self, num_steps: int) -> FollowSummary | None:
         """Return the summary so far; None where no plan was asked for and none given.
@@ -62,11 +71,11 @@ class FollowReport:
         programs, follower = self.programs, self.follower
         if not programs.name:
             return None
-        plain_time_s = _median(answer.plain_time_s for answer, _, _, _ in self._steps)
-        predicted_time_s = _median(answer.time_s for answer, _, _, _ in self._steps)
-        predicted_peak_bytes = _median(predicted_bytes for _, predicted_bytes, _, _ in self._steps)
-        time_s = _median(time_s for _, _, time_s, _ in self._steps)
-        peak_bytes = _median(peak_bytes for _, _, _, peak_bytes in self._steps)
+        plain_time_s = _median(step.plain_time_s for step in self._steps)
+        predicted_time_s = _median(step.predicted_time_s for step in self._steps)
+        predicted_peak_bytes = _median(step.predicted_peak_bytes for step in self._steps)
+        time_s = _median(step.time_s for step in self._steps)
+        peak_bytes = _median(step.peak_bytes for step in self._steps)
         num_away = follower.num_followed_steps + follower.num_diverged_steps
         latest = programs.latest
         return FollowSummary(
@@ -85,10 +94,22 @@ class FollowReport:
             predicted_peak_bytes=None if predicted_peak_bytes is None else int(predicted_peak_bytes),
             peak_bytes=None if peak_bytes is None else int(peak_bytes),
             plain_time_s=plain_time_s or None,
+            outside_s=_median(step.outside_s for step in self._steps) if predicted_time_s else None,
             overheads_by_budget=dict(sorted(programs.other_budgets.overheads.items())),
             num_steps_by_plan=dict(self._num_steps_by_plan.most_common(_MOST_PLANS)),
             slowdown=time_s / plain_time_s if time_s is not None and plain_time_s else None,
         )
+
+
+def _beside_prediction(program: Program, steps: StepTracker) -> _Step:
+    return _Step(
+        predicted_time_s=program.predicted_time_s,
+        plain_time_s=program.answer.plain_time_s,
+        outside_s=program.outside_s,
+        predicted_peak_bytes=program.predicted_peak_bytes,
+        time_s=steps.last_time_s,
+        peak_bytes=steps.last_peak_bytes,
+    )
 
 
 def _median(values: Iterable[float]) -> float | None:
