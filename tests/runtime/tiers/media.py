@@ -5,7 +5,7 @@ import random
 import threading
 import time
 
-from torchdelta.runtime.tiers.copier import Part
+from torchdelta.runtime.tiers.jobs import Part
 
 
 class ScriptedMedium:

@@ -17,8 +17,8 @@ import torch
 from tests.runtime.parts import descriptor_of
 from tests.runtime.tiers.storages import as_bytes, filled_storage, is_equal
 from torchdelta.errors import TierError, TierFullError, TierIOError
-from torchdelta.runtime.tiers.copier import Part
 from torchdelta.runtime.tiers.disk import DiskMedium, DiskTier, _moves_in_place
+from torchdelta.runtime.tiers.jobs import Part
 
 
 @pytest.fixture(params=["direct", "buffered"])

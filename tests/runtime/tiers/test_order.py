@@ -14,7 +14,7 @@ from tests.runtime.tiers.media import ErraticMedium, ScriptedMedium
 from tests.runtime.tiers.storages import filled_storage, is_equal
 from torchdelta.errors import TierError, TierFullError, TierIOError
 from torchdelta.runtime.tiers.base import Slot
-from torchdelta.runtime.tiers.copier import Job
+from torchdelta.runtime.tiers.jobs import Job
 from torchdelta.runtime.tiers.memory import MemoryTier
 from torchdelta.runtime.tiers.pooled import PooledTier
 

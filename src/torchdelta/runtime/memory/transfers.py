@@ -199,12 +199,14 @@ class Transfers:
 
     def arrive(self, copy: TierCopy) -> bool:
         """Wait for a copy to arrive on the tier. Return whether it did."""
+        is_new = copy.transfer is not None  # one that arrived earlier does not show that the tier works now
         try:
             self.counters.stall_s += copy.arrive()
         except TierError as error:
             self.outage.begin(self.ledger.clock, error)
             return False
-        self.outage.end()
+        if is_new:
+            self.outage.end()
         return True
 
     def evict(self, buffer: Buffer, *, lazily: bool) -> None:

@@ -43,10 +43,10 @@ class LinkEstimate:
 
     def end(self, now_s: float, size_bytes: int, cpu_s: float = 0.0) -> None:
         """Note that a copy has ended, and the processor time that it took; `size_bytes` is 0 for one that failed."""
+        self._num_running -= 1  # first: what follows may find no memory
         if size_bytes and cpu_s:
             weight = -math.expm1(-size_bytes / _MEMORY_BYTES)
             self.cpu_s_per_byte += weight * (cpu_s / size_bytes - self.cpu_s_per_byte)
-        self._num_running -= 1
         self._busy_s += now_s - self._mark_s
         self._mark_s = now_s
         self._sample_bytes += size_bytes

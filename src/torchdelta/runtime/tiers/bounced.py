@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from torchdelta.runtime.tiers.arena import Segment
-    from torchdelta.runtime.tiers.copier import Part, PooledSlot
     from torchdelta.runtime.tiers.engine import Engine
+    from torchdelta.runtime.tiers.jobs import Part, PooledSlot
     from torchdelta.runtime.tiers.scratch import ScratchFile
 
 __all__ = ["BouncedDiskTier"]

@@ -15,6 +15,10 @@ thread.
 Finalizers call `release()`, and the collector may run them on a thread that is inside this package and holds a lock.
 Therefore no code that a finalizer can reach blocks on a lock.
 
+[Note: No memory]
+A thread that dies leaves its callers waiting forever, and so does a job that it cannot end. So what a thread does to
+take and to end a part allocates before it changes anything, or catches MemoryError. `contextlib.suppress` allocates.
+
 [Note: Shutdown]
 A worker reads `is_closing` under its `io_lock` before every part. Once `shutdown` has set it and has taken each
 `io_lock` once, no copy runs or will run, so the memory may be freed. This needs no join, which would deadlock where the
@@ -29,105 +33,17 @@ import threading
 import time
 from collections import deque
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Final
 
 from torchdelta.errors import TierError, TierIOError
 from torchdelta.runtime.tiers.bandwidth import LinkEstimate
-from torchdelta.runtime.tiers.slotted import Owner, PlacedSlot, copy_error
+from torchdelta.runtime.tiers.jobs import Job
+from torchdelta.runtime.tiers.slotted import Owner, copy_error
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.tiers.slots import Extent
+    from torchdelta.runtime.tiers.jobs import Medium, Part, PooledSlot
 
-__all__ = ["Copier", "CopyTransfer", "Job", "Medium", "Part", "PooledSlot"]
-
-
-class Part:
-    """A piece of a transfer that one thread copies at once."""
-
-    __slots__ = ("address", "after", "index", "offset_bytes", "size_bytes", "slot", "view")
-
-    def __init__(
-        self, *, slot: PooledSlot, index: int, offset_bytes: int, size_bytes: int, address: int, view: memoryview
-    ) -> None:
-        self.slot = slot
-        self.index = index
-        self.offset_bytes = offset_bytes  # in the pool
-        self.size_bytes = size_bytes
-        self.address = address  # of the storage's bytes
-        self.view = view  # the same bytes; made by the caller so that the thread does not allocate
-        self.after: Any = None  # the event that a device's copy waits for; `view` of device memory is never read
-
-
-class Medium(Protocol):
-    """The storage of a pooled tier. The copier's threads call `write_part` and `read_part` only."""
-
-    name: str
-    budget_option: str  # the option that limits it, for messages
-    block_bytes: int  # slots start at, and are rounded up to, multiples of this
-    part_bytes: int  # the longest part that one thread copies at once; a multiple of the block
-    least_piece_bytes: int  # scatter a slot over pieces of at least this size before growing
-    num_threads: int
-    staging_bytes: int
-    is_walled: bool  # whether each growth is a separate piece of memory: then no extent may cross its start
-    start_write_bytes_per_s: float
-    start_read_bytes_per_s: float
-
-    def grow(self, from_bytes: int, add_bytes: int) -> None:
-        """Add room after the first `from_bytes`; if it raises OSError or MemoryError, it has changed nothing."""
-
-    def write_part(self, worker: int, part: Part) -> None:
-        """Copy one part into the pool."""
-
-    def read_part(self, worker: int, part: Part) -> None:
-        """Copy one part out of the pool."""
-
-    def close(self) -> None:
-        """Free everything; called once, after the last copy."""
-
-    def leave_child(self) -> None:
-        """Free what a forked child inherited, without any effect on the parent."""
-
-
-class PooledSlot(PlacedSlot):
-    """A slot in a pool, and its jobs in the order in which they were started."""
-
-    __slots__ = ("checksums", "jobs", "num_reads")
-
-    def __init__(self, size_bytes: int, extents: tuple[Extent, ...], owner: Owner) -> None:
-        super().__init__(size_bytes, extents, owner)
-        self.jobs: deque[Job] = deque()
-        self.num_reads = 0  # among jobs
-        self.checksums: dict[int, int] = {}  # part index -> checksum of what was written, where the medium keeps any
-
-
-class Job:
-    """One transfer, for the threads."""
-
-    __slots__ = (
-        "done",
-        "error",
-        "is_finished",
-        "is_read",
-        "is_urgent",
-        "key",
-        "next_part",
-        "num_running",
-        "parts",
-        "slot",
-    )
-
-    def __init__(self, key: int, slot: PooledSlot, parts: list[Part], *, is_read: bool) -> None:
-        self.key = key
-        self.slot = slot
-        self.parts = parts
-        self.is_read = is_read
-        self.is_urgent = False
-        self.next_part = 0
-        self.num_running = 0
-        self.error: BaseException | None = None
-        self.is_finished = False
-        self.done = threading.Lock()  # held until the job has finished: lighter than an Event
-        self.done.acquire()
+__all__ = ["Copier", "CopyTransfer"]
 
 
 class CopyTransfer:
@@ -200,16 +116,22 @@ class Copier:
             self.shutdown()
             raise TierError(f"the {medium.name} tier cannot start its threads: {error}") from error
 
-    def start(self, slot: PooledSlot, parts: list[Part], storage: object, *, is_read: bool) -> CopyTransfer:
+    def start(
+        self, slot: PooledSlot, parts: list[Part], storage: object, *, is_read: bool, is_measured: bool = True
+    ) -> CopyTransfer:
         """Queue a transfer behind the earlier ones of its slot. `storage` owns the memory of the parts."""
         self.drop_finished()
-        job = Job(next(self._keys), slot, parts, is_read=is_read)
+        job = Job(next(self._keys), slot, parts, is_read=is_read, is_measured=is_measured)
         transfer = CopyTransfer(self, job, storage, slot.size_bytes)
         with self.lock:
             if self.is_closing:
                 raise TierError(f"the {self.medium.name} tier is closed")
-            self.in_flight[job.key] = transfer
             slot.jobs.append(job)
+            try:
+                self.in_flight[job.key] = transfer
+            except MemoryError:  # else `drain` would wait for a job that never starts
+                slot.jobs.pop()
+                raise
             slot.num_reads += job.is_read
             head = slot.jobs[0]
             if head is job:
@@ -283,32 +205,44 @@ class Copier:
         with self.lock:
             for queue in (self._urgent, self._normal):
                 while queue:
-                    job = queue.popleft()
-                    job.next_part = len(job.parts)
-                    job.error = job.error or _closed_error()
-                    if job.num_running == 0:
-                        self._finish(job)
+                    self._fail(queue.popleft(), _CLOSED)
+
+    def fail_next(self, error: BaseException) -> None:
+        """Fail the job of which no part can be taken."""
+        with self.lock:
+            queue = self._urgent or self._normal
+            if queue:
+                self._fail(queue.popleft(), error)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """Fail a job that was taken off its queue; running parts end it. Needs the lock."""
+        job.next_part = job.num_parts
+        job.error = job.error or error
+        if job.num_running == 0:
+            self._finish(job)
 
     def take_part(self) -> tuple[Job, Part] | None:
-        """Return the next part, of urgent jobs first. None if no part is ready."""
+        """Return the next part, of urgent jobs first. None if no part is ready. After an error, nothing has changed."""
         with self.lock:
             queue = self._urgent or self._normal
             if not queue:
                 return None
             job = queue[0]
-            part = job.parts[job.next_part]
-            job.next_part += 1
-            if job.next_part == len(job.parts):
+            claim = job, job.parts[job.next_part]
+            next_part = job.next_part + 1
+            if job.is_measured:
+                (self.read_link if job.is_read else self.write_link).start(time.perf_counter())
+            job.next_part = next_part  # from here on nothing is allocated: [Note: No memory]
+            if next_part == job.num_parts:
                 queue.popleft()
             job.num_running += 1
-            (self.read_link if job.is_read else self.write_link).start(time.perf_counter())
-            return job, part
+            return claim
 
     def copy_part(self, worker: int, job: Job, part: Part) -> BaseException | None:
         """Copy a part, unless the tier is closing. Return the error, or None."""
         with self._io_locks[worker]:
             if self.is_closing:
-                return _closed_error()
+                return _CLOSED
             try:
                 if job.is_read:
                     self.medium.read_part(worker, part)
@@ -322,15 +256,19 @@ class Copier:
     def end_part(self, job: Job, part: Part, error: BaseException | None, cpu_s: float) -> None:
         """End a part, which took so much processor time, and with the last part its job."""
         with self.lock:
-            link = self.read_link if job.is_read else self.write_link
-            link.end(time.perf_counter(), part.size_bytes if error is None else 0, cpu_s)
+            if job.is_measured:
+                link = self.read_link if job.is_read else self.write_link
+                try:  # noqa: SIM105 - [Note: No memory]
+                    link.end(time.perf_counter(), part.size_bytes if error is None else 0, cpu_s)
+                except MemoryError:
+                    pass
             job.num_running -= 1
             if error is not None and job.error is None:
                 job.error = error
-                if job.next_part < len(job.parts):
+                if job.next_part < job.num_parts:
                     (self._urgent if job.is_urgent else self._normal).remove(job)
-                    job.next_part = len(job.parts)
-            if job.num_running == 0 and job.next_part == len(job.parts):
+                    job.next_part = job.num_parts
+            if job.num_running == 0 and job.next_part == job.num_parts:
                 self._finish(job)
 
     def _finish(self, job: Job) -> None:
@@ -342,7 +280,10 @@ class Copier:
         else:
             slot.failure = job.error
         job.is_finished = True
-        self._finished_keys.append(job.key)
+        try:  # noqa: SIM105 - [Note: No memory]
+            self._finished_keys.append(job.key)
+        except MemoryError:
+            pass
         job.done.release()
         self._start_next(slot)
 
@@ -352,20 +293,26 @@ class Copier:
             return
         job = slot.jobs[0]
         if self.is_closing:
-            job.error = _closed_error()
+            job.error = _CLOSED
         elif job.is_read:
             job.error = slot.failure
         if job.error is not None or not job.parts:
             self._finish(job)
             return
         job.is_urgent = slot.num_reads > 0
-        (self._urgent if job.is_urgent else self._normal).append(job)
-        for _ in job.parts:
-            self._tokens.put(None)
+        queue = self._urgent if job.is_urgent else self._normal
+        try:
+            queue.append(job)
+            for _ in job.parts:
+                self._tokens.put(None)
+        except MemoryError as error:  # without a token no thread would look for it
+            if queue and queue[-1] is job:
+                queue.pop()
+            job.error = error.with_traceback(None)
+            self._finish(job)
 
 
-def _closed_error() -> TierIOError:
-    return TierIOError("the tier was closed before the copy had ended")
+_CLOSED: Final = TierIOError("the tier was closed before the copy had ended")  # a cause, never raised itself
 
 
 def _work(copier: Copier, worker: int) -> None:
@@ -376,11 +323,20 @@ def _work(copier: Copier, worker: int) -> None:
         if copier.is_closing:
             copier.fail_queued()
             return
-        claim = copier.take_part()
+        try:
+            claim = copier.take_part()
+        except MemoryError as lack:
+            copier.fail_next(lack.with_traceback(None))
+            continue
         if claim is None:
             continue
         job, part = claim
-        began_cpu_s = time.thread_time()
-        error = copier.copy_part(worker, job, part)
-        copier.end_part(job, part, error, time.thread_time() - began_cpu_s)
+        cpu_s = 0.0
+        try:
+            began_cpu_s = time.thread_time()
+            error = copier.copy_part(worker, job, part)
+            cpu_s = time.thread_time() - began_cpu_s
+        except MemoryError as lack:
+            error = lack.with_traceback(None)
+        copier.end_part(job, part, error, cpu_s)
         del claim, job, part, error  # an idle thread must not keep objects alive

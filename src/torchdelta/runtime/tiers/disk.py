@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchdelta.runtime.tiers.base import Slot
-    from torchdelta.runtime.tiers.copier import Part
+    from torchdelta.runtime.tiers.jobs import Part
     from torchdelta.runtime.tiers.scratch import ScratchFile
 
 __all__ = ["DiskMedium", "DiskTier"]

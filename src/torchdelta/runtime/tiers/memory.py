@@ -14,7 +14,7 @@ from torchdelta.runtime.tiers.arena import Arena, Segment
 from torchdelta.runtime.tiers.pooled import PooledTier
 
 if TYPE_CHECKING:
-    from torchdelta.runtime.tiers.copier import Part
+    from torchdelta.runtime.tiers.jobs import Part
 
 __all__ = ["MemoryTier"]
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from torchdelta._torch.storages import memory_behind
 from torchdelta.runtime.tiers.arena import Segment
-from torchdelta.runtime.tiers.copier import Copier, CopyTransfer, Medium, Part, PooledSlot
+from torchdelta.runtime.tiers.copier import Copier, CopyTransfer
+from torchdelta.runtime.tiers.jobs import Medium, Part, PooledSlot
 from torchdelta.runtime.tiers.pool import Pool
 from torchdelta.runtime.tiers.slotted import SlottedTier
 
@@ -61,6 +62,8 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
         )
         self._pool_lock = threading.Lock()  # over the pool and the ghosts
         self._ghosts: list[PooledSlot] = []  # released while copies ran: their room is still taken
+        self._releasing_in = 0  # the thread that gives room back inside of `release`
+        self._closes_later = False
         self.copier = Copier(medium)
         super().__init__(
             owner=self.copier.owner,
@@ -84,10 +87,14 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
         super().release(slot)
         # Where the lock is held, the thread that holds or takes it next collects the slot; see [Note: Finalizers].
         if self._released and not self.owner.is_in_child() and self._pool_lock.acquire(blocking=False):
+            self._releasing_in = threading.get_ident()
             try:
                 self._collect_released()
             finally:
+                self._releasing_in = 0
                 self._pool_lock.release()
+                if self._closes_later:
+                    self.close()
 
     def take_stall_s(self) -> float:
         """Return 0.0: `wait()` has returned every stall."""
@@ -96,6 +103,11 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
     def close(self) -> None:
         """Stop the transfers, join the threads, free the pool."""
         if self.owner.is_in_child():
+            return
+        # A garbage collection inside of `release` has ended the session: this thread holds the lock, and perhaps the
+        # copier's, so `release` closes when it has given them back. See [Note: Finalizers].
+        self._closes_later = self._releasing_in == threading.get_ident()
+        if self._closes_later:
             return
         self._finalizer()
         _open_copiers.discard(self.copier)
@@ -158,18 +170,18 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
                 address=scratch.address,
                 view=view[:size_bytes],
             )
-            self.copier.start(slot, [part], scratch, is_read=True).wait()
+            self.copier.start(slot, [part], scratch, is_read=True, is_measured=False).wait()
 
     def _collect_released(self) -> None:
         """Free the room of released slots whose copies have ended. Needs the lock."""
         while self._released:
             slot = self._released.popleft()
-            self.copier.cancel_unstarted_write(slot)
             self._ghosts.append(slot)
+            self.copier.cancel_unstarted_write(slot)
         ended = dict.fromkeys(slot for slot in self._ghosts if not slot.jobs)  # read once: a copy may end meanwhile
         for slot in ended:
+            self._ghosts.remove(slot)  # first: whatever is raised here, no room may be given back twice
             self._pool.give_back(slot.extents)
-        self._ghosts = [slot for slot in self._ghosts if slot not in ended]
 
     def _room_to_come(self) -> Callable[[], None] | None:
         return functools.partial(_await_jobs, self.copier, self._ghosts[0]) if self._ghosts else None
