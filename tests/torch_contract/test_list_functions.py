@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchdelta._torch.compiled import is_in_compiled_call, note_compiled_calls, patch_compiled_functions
-from torchdelta._torch.list_functions import is_list_op, list_functions, patch_list_functions
+from torchdelta._torch.list_functions import is_list_op, list_functions, patch_list_functions, patch_state_lists
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -188,3 +188,20 @@ def test_list_ops() -> None:
     assert not is_list_op(aten.cat.default)
     assert not is_list_op(aten._fused_adamw.default)  # returns lists of each kind
     assert not is_list_op(aten._amp_foreach_non_finite_check_and_unscale.default)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_states_are_in_the_list_before_they_are_stored(options: dict[str, bool]) -> None:
+    """`SGD` puts new momentum buffers into the list that it has given to `_init_group`."""
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD(parameters, momentum=0.9, **options)
+    before = vars(torch.optim.SGD)["_init_group"]
+    noted: list[list[Any]] = []
+    undo = patch_state_lists(noted.append)
+    optimizer.step()
+    undo()
+    assert vars(torch.optim.SGD)["_init_group"] is before
+    (states,) = noted
+    assert [id(state) for state in states] == [id(optimizer.state[p]["momentum_buffer"]) for p in parameters]

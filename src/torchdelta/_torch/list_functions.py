@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable
 
-__all__ = ["is_list_op", "list_functions", "patch_list_functions"]
+__all__ = ["is_list_op", "list_functions", "patch_list_functions", "patch_state_lists"]
 
 _PREFIXES: Final = ("_multi_tensor_", "_fused_")
 _OTHER_OPS: Final = {f"aten::_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")} | {
@@ -67,6 +67,24 @@ def patch_list_functions(make: Callable[[Callable[..., Any]], Callable[..., Any]
         is_on = False
 
     return together([*undos, note_compiled_calls(begin_call), switch_off])
+
+
+def patch_state_lists(note: Callable[[list[Any]], object]) -> Callable[[], None]:
+    """Call `note(states)` with each list in which an optimizer collects new states; returns what undoes it.
+
+    `SGD` makes all momentum buffers of a group, and stores them when it has updated all parameters of that group. The
+    other optimizers of torch store their states before they update.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_group(self: Any, group: Any, params: Any, grads: Any, states: list[Any]) -> Any:
+            found = original(self, group, params, grads, states)
+            note(states)
+            return found
+
+        return init_group
+
+    return replace(torch.optim.SGD, "_init_group", make)
 
 
 def is_list_op(func: Any) -> bool:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdelta._torch.storages import storage_num_holders
+from torchdelta._torch.storages import storage_address, storage_num_holders
 from torchdelta.runtime.memory.in_use import is_object_held
 from torchdelta.runtime.memory.use_order import UseOrder
 from torchdelta.runtime.state.buffer import Stays
+from torchdelta.runtime.state.kinds import tensors_in
+from torchdelta.runtime.state.persistent import Persistent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchdelta.runtime.memory.in_use import InUse
     from torchdelta.runtime.state.buffer import StorageRecord
     from torchdelta.runtime.state.ledger import Ledger
-    from torchdelta.runtime.state.persistent import Persistent
     from torchdelta.runtime.state.steps import StepTracker
 
 __all__ = ["LEAST_BYTES", "Candidates"]
@@ -54,6 +55,7 @@ class Candidates:
         self.by_key: dict[int, Persistent] = {}
         self.has_found = False  # whether any was known
         self.on_use: Callable[[int], None] | None = None  # where a plan is followed
+        self._making: list[list[Any]] = []  # in which the running optimizer collects states, before it stores them
         self._ledger = ledger
         self._steps = steps
         self._in_use = in_use
@@ -96,7 +98,7 @@ class Candidates:
             self.has_found = True
             return
         earlier = self.by_key
-        found = list(self._find(is_thorough, self._in_use.addresses()))
+        found = [*self._find(is_thorough, self._in_use.addresses()), *self._made()]
         self.known = {known.record.id: known for known in found}
         self.by_key = {known.key: known for known in found}
         self.has_found |= bool(found)
@@ -107,6 +109,19 @@ class Candidates:
         for known in found:
             if known.is_gradient and known.key in earlier and earlier[known.key].record is not known.record:
                 self._fleeting.add(known.key)
+
+    def note_making(self, states: list[Any]) -> None:
+        """Note a list in which the running optimizer collects its states. It stores them when it has updated all."""
+        self._making.append(states)
+
+    def _made(self) -> Iterator[Persistent]:
+        """Yield the states in these lists that an op has made."""
+        if not self._steps.is_in_optimizer:
+            self._making.clear()
+        for state in tensors_in(self._making):
+            record = self._ledger.records.get(storage_address(state)) if state.layout is torch.strided else None
+            if type(state) is torch.Tensor and record is not None and record.reference is not None:
+                yield Persistent(record, record.id, is_state=True)
 
     def search_once_a_phase(self) -> None:
         """Find the persistent tensors, unless that was done in this phase of the step: gradients and states are new."""

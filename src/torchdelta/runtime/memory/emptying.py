@@ -27,6 +27,8 @@ from torchdelta.runtime.state.copies import Emptied
 from torchdelta.runtime.state.kinds import byte_alias
 
 if TYPE_CHECKING:
+    import torch
+
     from torchdelta.runtime.memory.transfers import Transfers
     from torchdelta.runtime.state.buffer import StorageRecord
     from torchdelta.runtime.state.copies import TierCopy
@@ -195,17 +197,21 @@ class Emptying:
         See [Note: mapped back].
         """
         content, storage = record.emptied, record.storage()
-        if content is None or storage is None or record.size_bytes or content.size_bytes < _LEAST_MAPPED_BYTES:
+        if content is None or storage is None or record.size_bytes or not self.map_copy(content, storage):
             return False
-        try:
-            if not content.copy.tier.map_into(content.copy.slot, storage, content.copy):
-                return False
-        except (TierError, OSError, RuntimeError):
-            return False  # the caller reads the copy, which may work, or raises an error that names the reason
         content.is_read = True
         self.spares[record.id] = record
         self._ledger.refilled(record, storage)
         return True
+
+    def map_copy(self, content: Emptied, storage: torch.UntypedStorage) -> bool:
+        """Give an empty storage the content of a copy as a mapping. Return whether that was possible."""
+        if content.size_bytes < _LEAST_MAPPED_BYTES:
+            return False
+        try:
+            return content.copy.tier.map_into(content.copy.slot, storage, content.copy)
+        except (TierError, OSError, RuntimeError):
+            return False  # the caller reads the copy, which may work, or raises an error that names the reason
 
     def empty_again(self, record: StorageRecord) -> None:
         """Empty a storage that a survey has brought back, unless it may have been written since.

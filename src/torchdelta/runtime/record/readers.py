@@ -29,12 +29,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchdelta._torch.compiled import note_compiled_calls
-from torchdelta._torch.list_functions import patch_list_functions
+from torchdelta._torch.list_functions import patch_list_functions, patch_state_lists
 from torchdelta._torch.raw_access import patch_raw_access, patch_storage_reads
 from torchdelta._torch.storages import address_of, storage_address
 from torchdelta.errors import ScopeError
 from torchdelta.runtime.interrupts import call_outside, shielded
 from torchdelta.runtime.record.pieces import call_in_pieces
+from torchdelta.runtime.record.safetensors_files import identity_for, patch_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,6 +73,8 @@ class Readers:
             if not _watching:
                 _undo.append(patch_raw_access(reads=_read, exports=_export, copies=_copy, saves=_save))
                 _undo.append(patch_list_functions(_cut))
+                _undo.append(patch_state_lists(_note_making))
+                _undo.append(patch_safetensors(_here))
                 _undo.append(note_compiled_calls(_begin_compiled))
                 _undo.append(register_optimizer_step_pre_hook(_before_optimizer).remove)
             _watching[self._thread_id] = self._persistents
@@ -122,6 +125,9 @@ def _export(original: Callable[..., Any]) -> Callable[..., Any]:
         if persistents is None:
             _check_other_thread(args)
             return original(*args, **kwargs)
+        identity = identity_for(args[0]) if original.__name__ == _storage_address.__name__ else None
+        if identity is not None:
+            return identity
         is_collecting = persistents.candidates.is_lent and original is _storage_address
         if not is_collecting and not persistents.num_copying:
             persistents.export(args)
@@ -185,6 +191,12 @@ def _cut(original: Callable[..., Any]) -> Callable[..., Any]:
         return call_in_pieces(original, args, kwargs, persistents.piece_bytes)
 
     return update
+
+
+def _note_making(states: list[Any]) -> None:
+    persistents = _here()
+    if persistents is not None:
+        persistents.candidates.note_making(states)
 
 
 def _save(original: Callable[..., Any]) -> Callable[..., Any]:

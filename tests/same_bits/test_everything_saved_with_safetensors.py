@@ -1,0 +1,107 @@
+"""`decision_class="all"`: files of safetensors have the plain bytes, and what was saved may leave again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import struct
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchdelta import Config, MemoryBudget
+from torchdelta.runtime.current import current_session
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("needs_counter")
+
+WIDTH, DEPTH = 512, 12  # parameters of 1 MiB
+ROOM = 7 << 20
+
+
+class Tied(nn.Module):
+    """Two of its layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+        self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run all layers."""
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _train(save: Callable[[nn.Module, str], None], budget: int | None, path: Path, **options: Any) -> list[bytes]:
+    """Train, and save after two steps of three. Return the bytes of the files, and of the parameters at the end."""
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[bytes] = []
+
+    def steps() -> None:
+        for step in range(4):
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in {1, 2}:
+                save(model, str(path / "model.safetensors"))
+                found.append(_content(path / "model.safetensors"))
+
+    if budget is None:
+        steps()
+    else:
+        with MemoryBudget(budget, Config(decision_class="all", planner=None, swap_dir=path, **options)) as scope:
+            steps()
+            session = current_session()
+            assert session is not None
+            persistents = session.room.persistents
+            assert persistents is not None
+            assert persistents.emptying.num_emptied
+            assert not any(record.is_exported for record in session.ledger.records.values())
+        assert max(step.peak_bytes for step in scope.summary().steps[1:]) <= budget  # the first begins with all of them
+    gc.collect()
+    return [*found, *(parameter.detach().numpy().tobytes() for parameter in model.parameters())]
+
+
+def _content(path: Path) -> bytes:
+    """Return what a file has, with its entries sorted: safetensors writes metadata in any order."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True).encode() + content[8 + length :]
+
+
+def _save_untied(model: nn.Module, path: str) -> None:
+    states = model.state_dict()
+    del states[f"layers.{DEPTH - 1}.weight"]
+    safetensors_torch.save_file(states, path)
+
+
+def _save_shards(model: nn.Module, path: str) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    hub.save_torch_model(model, path.rpartition("/")[0], max_shard_size="1TB")
+
+
+SAVES = {"save_file": _save_untied, "save_model": safetensors_torch.save_model, "huggingface_hub": _save_shards}
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_files_have_the_plain_bytes(tmp_path: Path, save: str) -> None:
+    """Also where the parameters alone exceed the budget: what is away is written from the tier."""
+    expected = _train(SAVES[save], None, tmp_path)
+    assert _train(SAVES[save], ROOM, tmp_path) == expected
+
+
+def test_a_tier_in_memory_has_no_mappings(tmp_path: Path) -> None:
+    """There what is saved stays until the file is written, and leaves later."""
+    expected = _train(_save_untied, None, tmp_path)
+    assert _train(_save_untied, 2 * DEPTH << 20, tmp_path, tier="memory") == expected
