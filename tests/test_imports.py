@@ -125,7 +125,7 @@ MODULES = module_files()
 
 # The rooms of the runtime, from low to high: each imports only from the lines above its own.
 RUNTIME_ORDER = (
-    {"errors"},
+    {"errors", "call_all", "saved_hooks"},
     {"interrupts"},
     {"tiers"},
     {"state"},

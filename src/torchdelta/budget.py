@@ -222,6 +222,7 @@ class MemoryBudget:
         self.start()
         return self
 
+    @interrupts.destructor  # a Ctrl-C that arrives before `stop` has begun waits, or the scope would stay open
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

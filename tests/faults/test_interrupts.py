@@ -337,3 +337,23 @@ def test_a_scope_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     with MemoryBudget("1GiB"):
         make_step()()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_as_a_scope_begins_to_end_waits_until_it_has_ended() -> None:
+    """Else the budget would run on, and no other one could start."""
+
+    def trace(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code is MemoryBudget.__exit__.__code__:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes at the end of the block, or right after it
+            with MemoryBudget("1GiB"):
+                sys.settrace(trace)
+            time.sleep(5.0)
+    finally:
+        sys.settrace(None)
+    assert MemoryBudget.current() is None
+    with MemoryBudget("1GiB"):
+        pass

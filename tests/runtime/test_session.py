@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from tests.runtime.parts import engine_door, module_hooks, optimizer_hooks
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta._torch.modes import mode_stack, num_modes
+from torchdelta.errors import TierIOError
 from torchdelta.runtime.current import current_session
+from torchdelta.runtime.memory.persistents import Persistents
 from torchdelta.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -225,3 +228,58 @@ def test_compiled_submodule_works_during_and_after(decisions: str) -> None:
     observe(compiled, model, x)
     assert num_graphs == graphs_before
     torch.compiler.reset()
+
+
+class _Refusing(logging.Handler):
+    """A handler of the program that raises for one message."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Raise for that message."""
+        if self.text in record.getMessage():
+            raise RuntimeError("mine")
+
+
+@pytest.mark.parametrize("text", ["no trace was written", "result:"])
+def test_an_error_while_a_budget_ends_leaves_nothing_behind(tmp_path: Path, text: str) -> None:
+    """Everything is removed from torch all the same, and the next budget runs."""
+    logger, handler = logging.getLogger("torchdelta"), _Refusing(text)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    num_threads, num_hooks = threading.active_count(), len(optimizer_hooks)
+    try:
+        with (
+            pytest.raises(RuntimeError, match="mine"),
+            MemoryBudget("1GiB", Config(decisions="swap"), trace_out=tmp_path / "step.trace"),
+        ):
+            mlp()(torch.randn(8, 64)).sum()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert current_session() is None
+    assert num_modes() == 0
+    assert not mode_stack()
+    assert len(optimizer_hooks) == num_hooks
+    gc.collect()
+    assert threading.active_count() == num_threads
+    with running(UNLIMITED):
+        train(mlp(), torch.randn(8, 64))
+
+
+def test_what_cannot_be_brought_back_hides_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two errors at a budget's end the lost content is raised, and the `BudgetError` is its context."""
+    model = mlp()
+
+    def close(_: object) -> None:
+        raise TierIOError("mine")
+
+    monkeypatch.setattr(Persistents, "close", close)
+    least = sum(parameter.nbytes for parameter in model.parameters())
+    with pytest.raises(TierIOError, match="mine") as raised, running(least, decision_class="all"):
+        model(torch.randn(1 << 14, 64)).sum()  # too large, and no backward ends the survey
+    assert isinstance(raised.value.__context__, BudgetError)
+    assert current_session() is None

@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdelta._torch.engine import graph_task_id
-from torchdelta._torch.modes import (
-    enter_lowest,
-    leave_stack,
-    mode_stack,
-    remove_ended_modes,
-    remove_mode,
-    remove_saved_hooks,
-)
+from torchdelta._torch.modes import enter_lowest, leave_stack, mode_stack, remove_ended_modes, remove_mode
 from torchdelta.arena.placing import open_arena
 from torchdelta.errors import NativeError, ScopeError
 from torchdelta.modules import ModulePaths
 from torchdelta.notices import warn_once
 from torchdelta.runtime import interrupts, patches
+from torchdelta.runtime.call_all import call_all
 from torchdelta.runtime.current import current_session, set_current_session
 from torchdelta.runtime.device.accelerator import Accelerator
 from torchdelta.runtime.device.device import Device
@@ -58,6 +52,7 @@ from torchdelta.runtime.record.saved import SavedTensors
 from torchdelta.runtime.record.subclasses import Subclasses
 from torchdelta.runtime.record.transforms import Transforms
 from torchdelta.runtime.report import log_first_step, log_result, log_start, summarize
+from torchdelta.runtime.saved_hooks import SavedHooks
 from torchdelta.runtime.shared_tier import shared_tier_opener
 from torchdelta.runtime.state.counters import Counters
 from torchdelta.runtime.state.ledger import Ledger
@@ -66,6 +61,8 @@ from torchdelta.runtime.survey.program_state import drop_fake_gradients
 from torchdelta.runtime.survey.survey import Survey
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchdelta.config import Config
     from torchdelta.runtime.follow.given_plan import GivenPlan
     from torchdelta.summary import Summary
@@ -139,8 +136,7 @@ class Session:
             trace=self.trace,
             room_bytes=lambda: max(0, budget_bytes - self.ledger.usage.total_bytes),
         )
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._removed_hooks: tuple[Any, Any] | None = None
+        self._saved_hooks = SavedHooks()
         self._may_finish = False  # whether the scope has ended, and what was away has been brought back
         self._process_id = os.getpid()
 
@@ -168,13 +164,13 @@ class Session:
                 set_current_session(None)
                 if self.recorder in mode_stack():
                     remove_mode(self.recorder)
-                self._remove_hooks()
+                self._saved_hooks.remove()
+                self.optimizers.stop()
             self.resizes.stop()
             self.readers.stop()
             patches.unpatch()
             self.placing.stop()
-            if self.ledger.usage.counter is not None:
-                self.ledger.usage.counter.stop()
+            self.ledger.usage.stop_counting()
             self.ledger.forget()
             interrupts.stop()
             raise
@@ -185,8 +181,7 @@ class Session:
         self.room.begin()
         set_current_session(self)
         self.optimizers.start()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.pause.open_hooks())
-        self._hooks.__enter__()
+        self._saved_hooks.enter(*self.pause.open_hooks())
         self.resizes.start()
         self.readers.start()
         enter_lowest(self.recorder)
@@ -217,39 +212,49 @@ class Session:
 
     def _uninstall(self) -> None:
         self.ledger.is_closing = True
-        self.placing.stop()
-        self.pause.close()
-        self.partial.leave_tape()
-        self.partial.close()
-        self.programs.close()
-        usage = self.ledger.usage
-        if usage.counter is not None:
-            usage.counter.stop()
+        ends: tuple[Callable[[], object], ...] = (
+            self.placing.stop,
+            self.pause.close,
+            self.partial.leave_tape,
+            self.partial.close,
+            self.programs.close,
+            self.ledger.usage.stop_counting,
+            self._end_last_step,
+            self.traces.stop,
+            lambda: set_current_session(None),
+            lambda: leave_stack(self.recorder),
+            self._saved_hooks.remove,
+            self.optimizers.stop,
+            self.resizes.stop,
+            self.readers.stop,
+            patches.unpatch,
+            self._end_survey,
+            self._bring_back,  # if this fails, too, its error is raised: what cannot be brought back is lost
+            lambda: log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps))),
+            self._end,
+        )
+        call_all(ends)
+
+    def _end_last_step(self) -> None:
+        """End the last step of a loop without an optimizer."""
         if self.steps.is_after_backward and self.survey is None:
-            self.steps.end()  # the last step of a loop without an optimizer
-        self.traces.stop()
-        set_current_session(None)
-        leave_stack(self.recorder)
-        self._remove_hooks()
-        self.resizes.stop()
-        self.readers.stop()
-        patches.unpatch()
-        try:
-            impossible = self.survey.error(is_lower_bound=True) if self.survey is not None else None
-            self.steps.peak_bytes = max(self.steps.peak_bytes, usage.peak_bytes)
-        finally:
-            try:
-                if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
-                    self.room.persistents.close()
-            finally:
-                log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps)))
-                self._may_finish = True
-                if self.ledger.num_handles == 0:
-                    self._finish()
-                else:
-                    self.ledger.invalidate_unheld()
-        if impossible is not None:
-            raise impossible
+            self.steps.end()
+
+    def _end_survey(self) -> None:
+        if self.survey is not None:
+            raise self.survey.error(is_lower_bound=True)
+
+    def _bring_back(self) -> None:
+        self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.usage.peak_bytes)
+        if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
+            self.room.persistents.close()
+
+    def _end(self) -> None:
+        self._may_finish = True
+        if self.ledger.num_handles == 0:
+            self._finish()
+        else:
+            self.ledger.invalidate_unheld()
 
     def leave_child(self) -> None:
         """Remove from a forked child what acts on its one thread."""
@@ -259,7 +264,8 @@ class Session:
         self.recorder.is_over = True
         while self.recorder in mode_stack():
             remove_mode(self.recorder)
-        self._remove_hooks()
+        self._saved_hooks.remove()
+        self.optimizers.stop()
         self.resizes.leave_child()
         self.readers.leave_child()
         self.placing.leave_child()
@@ -268,15 +274,7 @@ class Session:
     def leave_backward(self) -> None:
         """Remove from this thread what the engine has put back after the session was stopped in a backward."""
         remove_ended_modes()
-        if self._removed_hooks is not None:
-            remove_saved_hooks(*self._removed_hooks)
-
-    def _remove_hooks(self) -> None:
-        if self._hooks is not None:
-            self._removed_hooks = self._hooks.pack_hook, self._hooks.unpack_hook
-            remove_saved_hooks(*self._removed_hooks)
-            self._hooks = None
-        self.optimizers.stop()
+        self._saved_hooks.remove_again()
 
     def _finish(self) -> None:
         self.ledger.cut()
@@ -351,7 +349,7 @@ class Session:
         self.follower.on_step_end()
         self.partial.on_step_end()
         self.following.on_step_end(self.steps)
-        self.programs.on_step_end(self.steps.last_peak_bytes, self.steps.last_time_s)
+        self.programs.on_step_end(self.steps)
         if not self.ledger.is_closing:
             self.traces.begin_later()
 

@@ -50,6 +50,11 @@ class Usage:
         self._glance = getattr(counter, "glance_bytes", None)
         counter.start()
 
+    def stop_counting(self) -> None:
+        """Let the allocator count no more, if it did."""
+        if self.counter is not None:
+            self.counter.stop()
+
     def stop(self) -> None:
         """Stop counting, and reset the byte counts."""
         self.live_bytes = self.unseen_bytes = self.uncertain_bytes = self.rounding_bytes = 0
