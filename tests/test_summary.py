@@ -208,6 +208,8 @@ def test_slowdown_is_at_most_the_time_against_that_of_the_ops() -> None:
     assert most_slowdown(()) is most_slowdown((STEP,)) is None
     assert most_slowdown((timed,)) == pytest.approx(1.5)
     assert most_slowdown((STEP, timed, dataclasses.replace(timed, op_time_s=2.0))) == pytest.approx(1.0)
+    followed = dataclasses.replace(timed, op_time_s=0.01, plan=1)  # most of its ops were not timed
+    assert most_slowdown((STEP, timed, followed)) == most_slowdown((STEP, timed))
 
 
 def test_micro_batches_are_told_from_steps() -> None:

@@ -223,9 +223,10 @@ class Summary:
     the same time less the waits for swapped data, the replays, and choosing and sending what leaves. All of these are
     measured in every mode. The cost of recording ops, and the time that copies take from the cores of a CPU, are not
     included, so the true slowdown is higher. `slowdown_at_most` is the time of the steps divided by the sum of the
-    times of the program's own ops; for steps that followed a plan, by the sum of the op times of the traced step. What
-    the program does between ops (Python, loading data, evaluation) counts as slowdown there, so the true slowdown is
-    lower. On a GPU, replays and choosing are host time that may be hidden, so both figures are estimates there.
+    times of the program's own ops. If most steps followed a plan, it is the time of these, divided by the sum of the op
+    times of the traced step. What the program does between ops (Python, loading data, evaluation) counts as slowdown
+    there, so the true slowdown is lower. On a GPU, replays and choosing are host time that may be hidden, so both
+    figures are estimates there.
 
     Attributes:
         budget_bytes: None if decisions are forced: they ignore the budget.
@@ -435,8 +436,8 @@ def least_slowdown(steps: tuple[StepSummary, ...]) -> float | None:
 
 
 def most_slowdown(steps: tuple[StepSummary, ...]) -> float | None:
-    """Return the time of some steps against that of the program's own ops in them. See [Note: slowdown]."""
-    later = steps[1:] or steps
+    """Return the time of steps without a plan against that of the program's own ops in them. See [Note: slowdown]."""
+    later = [step for step in steps[1:] or steps if not step.plan]
     op_time_s = sum(step.op_time_s for step in later)
     return sum(step.time_s for step in later) / op_time_s if op_time_s > 0 else None
 

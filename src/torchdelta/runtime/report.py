@@ -31,6 +31,7 @@ def summarize(
     """Return the summary so far."""
     counters = room.counters
     latest = steps.summaries
+    mostly_followed = follow if follow is not None and 2 * follow.num_followed_steps > steps.num_steps else None
     return Summary(
         budget_bytes=room.budget_bytes,
         # From the end of the scope on there is no budget any more, and what had left comes back.
@@ -51,7 +52,7 @@ def summarize(
         num_unrecorded_steps=steps.num_unrecorded,
         startup_s=steps.startup_s,
         slowdown_at_least=least_slowdown(latest),
-        slowdown_at_most=follow.slowdown if follow is not None and follow.num_followed_steps else most_slowdown(latest),
+        slowdown_at_most=most_slowdown(latest) if mostly_followed is None else mostly_followed.slowdown,
         plain_peak=plain_peak,
     )
 

@@ -17,10 +17,11 @@ from torchdelta import Config, MemoryBudget
 from torchdelta.errors import ConfigError, TorchdeltaError
 from torchdelta.host import HostMemory
 from torchdelta.runtime.follow import automatic
-from torchdelta.runtime.follow.automatic import FEWEST_TIMED, Automatic, may_plan
+from torchdelta.runtime.follow.automatic import FEWEST_TIMED, Automatic, Verdict, may_plan
 from torchdelta.runtime.state.counters import Counters
 
 if TYPE_CHECKING:
+    from torchdelta.runtime.follow.automatic import Kind
     from torchdelta.runtime.follow.program import Key
     from torchdelta.runtime.memory.room import Room
     from torchdelta.runtime.session import Session
@@ -31,9 +32,12 @@ pytestmark = pytest.mark.usefixtures("needs_counter")
 WIDTH, NUM_ROWS, DEPTH = 64, 1024, 12
 NUM_STEPS = FEWEST_TIMED + 7
 KEY: Key = (1, 1)
+KIND: Kind = (KEY, True)
 
 
-def _train(budget: int | str, config: Config) -> tuple[list[torch.Tensor], Summary, Session]:
+def _train(
+    budget: int | str, config: Config, num_steps: int = NUM_STEPS
+) -> tuple[list[torch.Tensor], Summary, Session]:
     """Train a few steps. Return the parameters, the summary and the session."""
     torch.manual_seed(0)
     layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
@@ -41,7 +45,7 @@ def _train(budget: int | str, config: Config) -> tuple[list[torch.Tensor], Summa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with MemoryBudget(budget, config) as memory_budget:
         session = running_session()
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             optimizer.zero_grad()
             model(torch.randn(NUM_ROWS, WIDTH)).square().mean().backward()
             optimizer.step()
@@ -109,16 +113,19 @@ def test_without_room_for_a_helper_steps_go_on_reacting(
 
 def test_a_program_whose_steps_take_longer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kind of step reacts from then on, and is not planned again."""
-    expected, budget_bytes = _plain()
+    num_steps = NUM_STEPS + 12
+    expected, _, _ = _train("1TiB", Config(), num_steps)
+    _, budget_bytes = _plain()
     monkeypatch.setattr(automatic, "PLAN_COST_S", 1e-9)
     monkeypatch.setattr(automatic, "_SLOWER", 0.0)  # any time is longer than none
     monkeypatch.setattr(automatic, "_NUM_TIMES", 2)
     monkeypatch.setattr(automatic, "FEWEST_TIMED", 2)
     with planned_here():
-        found, summary, session = _train(budget_bytes, Config(tier="memory"))
+        found, summary, session = _train(budget_bytes, Config(tier="memory"), num_steps)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert summary.follow is not None
-    assert 2 <= summary.follow.num_followed_steps <= 3
+    assert 5 <= summary.follow.num_followed_steps <= 6
+    assert summary.slowdown_at_most != summary.follow.slowdown  # they are a minority
     assert not len(session.programs.cache)
     assert "took longer" in summary.follow.why_no_plan
 
@@ -128,21 +135,59 @@ def _automatic() -> Automatic:
     return Automatic(cast("Room", room))
 
 
+def _react(judge: Automatic, kind: Kind, *times_s: float) -> list[bool]:
+    return [judge.on_reacting_step(kind, time_s) for time_s in times_s]
+
+
+def _follow(judge: Automatic, kind: Kind, *times_s: float, may_react: bool = True) -> list[Verdict]:
+    """Return the verdicts other than to go on."""
+    verdicts = [judge.on_followed_step(kind, time_s, may_react=may_react) for time_s in times_s]
+    return [verdict for verdict in verdicts if verdict is not Verdict.GO_ON]
+
+
 @pytest.mark.parametrize(("following_s", "is_slower"), [(1.0, False), (1.01, False), (1.1, True), (0.5, False)])
 def test_medians_are_compared(following_s: float, is_slower: bool) -> None:
     """One slow step proves nothing; the median of several does, against steps of the same kind only."""
     judge = _automatic()
-    for time_s in (1.0, 1.0, 9.0, 1.0, 1.0):
-        judge.on_reacting_step(KEY, time_s)
-        judge.on_reacting_step((2, 2), 1e-3)
-    answers = [judge.is_slower(KEY, time_s) for time_s in (following_s, 9.0, 9.0, *[following_s] * 4)]
-    assert answers == [False] * 6 + [is_slower]
+    assert all(_react(judge, KIND, 1.0, 1.0, 9.0, 1.0, 1.0))
+    assert all(_react(judge, ((2, 2), True), *[1e-3] * 5))
+    assert all(_react(judge, (KEY, False), *[1e-3] * 5))
+    assert not _follow(judge, KIND, following_s, 9.0, 9.0, *[following_s] * 3)
+    assert _follow(judge, KIND, following_s) == [Verdict.REACT] * is_slower
+
+
+def test_a_program_is_given_up_that_is_slower_than_steps_before_and_after_it() -> None:
+    """Reacting is timed anew between two medians of followed steps."""
+    judge = _automatic()
+    _react(judge, KIND, *[1.0] * 7)
+    assert _follow(judge, KIND, *[1.1] * 7) == [Verdict.REACT]
+    assert _react(judge, KIND, *[1.0] * 7) == [False] * 6 + [True]
+    assert _follow(judge, KIND, *[1.1] * 7) == [Verdict.GIVE_UP]
+
+
+def test_a_machine_that_becomes_slower_costs_no_program() -> None:
+    """Steps that react are slower then, too: for good, or for a moment."""
+    judge = _automatic()
+    _react(judge, KIND, *[1.0] * 7)
+    assert _follow(judge, KIND, *[1.5] * 7) == [Verdict.REACT]
+    assert _react(judge, KIND, *[1.8] * 7)[-1]
+    assert not _follow(judge, KIND, *[1.5] * 70)
+    assert _follow(judge, KIND, *[2.0] * 7) == [Verdict.REACT]
+    assert _react(judge, KIND, *[1.8] * 7)[-1]
+    assert not _follow(judge, KIND, *[1.5] * 70)
+
+
+def test_a_borrowed_program_needs_two_slow_medians_in_a_row() -> None:
+    """A step without a program of its own cannot be made to react."""
+    judge = _automatic()
+    _react(judge, KIND, *[1.0] * 7)
+    assert not _follow(judge, KIND, *[1.1] * 7, *[0.9] * 7, *[1.1] * 7, may_react=False)
+    assert _follow(judge, KIND, *[1.1] * 7, may_react=False) == [Verdict.GIVE_UP]
 
 
 def test_kinds_of_steps_that_were_never_timed_are_not_judged() -> None:
     """There is nothing to compare them with."""
-    judge = _automatic()
-    assert not any(judge.is_slower(KEY, 9.0) for _ in range(20))
+    assert not _follow(_automatic(), KIND, *[9.0] * 20)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +224,9 @@ def test_the_numbers_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "following.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert automatic.PLAN_COST_S == 10.0
-    assert "once the budget has cost ten seconds" in page
-    assert "once the budget has cost ten seconds" in readme
+    assert "have taken ten seconds" in page
+    assert "have taken ten seconds" in readme
     assert FEWEST_TIMED == 5
-    assert "at least five reactive steps" in page
+    assert "until five reactive steps were" in page
     assert automatic.HELPER_BYTES == 1 << 30
     assert "1 GiB of free host memory" in page

@@ -10,10 +10,11 @@ from torch import nn
 
 from tests.following import planned_soon
 from tests.runtime.programs import UNLIMITED, running
-from torchdelta.runtime.follow.automatic import Automatic
+from torchdelta.runtime.follow.automatic import Automatic, Verdict
 from torchdelta.runtime.follow.predictions import Predictions
 
 if TYPE_CHECKING:
+    from torchdelta.runtime.follow.automatic import Kind
     from torchdelta.runtime.follow.program import Key, Program
     from torchdelta.runtime.session import Session
 
@@ -53,11 +54,13 @@ def test_a_kind_that_is_slower_is_followed_no_more(monkeypatch: pytest.MonkeyPat
     judged: list[Key] = []
     followed: list[Key] = []
 
-    def is_slower(_automatic: Automatic, key: Key, _time_s: float) -> bool:
-        judged.append(key)
-        return key == judged[0] and judged.count(key) == 4
+    def judge(_automatic: Automatic, kind: Kind, _time_s: float, *, may_react: bool) -> Verdict:
+        del may_react
+        judged.append(kind[0])
+        is_last = kind[0] == judged[0] and judged.count(kind[0]) == 4
+        return Verdict.GIVE_UP if is_last else Verdict.GO_ON
 
-    monkeypatch.setattr(Automatic, "is_slower", is_slower)
+    monkeypatch.setattr(Automatic, "on_followed_step", judge)
     with planned_soon():
         found, peak_bytes, session = _train(plain_bytes * 6 // 10, "auto", followed)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -70,12 +73,42 @@ def test_a_kind_that_is_slower_is_followed_no_more(monkeypatch: pytest.MonkeyPat
     assert len(session.programs.cache) == 1
 
 
+def test_a_kind_whose_program_is_doubted_reacts_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other length goes on following, and so does this one, once its steps were timed."""
+    expected, plain_bytes, _ = _train(UNLIMITED, None)
+    judged: list[Key] = []
+    followed: list[Key] = []
+    num_reacted = [0]
+    original = Automatic.on_reacting_step
+
+    def judge(_automatic: Automatic, kind: Kind, _time_s: float, *, may_react: bool) -> Verdict:
+        judged.append(kind[0])
+        return Verdict.REACT if may_react and kind[0] == judged[0] and judged.count(kind[0]) == 2 else Verdict.GO_ON
+
+    def time_reacting(automatic: Automatic, kind: Kind, time_s: float) -> bool:
+        original(automatic, kind, time_s)
+        if judged.count(kind[0]) < 2 or kind[0] != judged[0]:
+            return True
+        num_reacted[0] += 1
+        return num_reacted[0] == 3
+
+    monkeypatch.setattr(Automatic, "on_followed_step", judge)
+    monkeypatch.setattr(Automatic, "on_reacting_step", time_reacting)
+    with planned_soon():
+        found, peak_bytes, session = _train(plain_bytes * 6 // 10, "auto", followed)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert peak_bytes <= plain_bytes * 6 // 10
+    assert num_reacted == [3]
+    assert judged.count(judged[0]) > 4  # it is followed again
+    assert session.programs.num_programs == 2
+
+
 def test_a_kind_is_not_given_up_before_its_time_was_compared_with_the_prediction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step whose time was predicted wrongly may only need another plan."""
     _, plain_bytes, _ = _train(UNLIMITED, None)
-    monkeypatch.setattr(Automatic, "is_slower", lambda *_: True)
+    monkeypatch.setattr(Automatic, "on_followed_step", lambda *_, **__: Verdict.GIVE_UP)
     monkeypatch.setattr(Predictions, "may_correct", lambda *_: True)
     with planned_soon():
         *_, session = _train(plain_bytes * 6 // 10, "auto")

@@ -45,6 +45,15 @@ def test_a_step_that_gets_its_program_is_looked_for_as_long_as_at_first() -> Non
     assert num_fruitless_traces(wanted) == MOST_FRUITLESS_TRACES
 
 
+def test_a_step_that_is_served_by_another_program_is_not_looked_for() -> None:
+    """Where there is no room for one more program, tracing and planning it would be in vain."""
+    wanted = WantedSteps()
+    wanted.on_step_end(ended(ODD), lambda _key, _start: False, is_fruitless=False, is_served=True)
+    assert not wanted.wants_trace
+    wanted.on_step_end(ended(ODD), lambda _key, _start: False, is_fruitless=False)
+    assert wanted.wants_trace
+
+
 def test_usual_steps_change_nothing() -> None:
     """A step that has its program is not one that was looked for."""
     wanted = WantedSteps()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from tests.runtime.programs import UNLIMITED, mlp, running, same_bits, train
 from torchdelta.runtime.observe import step_draft
 from torchdelta.runtime.state.buffer import OpEntry
-from torchdelta.runtime.state.observer import Observer
-
-if TYPE_CHECKING:
-    import pytest
 
 NUM_OPS = 6_000
 MOST_ENTRIES = 5_000
@@ -63,15 +59,25 @@ def test_training_after_an_idle_loop_has_the_same_bits() -> None:
         assert budget.summary().recomputed_bytes > 0
 
 
-def test_a_trace_does_not_grow_for_ever_without_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trace of a first step in which nothing is saved for very long is given up, and training goes on."""
-    monkeypatch.setattr(step_draft, "MAX_OPS_WITHOUT_SAVING", 2_000)
-    with running(UNLIMITED) as (budget, session):
-        assert type(session.ledger.observing.observer) is not Observer
-        idle(NUM_OPS)
-        assert type(session.ledger.observing.observer) is Observer
-        train(mlp(), torch.randn(8, 64))
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_what_runs_long_before_the_first_step_is_not_in_its_trace(
+    monkeypatch: pytest.MonkeyPatch, has_gradients: bool
+) -> None:
+    """An evaluation or a generation before it makes the trace no longer; what it made is from before the step."""
+    most_ops = 2_000
+    monkeypatch.setattr(step_draft, "MAX_OPS_WITHOUT_SAVING", most_ops)
+    model = mlp()
+    with running(UNLIMITED) as (budget, _):
+        with torch.set_grad_enabled(has_gradients):
+            state = idle(NUM_OPS)
+        train(model, state.repeat(8, 4))
+        trace = budget.trace()
     assert len(budget.summary().steps) == 2
+    assert trace is not None
+    assert len(trace.ops) <= most_ops + 100
+    assert {buffer.size_bytes for buffer in trace.buffers if buffer.kind == "parameter"} == {
+        parameter.nbytes for parameter in model.parameters()
+    }
 
 
 def test_a_momentum_without_an_optimizer_beside_a_graph_that_is_kept() -> None:

@@ -21,6 +21,7 @@ from torchdelta.runtime.state.copies import TierCopy
 
 if TYPE_CHECKING:
     from torchdelta.runtime.session import Session
+    from torchdelta.runtime.state.steps import StepTracker
 
 WIDTH, NUM_ROWS, NUM_STEPS = 64, 512, 14
 
@@ -163,9 +164,10 @@ def test_steps_that_are_faster_because_less_is_recorded_are_not_traced_again() -
         net, optimizer = make()
         judge, num_ops = session.programs.on_step_end, [0]
 
-        def judge_by_ops(peak_bytes: int, _time_s: float) -> None:
+        def judge_by_ops(steps: StepTracker) -> None:
             total = session.counters.num_ops
-            judge(peak_bytes, 1.0 + (total - num_ops[0]) // 100)  # a step takes as long as it has recorded ops
+            steps.last_time_s = 1.0 + (total - num_ops[0]) // 100  # a step takes as long as it has recorded ops
+            judge(steps)
             num_ops[0] = total
 
         with mock.patch.object(session.programs, "on_step_end", judge_by_ops):

@@ -7,9 +7,12 @@ what leaves) as a plan costs. Whenever the training ends, it has then lost at mo
 in hindsight would have lost (the ski-rental rule). A training whose steps fit, or a short script, never starts a
 helper.
 
-Before that, some reactive steps are timed. A program whose steps take longer is given up: steps of its kind stay
-reactive from then on, and steps of other shapes no longer borrow it. So the default is never slower than reacting,
-except in the steps that reveal a slow program.
+Before that, some reactive steps are timed, and not while the helper plans, which takes a core. If the steps that follow
+a program take longer, either the program is slow, or the machine has become slower since. So the next steps of its kind
+react again, and are timed anew, and then the program is followed once more. It is given up if its steps took longer
+both times: steps of its kind stay reactive from then on, and steps of other shapes no longer borrow it. A program that
+steps of another shape borrow is given up for them after two medians in a row that are longer. Only steps with an
+optimizer, or only those without one, are compared: micro-batches of an accumulation may save the same tensors.
 
 Once a program is followed, the same helper plans the step twice more, in larger budgets, for the summary
 (other_budgets.py). This is the only planning that no training step waits for or gains from, and it happens once.
@@ -18,10 +21,12 @@ Once a program is followed, the same helper plans the step twice more, in larger
 from __future__ import annotations
 
 import collections
+import enum
 import logging
 import statistics
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from torchdelta.host import num_processes_here, read_host_memory
 from torchdelta.units import format_bytes
@@ -31,7 +36,10 @@ if TYPE_CHECKING:
     from torchdelta.runtime.follow.program import Key
     from torchdelta.runtime.memory.room import Room
 
-__all__ = ["PLANNER", "Automatic", "may_plan"]
+__all__ = ["PLANNER", "Automatic", "Kind", "Verdict", "may_plan"]
+
+Kind: TypeAlias = "tuple[Key, bool]"
+"""Which steps are compared: what they saved, and whether an optimizer stepped at their end."""
 
 _logger = logging.getLogger("torchdelta")
 
@@ -41,8 +49,37 @@ TIMED_SHARE: Final = 0.5  # of that time: from here on steps are timed
 HELPER_BYTES: Final = 1 << 30  # at most, with the step's trace
 FEWEST_TIMED: Final = 5
 _NUM_TIMES: Final = 7
-_MOST_KEYS: Final = 64
+_MOST_KINDS: Final = 64
 _SLOWER: Final = 1.02
+
+
+class Verdict(enum.Enum):
+    """What the times of followed steps say."""
+
+    GO_ON = enum.auto()
+    REACT = enum.auto()  # for some steps, which are timed
+    GIVE_UP = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class _Times:
+    """Of one kind of steps: the latest times, and what is known of its program. Mutable.
+
+    Attributes:
+        reacting_s: Of steps that react.
+        following_s: Of followed steps, since their median was taken last.
+        doubted_s: The median of followed steps that led to reacting again; 0.0 while that is not going on.
+        was_slower: Whether the latest median of followed steps was longer than that of reacting ones.
+    """
+
+    reacting_s: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=_NUM_TIMES))
+    following_s: list[float] = field(default_factory=list)
+    doubted_s: float = 0.0
+    was_slower: bool = False
+
+    def is_slower(self, following_s: float) -> bool:
+        """Return whether a median of followed steps is longer than that of reacting steps."""
+        return following_s > statistics.median(self.reacting_s) * _SLOWER
 
 
 class Automatic:
@@ -56,8 +93,7 @@ class Automatic:
         self.has_begun = False  # whether steps are planned
         self.why_not = ""  # why none will be
         self._room = room
-        self._reacting_s: dict[Key, collections.deque[float]] = {}
-        self._following_s: dict[Key, collections.deque[float]] = {}
+        self._times: dict[Kind, _Times] = {}
         self._num_timed = 0
         self._has_given_up = False
 
@@ -81,34 +117,70 @@ class Automatic:
             _logger.info("plan: none, because %s; buffers are evicted reactively", self.why_not)
         return self.has_begun
 
-    def on_reacting_step(self, key: Key, time_s: float) -> None:
-        """Note the time of a step that was neither traced nor followed."""
-        self._num_timed += 1
-        _add(self._reacting_s, key, time_s)
+    def on_reacting_step(self, kind: Kind, time_s: float) -> bool:
+        """Note the time of a step that was neither traced nor followed. Return whether its program is to be followed.
 
-    def is_slower(self, key: Key, time_s: float) -> bool:
-        """Note the time of a followed step. Return whether the steps of its kind take longer than reacting did."""
-        _add(self._following_s, key, time_s)
-        following_s = self._following_s[key]
-        reacting_s = self._reacting_s.get(key, ())
-        if len(following_s) < _NUM_TIMES or len(reacting_s) < FEWEST_TIMED:
+        If not, its program is doubted, and more steps are to react.
+        """
+        self._num_timed += 1
+        times = self._of(kind)
+        times.reacting_s.append(time_s)
+        if not times.doubted_s:
+            return True
+        if len(times.reacting_s) < _NUM_TIMES:
             return False
-        median_s, reacting_median_s = statistics.median(following_s), statistics.median(reacting_s)
-        following_s.clear()
-        if median_s <= reacting_median_s * _SLOWER:
-            return False
-        _logger.log(
-            logging.DEBUG if self._has_given_up else logging.INFO,  # once, not for each kind of step
-            "plan: given up, because followed steps took %.1f ms and reactive steps %.1f ms",
-            median_s * 1e3,
-            reacting_median_s * 1e3,
-        )
-        self._has_given_up = True
+        times.was_slower = times.is_slower(times.doubted_s)
+        times.doubted_s = 0.0
         return True
+
+    def on_followed_step(self, kind: Kind, time_s: float, *, may_react: bool) -> Verdict:
+        """Note the time of a followed step, and compare the median of several with that of reacting steps.
+
+        Args:
+            kind: Of the step.
+            time_s: What it took.
+            may_react: Whether the step can be made to react: it has a program of its own.
+        """
+        times = self._of(kind)
+        times.following_s.append(time_s)
+        if len(times.following_s) < _NUM_TIMES or len(times.reacting_s) < FEWEST_TIMED:
+            del times.following_s[:-_NUM_TIMES]
+            return Verdict.GO_ON
+        median_s, was_slower = statistics.median(times.following_s), times.was_slower
+        times.following_s.clear()
+        times.was_slower = times.is_slower(median_s)
+        if not times.was_slower:
+            return Verdict.GO_ON
+        if was_slower:
+            self._log_given_up(median_s, statistics.median(times.reacting_s))
+            return Verdict.GIVE_UP
+        if not may_react:
+            return Verdict.GO_ON
+        times.doubted_s, times.was_slower = median_s, False
+        times.reacting_s.clear()
+        return Verdict.REACT
 
     def forget_followed(self, key: Key) -> None:
         """Forget the times of followed steps of a kind: it follows another program now."""
-        self._following_s.pop(key, None)
+        for (other, _), times in self._times.items():
+            if other == key:
+                times.following_s.clear()
+                times.was_slower = False
+                times.doubted_s = 0.0
+
+    def _of(self, kind: Kind) -> _Times:
+        if kind not in self._times and len(self._times) >= _MOST_KINDS:
+            del self._times[next(iter(self._times))]
+        return self._times.setdefault(kind, _Times())
+
+    def _log_given_up(self, following_s: float, reacting_s: float) -> None:
+        _logger.log(
+            logging.DEBUG if self._has_given_up else logging.INFO,  # once, not for each kind of step
+            "plan: given up, because followed steps took %.1f ms and reactive steps %.1f ms",
+            following_s * 1e3,
+            reacting_s * 1e3,
+        )
+        self._has_given_up = True
 
     def _missing(self) -> str:
         """Return what planning lacks here; empty if nothing."""
@@ -134,9 +206,3 @@ def may_plan(config: Config, device_type: str) -> bool:
         and device_type == "cpu"
         and num_processes_here() == 1
     )
-
-
-def _add(times_s: dict[Key, collections.deque[float]], key: Key, time_s: float) -> None:
-    if key not in times_s and len(times_s) >= _MOST_KEYS:
-        del times_s[next(iter(times_s))]
-    times_s.setdefault(key, collections.deque(maxlen=_NUM_TIMES)).append(time_s)

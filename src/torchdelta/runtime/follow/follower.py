@@ -252,6 +252,7 @@ class Follower:
 
     def abandon(self) -> bool:
         """Forget the saves so far, which had no backward. Return whether the step before had such saves as well."""
+        self.room.unplanned_bytes = 0  # the next step is not to blame
         self.restart()
         self._had_abandoned = True
         return self.ended is not None and self.ended.had_abandoned
@@ -344,8 +345,9 @@ class Follower:
             leaving = self._find(buffer_id)
             if action is Action.SWAP:
                 self._swapped.append(weakref.ref(leaving) if leaving is not None else None)
-            is_emptied = leaving is not None and leaving.record is not None and leaving.record.emptied is not None
-            if leaving is not None and leaving.residence is not Residence.LEAVING and not is_emptied:
+            if leaving is None or leaving.residence is Residence.LEAVING or leaving.stays:
+                continue
+            if leaving.record is None or leaving.record.emptied is None:
                 self.room.evict(leaving, action, lazily=True)
 
     def _find(self, buffer_id: int) -> Buffer | None:

@@ -133,6 +133,8 @@ class Program:
         is_settled: Whether recording has been reduced as far as possible since the outline was learned.
         used_at: When it last carried a step out to its end, or was made: larger is later.
         lends: Whether steps of other shapes may follow it.
+        is_paused: Whether its own steps react for now, to be timed.
+        had_optimizer: Whether an optimizer stepped at the end of the traced step. It may serve steps without one, too.
         outline: What its steps record, once that is known.
         num_others: Steps that were expected to be like the outline, and were not; or that gave none.
         num_handovers: Steps in which Python took over from the native tape.
@@ -165,6 +167,8 @@ class Program:
     is_settled: bool = False
     used_at: int = 0
     lends: bool = True
+    is_paused: bool = False
+    had_optimizer: bool = True
     outline: Outline | None = None
     num_others: int = 0
     num_handovers: int = 0
@@ -254,6 +258,12 @@ class ProgramCache:
         program.step = program.replaces = None  # a report may still refer to it
         self._programs.pop((program.key, program.start_bytes), None)
 
+    def pause(self, key: Key, *, is_paused: bool) -> None:
+        """Let steps of a kind react for now, or follow their programs again."""
+        for program in self._programs.values():
+            if program.key == key:
+                program.is_paused = is_paused
+
     def give_up(self, key: Key) -> None:
         """Forget all programs of a kind of step, which follows none from now on."""
         for program in [program for program in self._programs.values() if program.key == key]:
@@ -275,6 +285,11 @@ class ProgramCache:
         serving = (p for p in self._programs.values() if p.key == key and self.covers(p.start_bytes, start_bytes))
         return min(serving, key=lambda program: program.start_bytes, default=None)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one more program would take the place of another one."""
+        return len(self._programs) >= _MOST_PROGRAMS
+
     def begins(self, first: int) -> bool:
         """Return whether a step that has a program, or was given up, begins with this save (`Position.first`)."""
         known = [program.schedule.exact_hashes for program in self._programs.values()]
@@ -290,6 +305,8 @@ class ProgramCache:
         exact = [program for program in programs if program.agrees(position, exactly=True)]
         if exact:
             serving = [program for program in exact if self.covers(program.start_bytes, position.start_bytes)]
+            if any(program.is_paused for program in serving or exact):
+                return None
             key = max(serving or exact, key=lambda program: program.used_at).key
             if serving:
                 return min((p for p in serving if p.key == key), key=lambda program: program.start_bytes), True

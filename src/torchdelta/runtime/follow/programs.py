@@ -16,6 +16,7 @@ from torchdelta.errors import PlanError, TierError, TraceFileError
 from torchdelta.notices import warn_once
 from torchdelta.runtime.follow.asked import Asked
 from torchdelta.runtime.follow.automatic import PLANNER, Automatic, may_plan
+from torchdelta.runtime.follow.comparison import Comparison
 from torchdelta.runtime.follow.departures import makes_states
 from torchdelta.runtime.follow.measured_machine import MeasuredMachine
 from torchdelta.runtime.follow.other_budgets import OtherBudgets
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.follow.planning import Planned
     from torchdelta.runtime.follow.program import Key
     from torchdelta.runtime.follow.step_log import StepLog
+    from torchdelta.runtime.state.steps import StepTracker
     from torchdelta.trace.model import Trace
 
 __all__ = ["Programs"]
@@ -80,6 +82,7 @@ class Programs:
         follower.is_on = (self.planning is not None and self.automatic is None) or given is not None
         self._asked: list[Asked] = []  # without an answer
         self._wanted = WantedSteps()
+        self.comparison = None if self.automatic is None else Comparison(self.automatic, self.cache, self._wanted)
         self._num_given_traces = 0
         self._num_first_steps = 0  # traced steps that made optimizer states
         self._is_fruitless = False  # whether the running step was traced although it has a program
@@ -171,23 +174,23 @@ class Programs:
 
     # -- steps
 
-    def on_step_end(self, peak_bytes: int, time_s: float) -> None:
+    def on_step_end(self, steps: StepTracker) -> None:
         """Judge the program that has carried the step out, and take the programs that are ready."""
         ended = self.follower.ended
         room = self.follower.room
         unplanned_bytes, room.unplanned_bytes = room.unplanned_bytes, 0
         if ended is not None:
-            self._wanted.on_step_end(ended, self._has_program, is_fruitless=self._is_fruitless)
-            self._is_fruitless = False
-            program = ended.program
-            if program is None and not self._is_traced and self.automatic is not None and ended.key[0]:
-                self.automatic.on_reacting_step(ended.key, time_s)
+            program, is_fruitless, self._is_fruitless = ended.program, self._is_fruitless, False
+            is_served = self.cache.is_full and program is not None and not unplanned_bytes
+            self._wanted.on_step_end(ended, self._has_program, is_fruitless=is_fruitless, is_served=is_served)
+            if program is None and self.comparison and ended.key[0] and not self._is_traced and not self._asked:
+                self.comparison.on_reacting_step(ended.key, steps)
             if program is not None:
                 self.latest = program
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
-                self._judge(program, ended.key, peak_bytes, unplanned_bytes, is_own=is_own)
+                self._judge(program, ended.key, steps.last_peak_bytes, unplanned_bytes, is_own=is_own)
                 if not any(asked.key == ended.key for asked in self._asked):
-                    self._judge_times(program, ended, time_s, peak_bytes, is_own=is_own)
+                    self._judge_times(program, ended, steps, is_own=is_own)
         self._is_traced = False
         if self.automatic is not None and self.planning is not None:
             self._go_on(self.automatic)
@@ -230,16 +233,17 @@ class Programs:
             program.num_plans += 1
             self._ask_again(program)
 
-    def _judge_times(self, program: Program, ended: EndedStep, time_s: float, peak_bytes: int, *, is_own: bool) -> None:
+    def _judge_times(self, program: Program, ended: EndedStep, steps: StepTracker, *, is_own: bool) -> None:
         """Have a step planned again whose time or peak is not as predicted, or give its program up."""
         is_representative = not ended.was_watched or self.follower.persistents is not None  # there, all are watched
+        is_representative = is_representative and program.had_optimizer == steps.has_stepped
         may_judge = is_own and program.has_held and is_representative
-        if may_judge and self.predictions.is_wrong(program, time_s, peak_bytes):
+        if may_judge and self.predictions.is_wrong(program, steps.last_time_s, steps.last_peak_bytes):
             self._ask_again(program)
         elif self.automatic is not None and not self.cache.holds(program):
             self.automatic.forget_followed(ended.key)  # the earlier program is followed again
         elif program.num_followed > 1:
-            self._compare_time(program, ended, time_s)
+            self._compare_time(program, ended, steps)
 
     def _go_on(self, automatic: Automatic) -> None:
         """Time steps, and then have them planned, once that pays. See [Note: when a plan pays]."""
@@ -248,15 +252,11 @@ class Programs:
             self.why_no_plan = automatic.why_not
             self.close()
 
-    def _compare_time(self, program: Program, ended: EndedStep, time_s: float) -> None:
+    def _compare_time(self, program: Program, ended: EndedStep, steps: StepTracker) -> None:
         """Give a program up whose steps take longer than steps that reacted, if the planner is "auto"."""
-        if self.automatic is None or (ended.is_exact and self.predictions.may_correct(program)):
+        if self.comparison is None or (ended.is_exact and self.predictions.may_correct(program)):
             return  # in the second case, its time may have been predicted wrongly
-        if self.automatic.is_slower(ended.key, time_s):
-            if ended.is_exact:
-                self.cache.give_up(ended.key)
-                self._wanted.note_unplannable(ended.key, 0)
-            program.lends = False
+        if self.comparison.gives_up(program, ended, steps):
             self.why_no_plan = "steps that followed their plan took longer than reactive steps"
 
     # -- plans
@@ -331,6 +331,7 @@ class Programs:
             machine=asked.machine,
             swapped_bytes=sum(trace.buffers[buffer_id].size_bytes for buffer_id in schedule.swapped),
             outside_s=outside_s(trace, log),
+            had_optimizer=log.had_optimizer,
             num_plans=asked.num_plans,
         )
         if asked.replaces is not None:

@@ -78,6 +78,7 @@ class StepLog:
         num_ops: Ops of the trace.
         departures: The persistent tensors that leave without a next use.
         outside_s: Seconds of the step that are part of no op and that the budget did not cost, such as reading data.
+        had_optimizer: Whether an optimizer stepped at its end.
     """
 
     signatures: tuple[Signature, ...]
@@ -92,6 +93,7 @@ class StepLog:
     num_ops: int = 0
     departures: tuple[Departure, ...] = ()
     outside_s: float = 0.0
+    had_optimizer: bool = True
 
     def why_not_followed(self) -> str:
         """Return why no program of this step can be followed; an empty string if one can."""

@@ -6,8 +6,9 @@ as one of the latest had no program of its own. The first save tells whether the
 new one; if not, its trace is dropped there. While steps are recorded in part, a trace begins only at that save. If
 `MOST_FRUITLESS_TRACES` traces turn out to be of steps that have programs, tracing stops until the step without a
 program is seen again; then half as many are allowed, and so on. A step that has left its outline once is an example: it
-is not known as a whole, and may never come again. Each trace takes a token, and new tokens come slowly, so a loop in
-which no two steps are alike is not traced forever.
+is not known as a whole, and may never come again. Each trace takes a token, and new tokens come slowly. Once there are
+as many programs as are kept, steps that keep to the budget with a borrowed one are not traced. So a loop in which no
+two steps are alike is not traced forever.
 """
 
 from __future__ import annotations
@@ -70,13 +71,21 @@ class WantedSteps:
         """Uncount a trace that was dropped at the first save."""
         self._tokens += 1
 
-    def on_step_end(self, ended: EndedStep, has_program: Callable[[Key, int], bool], *, is_fruitless: bool) -> None:
+    def on_step_end(
+        self,
+        ended: EndedStep,
+        has_program: Callable[[Key, int], bool],
+        *,
+        is_fruitless: bool,
+        is_served: bool = False,
+    ) -> None:
         """Note whether a step has no program, and forget those that have one now or did not come again.
 
         Args:
             ended: The step.
             has_program: Whether the step of a key and a start has a program that is up to date, or will have one.
             is_fruitless: Whether it was traced although it had a program.
+            is_served: Whether it has kept to the budget with a program, and there is no room for one more.
         """
         self._num_steps += 1
         self._tokens = min(_MOST_TOKENS, self._tokens + 1 / _STEPS_PER_TOKEN)
@@ -88,7 +97,7 @@ class WantedSteps:
             is_old = self._num_steps - wanted.seen_at >= _WANTED_STEPS
             is_unplannable = self.is_unplannable(key, wanted.start_bytes)
             wanted.num_fruitless += is_fruitless and wanted.first == ended.first
-            has_one = has_program(key, wanted.start_bytes)
+            has_one = has_program(key, wanted.start_bytes) or (is_served and key == ended.key)
             is_given_up = wanted.num_fruitless >= self._most_fruitless(wanted.first)
             if has_one and (was_wanted or key != ended.key):
                 self._num_given_up.pop(wanted.first, None)

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StepDraft", "guarded"]
 
-# More ops than this are not one training step, but for example an evaluation before the first backward.
-MAX_OPS: Final = 1_000_000
-MAX_OPS_WITHOUT_SAVING: Final = 20_000
+MAX_OPS: Final = 1_000_000  # more are not one training step
+MAX_OPS_WITHOUT_SAVING: Final = 20_000  # more are not its beginning, but for example an evaluation before it
 _SHORTEST_PAUSE_S: Final = 1e-3  # shorter pauses are counted as recording, which followed steps lack
 
 _Arguments = ParamSpec("_Arguments")
@@ -147,6 +146,7 @@ class StepDraft(Observer):
             num_backwards=self._num_backwards,
             saves_in_backward=self._saves_in_backward,
             outside_s=self._outside_s,
+            had_optimizer=self._steps.has_stepped,
         )
 
     def module_of(self, record: live.StorageRecord) -> str:
@@ -156,11 +156,21 @@ class StepDraft(Observer):
             return ""
         return self._draft.ops[version.birth_op].module
 
-    @guarded
-    def on_nothing_saved(self) -> None:
-        """Give up if too many ops run without a saved tensor: a training step does not begin like that."""
-        if len(self._draft.ops) > MAX_OPS_WITHOUT_SAVING and not self._draft.saved:
-            self.give_up(f"{len(self._draft.ops)} ops ran before a tensor was saved for backward")
+    def _begin_anew_if_idle(self) -> None:
+        """Forget the ops so far if they are too many without a saved tensor. What they made is then from before."""
+        earlier = self._draft
+        if len(earlier.ops) <= MAX_OPS_WITHOUT_SAVING or earlier.saved or self._steps.phase != "forward":
+            return
+        self._draft = Draft(self.ledger.device.type)
+        self._held.clear()
+        self._uses.clear()
+        self._keys.clear()
+        self._outside_s = 0.0
+        for record in self.ledger.records.values():
+            old = earlier.by_record.get(record.id)
+            if old is not None:
+                storage = self._born(record, BEFORE_STEP, None).storage
+                storage.kind, storage.noted_version = old.storage.kind, old.storage.noted_version
 
     # -- drafts
 

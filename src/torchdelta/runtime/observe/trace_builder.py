@@ -226,6 +226,7 @@ class TraceBuilder(PseudoOps):
         self._draft.recent.clear()
         if self._held:
             self._count_holders(index)
+        self._begin_anew_if_idle()
 
     def _reads(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> dict[int, None]:
         reads: dict[int, None] = {}

@@ -279,7 +279,6 @@ class Recorder(DispatchMode):
     def _cut_idle(self) -> None:
         self.ledger.cut()
         self.room.forget()
-        self.observing.observer.on_nothing_saved()
 
     # -- contents that end
 

@@ -94,9 +94,6 @@ class Observer:
     def on_opaque_end(self, name: str, outputs: Any, *, node: str = "", workspace_bytes: int = 0) -> None:
         """Code whose ops are not recorded has ended."""
 
-    def on_nothing_saved(self) -> None:
-        """Many ops have run without a saved tensor: this does not look like a training step."""
-
 
 class Observing:
     """Holds the current observer. Mutable; one for each session, shared by all parts that report to it."""
