@@ -77,6 +77,32 @@ def test_what_another_stream_reads_or_makes_is_kept(device: torch.device, decisi
         made.sum().backward()
 
 
+@pytest.mark.parametrize("decisions", ["recompute", "swap"])
+def test_what_has_left_is_held_again_once_another_stream_reads_it(device: torch.device, decisions: str) -> None:
+    """The program may drop it while that stream still reads it: plain torch keeps it until backward."""
+    side = torch.Stream(device=device)
+    x, weight = torch.randn(64, 64, device=device), torch.randn(64, 64, device=device, requires_grad=True)
+    with MemoryBudget("1TiB", Config(decisions=decisions, tier="memory")):
+        session, _ = running()
+        saved = x.sin()
+        out = saved * weight
+        session.room.transfers.finish_leaving()
+        record = session.ledger.find(saved)
+        assert record is not None
+        assert record.current is not None
+        assert record.current.strong is None
+        home = torch.accelerator.current_stream()
+        side.wait_stream(home)
+        with side:
+            aside = saved + 1
+        storage = record.storage
+        del saved
+        assert storage() is not None
+        home.wait_stream(side)
+        (out + aside).sum().backward()
+        assert torch.equal(weight.grad, x.sin())
+
+
 def test_home_is_where_the_step_begins(device: torch.device) -> None:
     """A loop that runs on a side stream evicts and replays there; the next step may be on another one."""
     side = torch.Stream(device=device)

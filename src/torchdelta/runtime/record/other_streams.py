@@ -65,3 +65,5 @@ class OtherStreams:
                     continue
             self._ledger.stay(buffer, Stays.OTHER_STREAM)
             self._transfers.stop_leaving(buffer)
+            if buffer.num_saved:
+                self._ledger.hold_again(buffer)

@@ -55,8 +55,7 @@ class Contents(Storages):
         """Record that a storage no longer holds its buffer."""
         buffer, record.current = record.current, None
         if buffer is not None and buffer.record is record:
-            if self._journal is not None:
-                self._journal.note(buffer)
+            self._note(buffer)
             if buffer.op is not None:
                 self.num_vacated += 1
             buffer.record = None
@@ -341,14 +340,17 @@ class Contents(Storages):
         return fetch
 
     def cannot_replay(self, buffer: Buffer) -> None:
-        """Rely on a buffer's content from now on and not on its op, which reads what is gone.
-
-        So it is held like any buffer without an op (see [Note: the invariant]); it must be resident, or on a tier.
-        """
+        """Rely on a buffer's content from now on, not on its op: hold it ([Note: the invariant]) if no tier has it."""
         self._note(buffer)
         buffer.op = None
+        if buffer.copy is None:
+            self.hold_again(buffer)
+
+    def hold_again(self, buffer: Buffer) -> None:
+        """Hold the storage of a buffer that has left while the program still has it."""
         storage = buffer.record.storage() if buffer.record is not None else None
-        if buffer.strong is None and buffer.copy is None and storage is not None:
+        if buffer.strong is None and storage is not None:
+            self._note(buffer)
             alias = byte_alias(storage)
             self._hold_by(buffer, alias, alias)
 
