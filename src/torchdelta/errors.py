@@ -10,7 +10,7 @@
     |-- PlanError                          an unknown planner, or a plan or bound that cannot be computed
     |   `-- InfeasibleError                no plan within the budget
     |-- ScopeError (RuntimeError)          a MemoryBudget that is nested, started while it runs, or stopped while not
-    |-- SavedTensorError (RuntimeError)    a saved tensor that was changed after it was saved, or is lost
+    |-- SavedTensorError (RuntimeError)    the content of a saved tensor is lost
     |-- NativeError (RuntimeError)         native code that cannot be built or used here
     |-- ReplayError (RuntimeError)         a replay whose result differs from what was dropped
     |-- TierError (RuntimeError)           a swap tier that cannot do what it was asked to
@@ -90,7 +90,7 @@ class ScopeError(TorchdeltaError, RuntimeError):
 
 
 class SavedTensorError(TorchdeltaError, RuntimeError):
-    """A tensor saved for backward was changed in place afterwards, or its content is lost."""
+    """The content of a tensor that was saved for backward is lost."""
 
 
 class NativeError(TorchdeltaError, RuntimeError):
