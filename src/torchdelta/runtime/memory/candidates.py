@@ -30,6 +30,7 @@ _STAYS = Stays.RESIZED | Stays.IN_FLIGHT | Stays.OTHER_STREAM | Stays.NOT_OURS
 # A ranking is used for this many uses, or for this share of the number of tensors if that is more: the next uses change
 # slowly, and sorting takes time.
 _RANKING_LIFE_USES, _RANKING_LIFE_SHARE = 32, 0.1
+_GROWN_SHARE = 1 / 16
 
 
 class Candidates:
@@ -61,8 +62,9 @@ class Candidates:
         self._in_use = in_use
         self._find = find
         self._lent: set[int] | None = None  # see `lend`
-        # The step in which `find` looked for new parameters, and how many steps were refused before.
-        self._searched_in = (-1, 0)
+        # The step in which `find` looked for new parameters, how many steps were refused before, and the bytes that all
+        # storages had, those that are away included.
+        self._searched_in, self._searched_bytes = (-1, 0), 0
         self._searched_phases: tuple[int, set[str]] = (-1, set())  # a step, and its phases in which `find` was called
         self._left: set[int] = set()  # keys of those that left in the last step
         self._leaving: set[int] = set()  # and in this one
@@ -90,6 +92,7 @@ class Candidates:
         """Find the persistent tensors; `is_thorough`: look for new parameters and optimizers first."""
         if is_thorough:
             self._searched_in = (self._steps.num_steps, self._steps.num_refused)
+            self._searched_bytes = self._all_bytes()
         self._phases_of_step().add(self._steps.phase)
         self._ranking.clear()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -135,8 +138,16 @@ class Candidates:
 
     @property
     def was_searched(self) -> bool:
-        """Whether new parameters and optimizers were looked for in this step, since the latest refused one."""
-        return self._searched_in == (self._steps.num_steps, self._steps.num_refused)
+        """Whether new parameters and optimizers were looked for in this step, since the latest refused one.
+
+        That does not count if much more lives now: a copy of the model may be in the making, or an optimizer's states.
+        """
+        is_same = self._searched_in == (self._steps.num_steps, self._steps.num_refused)
+        return is_same and self._all_bytes() <= self._searched_bytes * (1 + _GROWN_SHARE)
+
+    def _all_bytes(self) -> int:
+        records = self._ledger.records.values()
+        return sum(record.size_bytes if record.emptied is None else record.emptied.size_bytes for record in records)
 
     # -- which leave
 
