@@ -32,7 +32,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.turns import PLAIN, ratios
+from benchmarks.turns import PLAIN, fair_rounds, ratios
 
 __all__ = ["Block", "blocks", "check", "undeclared", "update"]
 
@@ -188,7 +188,7 @@ def _value(source: str) -> float:
         model, contenders = keys
         contender, _, baseline = contenders.partition(" over ")
         rounds = document["data"][model]["rounds"]
-        return statistics.median(ratios(rounds, contender, baseline or PLAIN))
+        return statistics.median(ratios(fair_rounds(rounds), contender, baseline or PLAIN))
     if kind == "share":
         model, label = keys
         data = document["data"][model]

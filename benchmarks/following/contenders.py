@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.following.offload import Offload
-from benchmarks.turns import PLAIN
+from benchmarks.turns import PLAIN, RECORD_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 CHECKPOINT, CHECKPOINT_2, SELECTIVE, OFFLOAD = "checkpoint", "checkpoint-2", "selective", "offload"
 PEERS = (CHECKPOINT, CHECKPOINT_2, SELECTIVE, OFFLOAD)
-RECORD_ONLY = "record-only"
 REACTIVE, FOLLOWED, NO_PREFETCH = "reactive", "followed", "no-prefetch"
 IN_BUDGET = (REACTIVE, FOLLOWED, NO_PREFETCH)
 CONTENDERS = (PLAIN, RECORD_ONLY, *PEERS, *IN_BUDGET)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.following.contenders import FOLLOWED, NO_PREFETCH, REACTIVE, RECORD_ONLY, in_budget
-from benchmarks.turns import BESIDE, PLAIN, Block, Interval, median_interval, ratios
+from benchmarks.turns import BESIDE, PLAIN, Block, Interval, fair_rounds, median_interval, ratios
 
 Data = dict[str, Any]
 
 
 def ratio(data: Data, contender: str, baseline: str = PLAIN) -> Interval | None:
     """Return a contender's step time over another's; None if they never met."""
-    samples = ratios(data["rounds"], contender, baseline)
+    samples = ratios(fair_rounds(data["rounds"]), contender, baseline)
     return median_interval(samples) if samples else None
 
 
@@ -30,7 +30,8 @@ def step_s(block: Block) -> float:
 
 def _plain_step_s(data: Data, label: str) -> float | None:
     """Return the median plain step: of those beside the followed blocks of a budget, or of the plain blocks."""
-    beside = [block[BESIDE] for block in blocks_of(data, in_budget(FOLLOWED, label)) if BESIDE in block]
+    name, rounds = in_budget(FOLLOWED, label), fair_rounds(data["rounds"])
+    beside = [blocks[name][BESIDE] for blocks in rounds if BESIDE in blocks.get(name, {})]
     plain = beside or blocks_of(data, PLAIN)
     return statistics.median(map(step_s, plain)) if plain else None
 
@@ -122,7 +123,7 @@ def cell(data: Data, label: str) -> Cell:
 def _predicted_slowdown(data: Data, followed: str) -> Interval | None:
     """Return a plan's predicted slowdown over the measured one, where plain steps ran in the measured rounds."""
     found = []
-    for blocks in data["rounds"]:
+    for blocks in fair_rounds(data["rounds"]):
         predicted = blocks.get(followed, {}).get("predicted")
         if predicted is not None:
             found += [predicted["time_s"] / predicted["plain_time_s"] / over for over in ratios([blocks], followed)]

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.turns import BESIDE, FEWEST_SAMPLES, IN_PAIRS, PLAIN, Block, median_interval, name_of_interval, ratios
+from benchmarks.turns import (
+    BESIDE,
+    FEWEST_SAMPLES,
+    IN_PAIRS,
+    PLAIN,
+    Block,
+    fair_rounds,
+    median_interval,
+    name_of_interval,
+    ratios,
+)
 
 
 def block(step_s: float, beside_s: float | None = None) -> Block:
@@ -57,3 +67,18 @@ def test_an_interval_of_few_rounds_is_not_called_one_of_95_percent() -> None:
         assert "95 %" not in name_of_interval(num_samples)
     assert 1 - 2 ** (1 - FEWEST_SAMPLES) >= 0.95
     assert "95 %" in name_of_interval(FEWEST_SAMPLES)
+
+
+def _pair(own_s: float, plain_s: float) -> Block:
+    return {"times_s": [9.0, *[own_s] * 3], BESIDE: {"times_s": [9.0, *[plain_s] * 3], IN_PAIRS: True}}
+
+
+def test_plain_steps_that_are_slower_beside_budgets_count_for_nobody() -> None:
+    """A plain process that waits beside a budget loses its pages, and not beside the others."""
+    blocks = {PLAIN: _pair(4.0, 4.0), "checkpoint": _pair(5.0, 4.0), "followed @ 50%": _pair(4.2, 5.6)}
+    assert ratios([blocks], "followed @ 50%") == pytest.approx([0.75])
+    (fair,) = fair_rounds([blocks])
+    assert ratios([fair], "followed @ 50%") == pytest.approx([4.2 / 4.0])
+    assert ratios([fair], "followed @ 50%", "checkpoint") == pytest.approx([4.2 / 5.0])
+    blocks["followed @ 50%"] = _pair(4.2, 4.1)
+    assert fair_rounds([blocks]) == [blocks]

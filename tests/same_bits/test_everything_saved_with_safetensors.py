@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import struct
@@ -105,3 +106,27 @@ def test_a_tier_in_memory_has_no_mappings(tmp_path: Path) -> None:
     """There what is saved stays until the file is written, and leaves later."""
     expected = _train(_save_untied, None, tmp_path)
     assert _train(_save_untied, 2 * DEPTH << 20, tmp_path, tier="memory") == expected
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5])
+def test_pretrained_models_are_saved_as_without_a_budget(tmp_path: Path, share: float) -> None:
+    """Transformers compares addresses to find tied weights, which it saves once."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=2000, n_positions=32, n_embd=256, n_layer=4, n_head=4)
+
+    def save(budget: int | None) -> bytes:
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config)
+        budget = budget and int(share * sum(parameter.nbytes for parameter in model.parameters()))
+        scope = MemoryBudget(budget, Config(decision_class="all", planner=None)) if budget else contextlib.nullcontext()
+        with scope:
+            tokens = torch.randint(0, 2000, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            model.zero_grad()
+            model.save_pretrained(tmp_path)
+        return _content(tmp_path / "model.safetensors")
+
+    expected = save(None)
+    gc.collect()
+    assert b"lm_head" not in expected
+    assert save(1) == expected

@@ -32,8 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["identity_for", "patch_safetensors"]
 
 _FLATTEN: Final = "_flatten_as_ptr"  # (tensors, list of what has to live until the file is written)
-# Functions that only compare addresses, by the same names in safetensors and huggingface_hub.
-_COMPARING: Final = {"_end_ptr", "_filter_shared_not_shared", "_is_complete", "storage_ptr"}
+# Functions that only compare addresses with each other, by module. All have to be named that look at the same tensors.
+_LIBRARY: Final = {"_end_ptr", "_filter_shared_not_shared", "_is_complete", "storage_ptr"}
+_COMPARING: Final = {
+    "huggingface_hub.serialization._torch": _LIBRARY,
+    "safetensors.torch": _LIBRARY,
+    "transformers.modeling_utils": {"_end_ptr", "_find_disjoint", "_find_identical"},
+}
 _OWN: Final = __name__.partition(".")[0]
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
@@ -80,7 +85,7 @@ def identity_for(thing: Any) -> int | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OWN):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name not in _COMPARING:
+    if frame is None or frame.f_code.co_name not in _COMPARING.get(frame.f_globals.get("__name__", ""), ()):
         return None
     if isinstance(thing, torch.Tensor):
         return storage_address(thing) + int(thing.storage_offset()) * thing.element_size()
