@@ -11,8 +11,8 @@ Where a machine changes its speed within a round, plain steps run right after ea
 [Note: pages that are given back]
 The host of a virtual machine may take pages back that the guest has not used for seconds. A plain step frees its pages
 at its end. If the other process holds its own, as inside a budget, nobody uses the freed ones while the plain process
-waits; its next step gets them anew from the host, which takes longer. Beside a method that frees its pages, too, the
-two processes use the same ones in turn. So for models of gigabytes, plain steps beside budgets were slower by 5 to 8 %,
+waits; its next step gets them anew from the host, which takes longer. A method that also frees its pages uses the same
+ones in turn with the plain process. So for models of gigabytes, plain steps beside budgets were slower by 5 to 8 %,
 on one machine by 32 %, than those beside other methods. Where that is seen in a round (`fair_rounds`), its blocks are
 compared with the plain steps beside the other methods alone, and not in pairs.
 """

@@ -185,6 +185,18 @@ def test_a_borrowed_program_needs_two_slow_medians_in_a_row() -> None:
     assert _follow(judge, KIND, *[1.1] * 7, may_react=False) == [Verdict.GIVE_UP]
 
 
+def test_micro_batches_with_one_program_wait_for_each_other() -> None:
+    """Those without an optimizer's step have the same key: they do not end the timing of those with one."""
+    judge, other = _automatic(), (KEY, False)
+    _react(judge, KIND, *[1.0] * 7)
+    _react(judge, other, *[0.5] * 7)
+    assert _follow(judge, KIND, *[1.1] * 7) == [Verdict.REACT]
+    answers = [_react(judge, kind, time_s)[0] for _ in range(7) for kind, time_s in ((other, 0.5), (KIND, 1.0))]
+    assert answers == [False] * 13 + [True]
+    assert not _follow(judge, other, *[0.5] * 7)
+    assert _follow(judge, KIND, *[1.1] * 7) == [Verdict.GIVE_UP]
+
+
 def test_kinds_of_steps_that_were_never_timed_are_not_judged() -> None:
     """There is nothing to compare them with."""
     assert not _follow(_automatic(), KIND, *[9.0] * 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchdelta.plan.request import Answer
-from torchdelta.runtime.follow.program import _MOST_PROGRAMS, Program, ProgramCache
+from torchdelta.runtime.follow.program import _MOST_PROGRAMS, Position, Program, ProgramCache
 from torchdelta.runtime.follow.schedule import Schedule
 
 BUDGET_BYTES = 1000
@@ -47,3 +47,21 @@ def test_programs_for_about_the_same_start_replace_each_other() -> None:
     assert cache.find((1, 1), 505) is near
     assert cache.find((1, 1), 560) is far
     assert cache.find((1, 1), 900) is None
+
+
+def test_a_paused_program_is_followed_again() -> None:
+    """Its step, and others that begin with the same tensors, react until it goes on; it does so in time."""
+    cache = ProgramCache(BUDGET_BYTES)
+    paused, other = _program(1), _program(2)
+    position = Position()
+    position.num_saves, position.exact = 1, 1
+    cache.add(paused)
+    cache.add(other)
+    cache.pause(paused.key, is_paused=True)
+    assert cache.choose(position) is None
+    assert [cache.age_paused(3) for _ in range(3)] == [[], [], [paused.key]]
+    assert cache.choose(position) == (paused, True)
+    assert cache.age_paused(3) == []
+    cache.pause(paused.key, is_paused=True)
+    cache.pause(paused.key, is_paused=False)
+    assert cache.choose(position) == (paused, True)

@@ -7,12 +7,12 @@ what leaves) as a plan costs. Whenever the training ends, it has then lost at mo
 in hindsight would have lost (the ski-rental rule). A training whose steps fit, or a short script, never starts a
 helper.
 
-Before that, some reactive steps are timed, and not while the helper plans, which takes a core. If the steps that follow
-a program take longer, either the program is slow, or the machine has become slower since. So the next steps of its kind
-react again, and are timed anew, and then the program is followed once more. It is given up if its steps took longer
-both times: steps of its kind stay reactive from then on, and steps of other shapes no longer borrow it. A program that
-steps of another shape borrow is given up for them after two medians in a row that are longer. Only steps with an
-optimizer, or only those without one, are compared: micro-batches of an accumulation may save the same tensors.
+Before that, some reactive steps are timed. None are timed while the helper plans, because it takes a core. If the steps
+that follow a program take longer, either the program is slow, or the machine has become slower since. So the next steps
+of its kind react again, and are timed anew, and then the program is followed once more. It is given up if its steps
+took longer both times: steps of its kind stay reactive from then on, and steps of other shapes no longer borrow it. Nor
+do they after two medians of a borrowing kind in a row that were longer than those of its reacting steps. Steps with an
+optimizer are not compared with steps without one: micro-batches of an accumulation may save the same tensors.
 
 Once a program is followed, the same helper plans the step twice more, in larger budgets, for the summary
 (other_budgets.py). This is the only planning that no training step waits for or gains from, and it happens once.
@@ -69,12 +69,14 @@ class _Times:
         reacting_s: Of steps that react.
         following_s: Of followed steps, since their median was taken last.
         doubted_s: The median of followed steps that led to reacting again; 0.0 while that is not going on.
+        num_anew: Steps that have reacted since then.
         was_slower: Whether the latest median of followed steps was longer than that of reacting ones.
     """
 
     reacting_s: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=_NUM_TIMES))
     following_s: list[float] = field(default_factory=list)
     doubted_s: float = 0.0
+    num_anew: int = 0
     was_slower: bool = False
 
     def is_slower(self, following_s: float) -> bool:
@@ -125,13 +127,13 @@ class Automatic:
         self._num_timed += 1
         times = self._of(kind)
         times.reacting_s.append(time_s)
-        if not times.doubted_s:
-            return True
-        if len(times.reacting_s) < _NUM_TIMES:
-            return False
-        times.was_slower = times.is_slower(times.doubted_s)
-        times.doubted_s = 0.0
-        return True
+        if times.doubted_s:
+            times.num_anew += 1
+            if times.num_anew >= _NUM_TIMES:
+                times.was_slower = times.is_slower(times.doubted_s)
+                times.doubted_s = 0.0
+        # Steps that save the same tensors, and differ in the optimizer, have the same program.
+        return not any(key == kind[0] and other.doubted_s for (key, _), other in self._times.items())
 
     def on_followed_step(self, kind: Kind, time_s: float, *, may_react: bool) -> Verdict:
         """Note the time of a followed step, and compare the median of several with that of reacting steps.
@@ -156,8 +158,7 @@ class Automatic:
             return Verdict.GIVE_UP
         if not may_react:
             return Verdict.GO_ON
-        times.doubted_s, times.was_slower = median_s, False
-        times.reacting_s.clear()
+        times.doubted_s, times.num_anew, times.was_slower = median_s, 0, False
         return Verdict.REACT
 
     def forget_followed(self, key: Key) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchdelta.runtime.follow.automatic import Verdict
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.steps import StepTracker
 
 __all__ = ["Comparison"]
+
+_MOST_PAUSED_STEPS: Final = 64  # a kind whose program is paused may never come again
 
 
 class Comparison:
@@ -34,6 +36,8 @@ class Comparison:
         """Note the time of the latest step, which has reacted."""
         if self._automatic.on_reacting_step((key, steps.has_stepped), steps.last_time_s):
             self._cache.pause(key, is_paused=False)
+        for paused in self._cache.age_paused(_MOST_PAUSED_STEPS):
+            self._automatic.forget_followed(paused)
 
     def gives_up(self, program: Program, ended: EndedStep, steps: StepTracker) -> bool:
         """Note the time of the latest step, which has followed a program. Return whether the program was given up."""

@@ -5,9 +5,9 @@ A plan is made with the cost of copies that was measured before. In reactive ste
 waited for, so such a copy slows nothing down. In followed steps kernels run beside copies, which also take memory
 bandwidth, and no counter shows that. So if the steps of a program take much more or less time than predicted, the
 difference is taken as the cost of its copies, and the step is planned again with that. Time outside of ops, such as
-reading data, is in no plan: what the traced step spent so is added to the predictions that are shown, and taken off
-before times are compared. If copies cannot explain the difference, the op times of the
-trace must be wrong, and the step is traced again.
+reading data, is in no plan: what the traced step spent so is added to the predictions that are shown, and taken off the
+measured time before the two are compared. If copies cannot explain the difference, the op times of the trace must be
+wrong, and the step is traced again.
 
 If the peak of the steps whose times are compared first is more than 10 % above or below the predicted one, the sizes
 in the trace must be wrong, and the step is traced again as well.

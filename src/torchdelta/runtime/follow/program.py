@@ -133,8 +133,8 @@ class Program:
         is_settled: Whether recording has been reduced as far as possible since the outline was learned.
         used_at: When it last carried a step out to its end, or was made: larger is later.
         lends: Whether steps of other shapes may follow it.
-        is_paused: Whether its own steps react for now, to be timed.
-        had_optimizer: Whether an optimizer stepped at the end of the traced step. It may serve steps without one, too.
+        num_paused: Steps that have reacted since it was paused, so that its own steps are timed; 0 if it is not.
+        had_optimizer: Whether an optimizer stepped at the end of the traced step. The program may serve others, too.
         outline: What its steps record, once that is known.
         num_others: Steps that were expected to be like the outline, and were not; or that gave none.
         num_handovers: Steps in which Python took over from the native tape.
@@ -167,7 +167,7 @@ class Program:
     is_settled: bool = False
     used_at: int = 0
     lends: bool = True
-    is_paused: bool = False
+    num_paused: int = 0
     had_optimizer: bool = True
     outline: Outline | None = None
     num_others: int = 0
@@ -262,7 +262,18 @@ class ProgramCache:
         """Let steps of a kind react for now, or follow their programs again."""
         for program in self._programs.values():
             if program.key == key:
-                program.is_paused = is_paused
+                program.num_paused = int(is_paused)
+
+    def age_paused(self, most_steps: int) -> list[Key]:
+        """Count a step that has reacted. Let programs be followed again that are paused for more steps than this.
+
+        Returns:
+            Their keys.
+        """
+        paused = [program for program in self._programs.values() if program.num_paused]
+        for program in paused:
+            program.num_paused = (program.num_paused + 1) % (most_steps + 1)
+        return [program.key for program in paused if not program.num_paused]
 
     def give_up(self, key: Key) -> None:
         """Forget all programs of a kind of step, which follows none from now on."""
@@ -305,7 +316,7 @@ class ProgramCache:
         exact = [program for program in programs if program.agrees(position, exactly=True)]
         if exact:
             serving = [program for program in exact if self.covers(program.start_bytes, position.start_bytes)]
-            if any(program.is_paused for program in serving or exact):
+            if any(program.num_paused for program in serving or exact):
                 return None
             key = max(serving or exact, key=lambda program: program.used_at).key
             if serving:

@@ -57,6 +57,7 @@ class Candidates:
         self.has_found = False  # whether any was known
         self.on_use: Callable[[int], None] | None = None  # where a plan is followed
         self._making: list[list[Any]] = []  # in which the running optimizer collects states, before it stores them
+        self._making_in = -1  # the step of these lists
         self._ledger = ledger
         self._steps = steps
         self._in_use = in_use
@@ -115,7 +116,11 @@ class Candidates:
 
     def note_making(self, states: list[Any]) -> None:
         """Note a list in which the running optimizer collects its states. It stores them when it has updated all."""
-        self._making.append(states)
+        if self._making_in != self._steps.num_steps:
+            self._making_in = self._steps.num_steps
+            self._making.clear()
+        if any(state is None for state in states):  # else the optimizer has all of them already
+            self._making.append(states)
 
     def _made(self) -> Iterator[Persistent]:
         """Yield the states in these lists that an op has made."""
@@ -146,8 +151,11 @@ class Candidates:
         return is_same and self._all_bytes() <= self._searched_bytes * (1 + _GROWN_SHARE)
 
     def _all_bytes(self) -> int:
-        records = self._ledger.records.values()
-        return sum(record.size_bytes if record.emptied is None else record.emptied.size_bytes for record in records)
+        """Return the bytes of all storages, those that are away included."""
+        return sum(
+            record.size_bytes if record.emptied is None else record.emptied.size_bytes
+            for record in self._ledger.records.values()
+        )
 
     # -- which leave
 
@@ -187,7 +195,9 @@ class Candidates:
     def may_leave(self, known: Persistent) -> bool:
         """Return whether a tensor can be emptied in place now. Whether it is in use is not looked at."""
         record = known.record
-        if record.emptied is not None or record.size_bytes < LEAST_BYTES or record.is_exported or record.is_resizable:
+        if record.emptied is not None or record.size_bytes < LEAST_BYTES or record.is_resizable:
+            return False
+        if record.is_exported or record.num_writing:
             return False
         if self._ledger.records.get(record.address) is not record:
             return False

@@ -163,6 +163,8 @@ class StepDraft(Observer):
             return
         self._draft = Draft(self.ledger.device.type)
         self._held.clear()
+        self._saves.clear()
+        self._unpacks.clear()
         self._uses.clear()
         self._keys.clear()
         self._outside_s = 0.0

@@ -2,7 +2,8 @@
 
 `safetensors.torch.save_file` takes the addresses of all tensors, and then writes the file. If each tensor had to be in
 memory until then, a file would take as much memory as everything together. So a tensor that is away is replaced by one
-over a mapping of its copy on the tier, which takes nothing of the budget. The others stay while the file is written.
+over a mapping of its copy on the tier, which takes nothing of the budget. The others stay while the file is written:
+without a disk tier, that is all of them, which may be more than the budget holds.
 
 transformers and huggingface_hub first look for tensors that share a storage, by the addresses of their memory. A
 storage that is away has none, so these get the address of the storage object instead, which is as unique.
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["identity_for", "patch_safetensors"]
 
 _FLATTEN: Final = "_flatten_as_ptr"  # (tensors, list of what has to live until the file is written)
-# Functions that only compare addresses with each other, by module. All have to be named that look at the same tensors.
+# Functions that only compare addresses with each other, by module. Every function that looks at the same tensors has to
+# be named.
 _LIBRARY: Final = {"_end_ptr", "_filter_shared_not_shared", "_is_complete", "storage_ptr"}
 _COMPARING: Final = {
     "huggingface_hub.serialization._torch": _LIBRARY,
@@ -105,18 +107,20 @@ class _StandIns:
         return {name: self._of(tensor) for name, tensor in tensors.items()}
 
     def _of(self, tensor: Any) -> Any:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return tensor
-        record = self._persistents.ledger.records.get(storage_address(tensor))
+        try:
+            record = self._persistents.ledger.records.get(storage_address(tensor))
+        except RuntimeError:  # it has no storage
+            return tensor
         if record is None:
             return tensor
-        storage = self._mapping_of(record)
+        storage = self._mapping_of(record) if type(tensor) in _PLAIN else None
         if storage is None:
             if record.emptied is not None:
                 self._persistents.bring_record(record)
-            if not record.is_exported:
-                record.is_exported = True
-                self._staying.append(record)
+            record.num_writing += 1
+            self._staying.append(record)
             return tensor
         with NoDispatch(), NoFunction(), torch.no_grad():
             empty = torch.empty(0, dtype=tensor.dtype)
@@ -137,4 +141,4 @@ class _StandIns:
         """The file is written."""
         with contextlib.suppress(AttributeError):  # the constructor has failed
             for record in self._staying:
-                record.is_exported = False
+                record.num_writing -= 1

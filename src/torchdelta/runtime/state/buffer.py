@@ -243,6 +243,7 @@ class StorageRecord:
         "is_outside",
         "is_resizable",
         "is_unaligned",
+        "num_writing",
         "on_death",
         "on_unwatched",
         "reference",
@@ -268,11 +269,11 @@ class StorageRecord:
         self.holders: dict[int, weakref.ref[torch.Tensor]] | None = None
         self.weak: WeakStorage | None = None  # set while `holders` are watched
         self.is_fake = self.is_unaligned = False  # the latter: see `ALIGNMENT_BYTES` in storages.py
-        self.is_outside: bool | None = None  # code outside of torch may write its memory at any time; None: not asked
         self.is_foreign = False  # its memory was not allocated under the counter (native/counting.py)
+        self.is_outside: bool | None = None  # code outside of torch may write its memory at any time; None: not asked
         self.emptied: Emptied | None = None  # while its content is on a tier only
         self.spare: Emptied | None = None  # a copy of what it holds, until something may have written it
-        self.is_exported = False  # it may be read without an op at any time: it is never emptied
+        self.is_exported, self.num_writing = False, 0  # it may be read without an op: at any time; by so many writers
         self.is_resizable = False  # resized to 0 and filled again without autograd's knowledge: see resized.py
 
     def watch_storage(self, storage: torch.UntypedStorage) -> None:
@@ -288,8 +289,7 @@ class StorageRecord:
         if self.reference is not None:
             return
         assert self.weak is not None
-        if self.holders is None:
-            self.holders = {}
+        self.holders = {} if self.holders is None else self.holders
         reference = _RecordReference(tensor, _tensor_died)
         reference.record = self
         self.holders[id(reference)] = reference

@@ -51,7 +51,7 @@ class Usage:
         counter.start()
 
     def stop_counting(self) -> None:
-        """Let the allocator count no more, if it did."""
+        """Stop the allocator's counter, if there is one."""
         if self.counter is not None:
             self.counter.stop()
 

@@ -131,6 +131,7 @@ class Absent:
             and record.id not in self._staying
             and record.address not in locked
             and not record.is_exported
+            and not record.num_writing
             and not record.is_resizable
             and self._ledger.records.get(record.address) is record
         )

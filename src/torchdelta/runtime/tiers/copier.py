@@ -151,10 +151,17 @@ class Copier:
 
     def _move_to_front(self, job: Job) -> None:
         """Make a started job the first of all that are ready. Needs the lock."""
-        if job.next_part < len(job.parts):
-            (self._urgent if job.is_urgent else self._normal).remove(job)
-            job.is_urgent = True
+        if job.next_part == job.num_parts:
+            return
+        if job.is_urgent:  # [Note: No memory]: in place
+            urgent = self._urgent
+            for place in range(urgent.index(job), 0, -1):
+                urgent[place] = urgent[place - 1]
+            urgent[0] = job
+        else:
             self._urgent.appendleft(job)
+            self._normal.remove(job)
+            job.is_urgent = True
 
     def drop_finished(self) -> None:
         """Drop the storages of finished transfers without a `wait()`; see [Note: Threads and memory]."""

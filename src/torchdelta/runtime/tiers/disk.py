@@ -268,8 +268,10 @@ class DiskTier(PooledTier):
 
     def close(self) -> None:
         """Stop the transfers, join the threads, close the file. What is mapped stays on the disk until it dies."""
-        mapped, self._mapped = self._mapped, None
         end_bytes = self.pool_bytes
         super().close()
+        if self.closes_later:
+            return
+        mapped, self._mapped = self._mapped, None
         if mapped is not None and not self.owner.is_in_child():
             mapped.close(end_bytes)

@@ -63,7 +63,7 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
         self._pool_lock = threading.Lock()  # over the pool and the ghosts
         self._ghosts: list[PooledSlot] = []  # released while copies ran: their room is still taken
         self._releasing_in = 0  # the thread that gives room back inside of `release`
-        self._closes_later = False
+        self.closes_later = False
         self.copier = Copier(medium)
         super().__init__(
             owner=self.copier.owner,
@@ -93,7 +93,7 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
             finally:
                 self._releasing_in = 0
                 self._pool_lock.release()
-                if self._closes_later:
+                if self.closes_later:
                     self.close()
 
     def take_stall_s(self) -> float:
@@ -106,8 +106,8 @@ class PooledTier(SlottedTier[PooledSlot, CopyTransfer]):
             return
         # A garbage collection inside of `release` has ended the session: this thread holds the lock, and perhaps the
         # copier's, so `release` closes when it has given them back. See [Note: Finalizers].
-        self._closes_later = self._releasing_in == threading.get_ident()
-        if self._closes_later:
+        self.closes_later = self._releasing_in == threading.get_ident()
+        if self.closes_later:
             return
         self._finalizer()
         _open_copiers.discard(self.copier)
