@@ -68,7 +68,7 @@ def _train(save: Callable[[nn.Module, str], None], budget: int | None, path: Pat
             persistents = session.room.persistents
             assert persistents is not None
             assert persistents.emptying.num_emptied
-            assert not any(record.is_exported for record in session.ledger.records.values())
+            assert not any(record.is_exported or record.num_writing for record in session.ledger.records.values())
         assert max(step.peak_bytes for step in scope.summary().steps[1:]) <= budget  # the first begins with all of them
     gc.collect()
     return [*found, *(parameter.detach().numpy().tobytes() for parameter in model.parameters())]
@@ -130,3 +130,37 @@ def test_pretrained_models_are_saved_as_without_a_budget(tmp_path: Path, share: 
     gc.collect()
     assert b"lm_head" not in expected
     assert save(1) == expected
+
+
+class Labelled(torch.Tensor):
+    """A subclass of the program."""
+
+
+def test_what_is_read_while_a_file_is_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has got an address keeps it after the file; a tensor of another class is written whole."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+    model = nn.Sequential(*layers)
+    first, last = layers[0].weight, layers[-1].weight
+    expected = [weight.detach().clone().numpy().tobytes() for weight in (first, last)]
+    write = safetensors_torch.serialize_file
+
+    def read_and_write(*args: Any, **kwargs: Any) -> Any:
+        assert last.data_ptr()
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(safetensors_torch, "serialize_file", read_and_write)
+    with MemoryBudget(ROOM, Config(decision_class="all", planner=None)):
+        session = current_session()
+        assert session is not None
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))
+        last.sum()  # it is here, and the first one is away
+        records = [session.ledger.find(tensor) for tensor in (first, last)]
+        assert [record is not None and record.emptied is None for record in records] == [False, True]
+        states = {"first": first.detach().as_subclass(Labelled), "last": last.detach()}
+        safetensors_torch.save_file(states, str(tmp_path / "a.safetensors"))
+        del states
+        assert [record is not None and record.is_exported for record in records] == [False, True]
+        assert not any(record.num_writing for record in session.ledger.records.values())
+    assert (tmp_path / "a.safetensors").read_bytes().endswith(b"".join(expected))

@@ -13,8 +13,8 @@ __all__ = ["call_all"]
 def call_all(functions: Iterable[Callable[[], object]]) -> None:
     """Call all functions. The last error is raised; its context has the earlier ones.
 
-    No error is stored, because an error that a frame of its own traceback refers to lives until it is collected as
-    garbage, with the tensors of all these frames.
+    No error is stored, as `contextlib.ExitStack` does: an error that a frame of its own traceback refers to lives until
+    it is collected as garbage, with the tensors of all these frames.
     """
     _call_rest(iter(functions))
 

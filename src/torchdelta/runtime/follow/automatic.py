@@ -10,9 +10,10 @@ helper.
 Before that, some reactive steps are timed. None are timed while the helper plans, because it takes a core. If the steps
 that follow a program take longer, either the program is slow, or the machine has become slower since. So the next steps
 of its kind react again, and are timed anew, and then the program is followed once more. It is given up if its steps
-took longer both times: steps of its kind stay reactive from then on, and steps of other shapes no longer borrow it. Nor
-do they after two medians of a borrowing kind in a row that were longer than those of its reacting steps. Steps with an
-optimizer are not compared with steps without one: micro-batches of an accumulation may save the same tensors.
+took longer both times: steps of its kind stay reactive from then on, and steps of other shapes no longer borrow it. If
+a kind borrows a program, and two medians in a row of its steps are longer than that of its reacting steps, no other
+kind borrows that program any more. Steps with an optimizer are not compared with steps without one, because
+micro-batches of an accumulation may save the same tensors.
 
 Once a program is followed, the same helper plans the step twice more, in larger budgets, for the summary
 (other_budgets.py). This is the only planning that no training step waits for or gains from, and it happens once.

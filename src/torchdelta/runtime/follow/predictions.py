@@ -37,7 +37,7 @@ _logger = logging.getLogger("torchdelta")
 _NUM_TIMES: Final = 7  # step times of which a median is taken
 _MISS: Final = 0.1  # a median time or a peak that is off by more than this share leads to a new plan
 _MAX_CORRECTIONS: Final = 2  # of the plan of one step
-_OUTSIDE_OP_S: Final = 2e-5  # the script's own time for each op, rather too high
+_OUTSIDE_OP_S: Final = 2e-5  # an upper estimate of the script's own time for each op
 _MOST_UNJUDGED: Final = 24  # after so many followed steps, a program's time is no longer waited for
 
 

@@ -273,7 +273,7 @@ class StorageRecord:
         self.is_outside: bool | None = None  # code outside of torch may write its memory at any time; None: not asked
         self.emptied: Emptied | None = None  # while its content is on a tier only
         self.spare: Emptied | None = None  # a copy of what it holds, until something may have written it
-        self.is_exported, self.num_writing = False, 0  # it may be read without an op: at any time; by so many writers
+        self.is_exported, self.num_writing = False, 0  # not emptied: read without an op, or by so many file writers
         self.is_resizable = False  # resized to 0 and filled again without autograd's knowledge: see resized.py
 
     def watch_storage(self, storage: torch.UntypedStorage) -> None:

@@ -16,8 +16,8 @@ Finalizers call `release()`, and the collector may run them on a thread that is 
 Therefore no code that a finalizer can reach blocks on a lock.
 
 [Note: No memory]
-A thread that dies leaves its callers waiting forever, and so does a job that it cannot end. So what a thread does to
-take and to end a part allocates before it changes anything, or catches MemoryError. `contextlib.suppress` allocates.
+A thread that dies leaves its callers waiting forever, and so does a job that nobody ends. So the code that takes or
+ends a part allocates before it changes anything, or catches MemoryError. `contextlib.suppress` allocates.
 
 [Note: Shutdown]
 A worker reads `is_closing` under its `io_lock` before every part. Once `shutdown` has set it and has taken each
@@ -222,7 +222,7 @@ class Copier:
                 self._fail(queue.popleft(), error)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        """Fail a job that was taken off its queue; running parts end it. Needs the lock."""
+        """Fail a job that was taken off its queue. If parts of it run, the last of them ends it. Needs the lock."""
         job.next_part = job.num_parts
         job.error = job.error or error
         if job.num_running == 0:
@@ -289,7 +289,7 @@ class Copier:
         job.is_finished = True
         try:  # noqa: SIM105 - [Note: No memory]
             self._finished_keys.append(job.key)
-        except MemoryError:
+        except MemoryError:  # then `wait`, `is_done` or `drain` drops its storage
             pass
         job.done.release()
         self._start_next(slot)
@@ -332,8 +332,8 @@ def _work(copier: Copier, worker: int) -> None:
             return
         try:
             claim = copier.take_part()
-        except MemoryError as lack:
-            copier.fail_next(lack.with_traceback(None))
+        except MemoryError as no_memory:
+            copier.fail_next(no_memory.with_traceback(None))
             continue
         if claim is None:
             continue
@@ -343,7 +343,7 @@ def _work(copier: Copier, worker: int) -> None:
             began_cpu_s = time.thread_time()
             error = copier.copy_part(worker, job, part)
             cpu_s = time.thread_time() - began_cpu_s
-        except MemoryError as lack:
-            error = lack.with_traceback(None)
+        except MemoryError as no_memory:
+            error = no_memory.with_traceback(None)
         copier.end_part(job, part, error, cpu_s)
         del claim, job, part, error  # an idle thread must not keep objects alive
