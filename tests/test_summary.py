@@ -162,6 +162,9 @@ def test_text_says_why_tensors_left_and_what_would_help() -> None:
     ]
     larger = dataclasses.replace(SUMMARY, plain_peak=PEAK, budget_bytes=2**32)
     assert "would help" not in str(larger)
+    several = str(dataclasses.replace(SUMMARY, plain_peak=PEAK, had_other_optimizers=True))
+    assert "would help" not in several
+    assert "later steps need more: optimizer states are there too" in several
     accumulating = dataclasses.replace(SUMMARY, plain_peak=PEAK, num_steps=4, num_optimizer_steps=2)
     assert "would help" not in str(accumulating)
     assert "the first micro-batch peaks at" in str(accumulating)

@@ -60,7 +60,14 @@ def gaps_of_variables(trace: Trace, *, min_size_bytes: int) -> tuple[Gap, ...]:
         if versions[0].birth_op == BEFORE_STEP and last_version.death_op == len(trace.ops) and uses:
             pairs.append((uses[-1][0], len(trace.ops) + uses[0][0], uses[-1][1]))
         gaps += [
-            Gap(buffer_id=id_, size_bytes=size_bytes, last_use_op=first, next_use_op=second, can_recompute=False)
+            Gap(
+                buffer_id=id_,
+                size_bytes=size_bytes,
+                last_use_op=first,
+                next_use_op=second,
+                can_recompute=False,
+                can_recompute_at_use=False,
+            )
             for first, second, id_ in pairs
             if second > first + 1
         ]

@@ -253,6 +253,8 @@ class Summary:
         slowdown_at_most: See [Note: slowdown]. None without a complete step whose ops were timed.
         plain_peak: What the first step would need without a budget, and where; None before it is complete, or if its
             trace was dropped.
+        had_other_optimizers: Whether an optimizer stepped after another one had ended its step. `plain_peak` lacks its
+            states.
     """
 
     budget_bytes: int | None
@@ -275,6 +277,7 @@ class Summary:
     slowdown_at_least: float | None = None
     slowdown_at_most: float | None = None
     plain_peak: PlainPeak | None = None
+    had_other_optimizers: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
@@ -314,7 +317,7 @@ class Summary:
                 # The first micro-batch has no gradients of others. Without an optimizer's step it has no states yet.
                 if accumulates:
                     facts.append(("why", "later micro-batches need more: gradients and optimizer states are there too"))
-                elif self._begins_without_optimizer():
+                elif self._begins_without_optimizer() or self.had_other_optimizers:
                     facts.append(("why", "later steps need more: optimizer states are there too"))
                 elif self.plain_peak.size_bytes > self.budget_bytes:
                     facts += [("would help", line) for line in self._larger_budgets(self.plain_peak.size_bytes)]

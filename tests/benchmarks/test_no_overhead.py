@@ -50,7 +50,14 @@ def test_a_momentum_is_one_variable_over_the_end_of_the_step():
         ),
     )
     (gap,) = gaps_of_variables(trace, min_size_bytes=1)
-    assert gap == Gap(buffer_id=1, size_bytes=MIB, last_use_op=3, next_use_op=4 + 3, can_recompute=False)
+    assert gap == Gap(
+        buffer_id=1,
+        size_bytes=MIB,
+        last_use_op=3,
+        next_use_op=4 + 3,
+        can_recompute=False,
+        can_recompute_at_use=False,
+    )
     (absence,) = no_overhead(trace, MACHINE, (gap,)).plan.absences
     assert (absence.leave_op, absence.return_op) == (5, 6)
 

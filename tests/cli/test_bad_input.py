@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner
 
+from tests.cli.inside import inside
 from tests.planners.chains import MIB, chain
 from torchdelta.cli.app import make_app
 from torchdelta.machine.catalog import find
@@ -356,3 +357,15 @@ def test_no_command_at_all_shows_the_help():
     assert done.exit_code == 2
     assert done.output.count("Commands") == 1
     assert "torchdelta: " not in done.output
+
+
+def test_what_was_probed_is_shown_even_if_it_cannot_be_kept(tmp_path, monkeypatch):
+    """It took seconds to measure."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHDELTA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr("torchdelta.machine.probe.probe", lambda *_arguments, **_options: find("a100-80g"))
+    done = inside("probe", "--device", "cpu", "--json", code=1)
+    assert json.loads(done.stdout)["name"] == "a100-80g"
+    assert "cannot keep the measured machine" in done.stderr
+    assert "set TORCHDELTA_CACHE_DIR" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

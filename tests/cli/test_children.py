@@ -2,11 +2,17 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.cli.command import torchdelta
 from tests.sampling import keep
+from torchdelta.cli import children
+
+FOLDER = Path(children.__file__).parent
 
 CHILD = """\
 import os, sys
@@ -95,3 +101,23 @@ def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path):
     done = torchdelta("run", "--memory-budget", "1GiB", path, env=env)
     assert done.stdout == "7\n"
     assert "torchdelta[pid " not in done.stderr
+
+
+def test_a_process_that_cannot_import_torchdelta_trains_without_a_budget(tmp_path):
+    """As in another environment: the folder that comes first in its path is all that it gets."""
+    (tmp_path / "torchdelta").mkdir()
+    (tmp_path / "torchdelta" / "__init__.py").write_text("raise ImportError('not installed here')")
+    (tmp_path / "work.py").write_text(
+        "import torch\ntorch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)\nprint('trained')\n"
+    )
+    variables = {"TORCHDELTA_RUN": "{}", "PYTHONPATH": os.pathsep.join([str(FOLDER), str(tmp_path)])}
+    done = subprocess.run(
+        [sys.executable, "work.py"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "trained\n"
+    assert done.stderr == "torchdelta: this process trains without a budget: not installed here\n"

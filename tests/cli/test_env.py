@@ -125,3 +125,11 @@ def test_settings_stand_beside_where_they_are_from(tmp_path, monkeypatch):
     assert [line.split()[2:] for line in lines if line.startswith("setting policy ")] == [["lru", f"({path})"]]
     (tmp_path / "torchdelta.toml").write_text('policy = "lruu"\n')
     assert "did you mean 'lru'" in json.loads(inside("env", "--json").stdout)["settings_error"]
+
+
+def test_a_torch_that_cannot_be_imported_is_said(tmp_path):
+    """A library of CUDA that is missing is an OSError without a file name."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    facts = json.loads(torchdelta("env", "--json", env={"PYTHONPATH": str(tmp_path)}).stdout)
+    assert facts["torch"] == "cannot be imported: libcudart.so.13: cannot open shared object file"

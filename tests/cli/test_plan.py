@@ -102,6 +102,16 @@ def test_a_planner_with_another_runtime_is_simulated_with_it(trace, tmp_path):
     assert again["time_s"] == facts["time_s"]
 
 
+def test_a_plan_is_simulated_with_the_links_that_it_was_made_for(trace, tmp_path):
+    """Its header names the machine and the links, which may be others than the machine's own."""
+    path = tmp_path / "step.plan"
+    slow = (*ON, "--link", "pcie3-x4", "--planner", "swap-all", "--memory-budget", peak(STEP).size_bytes * 6 // 10)
+    facts = json.loads(torchdelta("plan", trace, *slow, "-o", path, "--json").stdout)
+    assert facts["swapped_out_bytes"]
+    assert json.loads(torchdelta("simulate", trace, path, "--json").stdout)["time_s"] == facts["time_s"]
+    assert json.loads(torchdelta("simulate", trace, path, *ON, "--json").stdout)["time_s"] < facts["time_s"]
+
+
 def test_an_answer_that_cannot_be_written_is_one_line(trace):
     """A full disk behind stdout; no traceback."""
     with pathlib.Path("/dev/full").open("w") as full:

@@ -124,6 +124,24 @@ def test_the_script_is_the_main_module_until_the_process_ends(script):
     assert torchdelta("run", *BUDGET, script(MAIN)).stdout.split() == ["False", "__main__", "3", "3"]
 
 
+LATE = """\
+import atexit, pickle, sys
+class A: pass
+atexit.register(lambda: print(pickle.loads(pickle.dumps(A())).__class__.__module__, sys.argv[0].endswith("n__.py")))
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("options", [["-m"], []])
+def test_a_module_and_a_directory_are_the_main_module_until_the_process_ends(tmp_path, options):
+    """A function registered with atexit sees what it sees under plain Python."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "__main__.py").write_text(LATE)
+    done = torchdelta("run", *BUDGET, *options, "jobs", cwd=tmp_path)
+    assert done.stdout == python(*options, "jobs", cwd=tmp_path).stdout
+    assert done.stdout.startswith("__main__ ")
+
+
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
@@ -198,6 +216,35 @@ def test_a_syntax_error_is_shown(script):
     done = run_inside(*BUDGET, script("x = = 1\n"), code=1)
     assert "SyntaxError" in done.stderr
     assert "x = = 1" in done.stderr
+
+
+@pytest.mark.parametrize("cause", ["error", "other"])
+def test_an_error_may_be_its_own_cause(script, cause):
+    """As after `raise error from error`; a circle may also be longer."""
+    text = f"""
+error, other = ValueError("first"), ValueError("second")
+other.__cause__ = error
+raise error from {cause}
+"""
+    done = run_inside(*BUDGET, "--json", script(text), code=1)
+    assert "ValueError: first" in done.stderr
+    assert json.loads(done.stderr.splitlines()[-1])["steps"] == []
+
+
+def test_the_scripts_own_excepthook_may_exit(script, tmp_path):
+    """Its exit code is kept, and the summary is written all the same."""
+    path = tmp_path / "summary.json"
+    text = "import sys\nsys.excepthook = lambda *error: sys.exit(3)\n1 / 0\n"
+    run_inside(*BUDGET, "--summary-json", path, script(text), code=3)
+    assert json.loads(path.read_text())["steps"] == []
+
+
+def test_a_script_that_cannot_be_read_is_one_line_and_code_2(script, monkeypatch):
+    """The budget never starts. The check is replaced: this process may be root, which may read anything."""
+    monkeypatch.setattr(os, "access", lambda *_arguments: False)
+    path = script("print(1)")
+    done = run_inside(*BUDGET, path, code=2)
+    assert done.stderr == f"torchdelta run: cannot read {str(path)!r}: no permission to read it\n"
 
 
 def test_the_scripts_own_excepthook_is_called(script):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -131,6 +132,14 @@ def test_a_damaged_module_is_an_error(source: Path) -> None:
     built_path(source).write_bytes(b"not an extension")
     with pytest.raises(NativeError, match="cannot be built or loaded"):
         load(tiny(source))
+
+
+def test_the_compiler_may_be_a_command_of_several_words(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As make takes it: CXX="ccache g++"."""
+    monkeypatch.setenv("CXX", f"env {os.environ.get('CXX', 'c++')} -Wall")
+    status = build.status_before_use(tiny(source), "now")
+    assert status.is_on, status.reason
+    assert load(tiny(source)).answer() == 42
 
 
 @pytest.fixture

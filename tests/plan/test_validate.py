@@ -122,3 +122,20 @@ def test_order_and_identity_are_checked(step, plan):
         with pytest.raises(PlanError) as caught:
             validate(step, broken)
         assert "\n" not in str(caught.value)
+
+
+def test_a_buffer_does_not_leave_before_its_copy_in_has_been_waited_for(step, plan):
+    """Until then the link writes into its memory, which cannot be free."""
+    swapped = next(absence for absence in plan.absences if absence.action == "swap")
+    back = replace(swapped, return_op=swapped.leave_op + 1)
+    dropped = replace(
+        swapped,
+        action="recompute",
+        last_use_op=back.return_op,
+        leave_op=back.return_op + 1,
+        return_op=swapped.next_use_op,
+    )
+    others = tuple(absence for absence in plan.absences if absence.buffer_id != swapped.buffer_id)
+    fault = find_fault(step, replace(plan, absences=(*others, back, dropped)))
+    assert fault is not None
+    assert "leaves before compute has waited for the copy in before" in fault

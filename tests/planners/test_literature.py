@@ -1,17 +1,21 @@
 """The planners of the literature do what their papers say."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.planners.chains import MACHINE, MIB, chain
 from torchdelta.errors import InfeasibleError
 from torchdelta.planners import get, names
+from torchdelta.planners.literature.autoswap import Candidates
 from torchdelta.planners.literature.checkpoint_rules import block_of, decisions
 from torchdelta.planners.literature.delta_2022_released import PLAYED, recomputes
 from torchdelta.planners.literature.ideal import LinkSlack
 from torchdelta.simulate import simulate_plan
+from torchdelta.simulate.gaps import Gap
+from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
-from torchdelta.trace.model import peak
+from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, SavedTensor, Trace, peak
 
 EQUAL = [(8 * MIB, 2e-3, 2e-4)] * 8
 FAST = msgspec.structs.replace(MACHINE, host_out_bytes_per_s=1e12, host_in_bytes_per_s=1e12)
@@ -180,3 +184,105 @@ def test_an_impossible_budget_names_the_least_that_was_found():
     least_bytes = caught.value.least_budget_bytes
     assert str(least_bytes) in str(caught.value)
     assert get("swap-all")(trace, MACHINE, least_bytes, "fast").absences
+
+
+def from_a_batch_that_dies():
+    """A step whose only saved buffer is made from a batch that is gone when it is used again, as in `x = x / 255`."""
+    buffers = [(8, "input", BEFORE_STEP, 1), (8, "activation", 0, 5), (8, "activation", 1, 3), (8, "activation", 2, 4)]
+    buffers += [(1, "temporary", 3, 5), (1, "temporary", 4, 5)]
+    ops = [("forward", (0,), 1e-6), ("forward", (1,), 1e-3), ("forward", (2,), 1e-3)]
+    ops += [("backward", (3,), 1e-3), ("backward", (4, 1), 1e-3)]
+    return Trace(
+        header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
+        buffers=tuple(
+            Buffer(
+                id=id_,
+                storage_id=id_,
+                size_bytes=size * MIB,
+                kind=kind,
+                birth_op=birth,
+                death_op=death,
+                saved=id_ == 1,
+            )
+            for id_, (size, kind, birth, death) in enumerate(buffers)
+        ),
+        ops=tuple(
+            Op(
+                index=index,
+                name="aten.mul.Tensor",
+                phase=phase,
+                reads=reads,
+                writes=(index + 1,),
+                time_s=time_s,
+                recomputable=phase == "forward",
+            )
+            for index, (phase, reads, time_s) in enumerate(ops)
+        ),
+        saved_tensors=(SavedTensor(op=1, buffer_id=1, shape=(1,), stride=(1,), offset=0, dtype="float32"),),
+    )
+
+
+@pytest.mark.parametrize("name", ["swap-all", "torchdelta", "capuchin", "mu-two", "delta-2024"])
+def test_what_cannot_be_made_again_is_swapped(name):
+    """However cheap the op was that made it."""
+    plan = get(name)(from_a_batch_that_dies(), FAST, 17 * MIB, "fast")
+    assert actions(plan) == {"swap": 1, "recompute": 0}
+
+
+def blocks_dropped(codes, problem):
+    """Return the places of the blocks in which something is recomputed."""
+    modules = [problem.trace.ops[problem.trace.buffers[gap.buffer_id].birth_op].module for gap in problem.gaps]
+    return {int(module.split(".")[1]) for module, code in zip(modules, codes, strict=True) if code == Code.RECOMPUTE}
+
+
+def test_checkpointing_tries_the_rules_of_torch_and_torchtitan():
+    """Of so many segments, `checkpoint_sequential` keeps the last; torchtitan counts layers from 1."""
+    problem = PlanningProblem.of(chain(EQUAL), MACHINE)
+    tried = [blocks_dropped(codes, problem) for codes in decisions(problem)]
+    assert set(range(6)) in tried  # three segments of two blocks, the rest is in the last one
+    assert {1, 3, 5, 7} in tried
+    assert {2, 5} in tried
+
+
+def test_the_least_budget_that_swapping_all_names_holds():
+    """Small buffers that leave within the refused budget have no choice within the one that is named."""
+    trace = chain([(20 * 1024, 2e-3, 1e-4)] * 20, weight_bytes=1024)
+    constant = Buffer(
+        id=len(trace.buffers),
+        storage_id=len(trace.buffers),
+        size_bytes=100 * MIB,
+        kind="constant",
+        birth_op=BEFORE_STEP,
+        death_op=len(trace.ops),
+    )
+    trace = msgspec.structs.replace(trace, buffers=(*trace.buffers, constant))
+    with pytest.raises(InfeasibleError) as refused:
+        get("swap-all")(trace, MACHINE, MIB)
+    least_bytes = refused.value.least_budget_bytes
+    assert least_bytes is not None
+    assert get("swap-all")(trace, MACHINE, least_bytes).header.budget_bytes == least_bytes
+
+
+def test_a_pick_over_the_end_lowers_the_load_of_the_next_step():
+    """AutoSwap's submodular score: by hand, on three gaps of which the first one reaches into the next step."""
+    workspaces = {1: MIB // 2, 2: MIB}
+    ops = tuple(
+        Op(index=index, name="a", phase="forward", time_s=1e-3, workspace_bytes=workspaces.get(index, 0))
+        for index in range(10)
+    )
+    parameter = Buffer(id=0, storage_id=0, size_bytes=20 * MIB, kind="parameter", birth_op=BEFORE_STEP, death_op=10)
+    header = Header(torch_version="2.13.0", device="cpu", created_by="tests")
+    gaps = tuple(
+        Gap(
+            buffer_id=0,
+            size_bytes=4 * MIB,
+            last_use_op=last,
+            next_use_op=following,
+            can_recompute=False,
+            can_recompute_at_use=False,
+        )
+        for last, following in ((8, 13), (0, 3), (1, 4))
+    )
+    scores = Candidates(Trace(header=header, buffers=(parameter,), ops=ops), MACHINE, gaps).scores(MIB)
+    # Afterwards 41.5 - 8 MiB of load are left over ops 1 and 2, and 41 - 4 over ops 2 and 3.
+    assert np.argsort(-scores["swdoa"]).tolist() == [0, 2, 1]

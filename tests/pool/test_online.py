@@ -82,3 +82,8 @@ def test_torch_reserves_at_least_what_lives(lives):
     assert reserved >= max_load_bytes(rounded)
     assert reserved % (2 * MIB) == 0
     assert isinstance(np.int64(reserved).item(), int)
+
+
+def test_nothing_is_reserved_for_no_bytes():
+    """A tensor without elements has no memory in torch."""
+    assert reserved_of([(0, 1, 0)]) == 0

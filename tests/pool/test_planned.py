@@ -12,11 +12,12 @@ from torchdelta.errors import InfeasibleError
 from torchdelta.plan.over_end import parts_within_step
 from torchdelta.plan.validate import validate
 from torchdelta.pool.bounds import max_load_bytes
+from torchdelta.pool.lives import lives_of_trace
 from torchdelta.pool.planned import lives_of_plan, plan_within_footprint
 from torchdelta.pool.validate import check
 from torchdelta.simulate.model import Code
 from torchdelta.simulate.problem import PlanningProblem
-from torchdelta.trace.model import peak, versions_over_end
+from torchdelta.trace.model import BEFORE_STEP, Buffer, Header, Op, Trace, peak, versions_over_end
 from torchdelta.units import format_bytes
 
 STEP = chain([(8 * MIB, 2e-3, 1e-4), (4 * MIB, 8e-3, 5e-4)] * 4)
@@ -145,3 +146,39 @@ def test_a_planner_that_has_nothing_smaller_ends_in_an_error():
         InfeasibleError, match=rf"needs {format_bytes(size_bytes)}, and for less no plan that small; .*extended"
     ):
         plan_within_footprint(STEP, budget_bytes, choose)
+
+
+def left_over(last_op):
+    """Return a step that makes an output, while that of the step before lives up to an op, as in `out = model(x)`."""
+    buffers = [(1, BEFORE_STEP, 4), (100, BEFORE_STEP, last_op), (100, 1, 4), (100, 2, 3)]
+    return Trace(
+        header=Header(torch_version="2.13.0", device="cpu", created_by="tests"),
+        buffers=tuple(
+            Buffer(id=id_, storage_id=id_, size_bytes=size * MIB, kind="activation", birth_op=birth, death_op=death)
+            for id_, (size, birth, death) in enumerate(buffers)
+        ),
+        ops=tuple(
+            Op(
+                index=index,
+                name="aten.mul.Tensor",
+                phase="forward",
+                reads=(0,),
+                writes=(index + 1,) if index in {1, 2} else (),
+                time_s=1.0,
+            )
+            for index in range(4)
+        ),
+    )
+
+
+@pytest.mark.parametrize(("last_op", "load"), [(1, 201), (2, 301)])
+def test_what_outlives_the_step_takes_the_place_of_what_is_left_over(last_op, load):
+    """In one place if the old one is gone when the new one is made, else in two that take turns."""
+    trace = left_over(last_op)
+    plan = planners.get("keep")(trace, MACHINE, 400 * MIB)
+    assert max_load_bytes(lives_of_trace(trace)) == load * MIB
+    assert max_load_bytes(lives_of_plan(trace, plan)) == load * MIB
+    pooled = plan_within_footprint(
+        trace, load * MIB, lambda size_bytes: planners.get("keep")(trace, MACHINE, size_bytes)
+    )
+    assert pooled.placement.footprint_bytes == load * MIB

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.runtime.programs import mlp, running, same_bits
+from torchdelta.runtime.memory.transfers import Transfers
 from torchdelta.runtime.survey import first_step as optimizers
 from torchdelta.runtime.survey.first_step import foresee_first_step
 
@@ -134,3 +135,49 @@ def test_states_are_counted_before_a_closure_makes_the_gradients(monkeypatch: py
 
         optimizer.step(closure)
     assert "the first step of Adam" in requested
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_room_for_an_optimizers_states_does_not_end_prefetching(
+    monkeypatch: pytest.MonkeyPatch, is_inside: bool
+) -> None:
+    """A prefetch leaves room for the largest op; no op takes what the whole first step takes."""
+    num_fetches = 0
+    start_fetch = Transfers.start_fetch
+
+    def counted(self: Transfers, *args: Any) -> Any:
+        nonlocal num_fetches
+        num_fetches += 1
+        return start_fetch(self, *args)
+
+    monkeypatch.setattr(Transfers, "start_fetch", counted)
+    model, x = mlp(512, 8), torch.randn(1024, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if not is_inside:
+        step()
+    with running("56MiB", policy="swap-only", planner=None):
+        step()
+        num_fetches = 0
+        step()
+    assert num_fetches
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_a_second_optimizer_of_a_step_is_known_to_the_summary(num_optimizers: int) -> None:
+    """The step ends with the first one, and its trace lacks the other's states."""
+    model, x = mlp(64, 4), torch.randn(8, 64)
+    parameters = list(model.parameters())
+    parts = [parameters] if num_optimizers == 1 else [parameters[:2], parameters[2:]]
+    stepped = [torch.optim.AdamW(part) for part in parts]
+    with running() as (budget, _):
+        for _ in range(3):
+            model(x).sum().backward()
+            for optimizer in stepped:
+                optimizer.step()
+    assert budget.summary().had_other_optimizers == (num_optimizers == 2)

@@ -23,8 +23,10 @@ still for it; what follows the end of op `p - 1`, even before op `p` begins, is 
 takes of compute (machine/model.py), but for no more than the faster link needs for it, because a synchronous plan waits
 for that instead. Whatever it costs beyond that is part of `stall`.
 
-The plans meant are those of the class *saved* as `saved_class.py` reads it: a replay runs before the op that uses its
-target, and what it brings back stays.
+The plans meant are those of the class *saved* as `saved_class.py` reads it: a buffer that is dropped leaves right after
+its last use in forward, a replay runs before the op that uses its target, and what it brings back stays. So are the
+plans of all planners here. A plan file may also drop a buffer only after a replay in backward has read it, and such a
+plan can beat the bound.
 
 1.  Memory at a moment: the load of the plain step less what is away is at most the budget. The memory of replays in
     progress would only add to it.
@@ -67,7 +69,9 @@ NUM_MOMENTS = 10
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """What no plan of a class can beat.
+    """What no plan of a class can beat in which what is dropped leaves at once.
+
+    See [Note: why no plan of the class beats the bound].
 
     Attributes:
         decision_class: The class that it holds for, and only for it.

@@ -95,7 +95,7 @@ def file_system_type(path: Path, mountinfo: Path = Path("/proc/self/mountinfo"))
 def _torch_facts() -> dict[str, Any]:
     try:
         import torch
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001 - a library of CUDA that is missing is an OSError
         return {"torch": f"cannot be imported: {error}"}
     facts: dict[str, Any] = {
         "torch": torch.__version__,
@@ -120,8 +120,8 @@ def _native_facts() -> dict[str, Any]:
         from torchdelta.native.arena import arena_status
         from torchdelta.native.caching import caching_status
         from torchdelta.native.counting import counting_status
-    except ImportError:
-        return {}  # torch is missing, which _torch_facts reports
+    except Exception:  # noqa: BLE001
+        return {}  # torch cannot be imported, which _torch_facts reports
     statuses = {
         "counting_allocator": counting_status(),
         "caching_allocator": caching_status(),
@@ -140,8 +140,8 @@ def _read_settings() -> Settings | ConfigError:
 def _swap_facts(settings: Settings | ConfigError) -> dict[str, Any]:
     try:
         from torchdelta.runtime.tiers.scratch import open_scratch_file, swap_directory
-    except ImportError:
-        return {}  # torch is missing, which _torch_facts reports
+    except Exception:  # noqa: BLE001
+        return {}  # torch cannot be imported, which _torch_facts reports
     facts: dict[str, Any] = {}
     try:
         directory = swap_directory(settings.config.swap_dir if isinstance(settings, Settings) else None)

@@ -125,7 +125,8 @@ def _told(error: Exception) -> tuple[str, int | None]:
         case InfeasibleError():
             return str(error), EXIT_INFEASIBLE
         case TorchdeltaError():
-            return str(error), EXIT_USAGE if isinstance(error, _BAD_INPUT) else EXIT_FAILED
+            is_bad_input = isinstance(error, _BAD_INPUT) and not _is_failure(error.__cause__)
+            return str(error), EXIT_USAGE if is_bad_input else EXIT_FAILED
         case OSError(filename=name) if name is not None:
             code = EXIT_USAGE if error.errno in _BAD_PATH else EXIT_FAILED
             return f"{os.fspath(name)!r} cannot be used: {error.strerror or error}", code
@@ -133,6 +134,11 @@ def _told(error: Exception) -> tuple[str, int | None]:
             return f"planning needs {name}: pip install 'torchdelta[{_EXTRAS[name]}]'", EXIT_FAILED
         case _:
             return "", None
+
+
+def _is_failure(cause: BaseException | None) -> bool:
+    """Return whether an error comes from a failure of the system, such as a full disk, and not from a wrong path."""
+    return isinstance(cause, OSError) and cause.errno is not None and cause.errno not in _BAD_PATH
 
 
 def prefix(command: str = "") -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from torchdelta.cli.errors import EXIT_FAILED, check_output, fail, note, one_of, print_result
+from torchdelta.cli.errors import EXIT_FAILED, check_output, fail, note, one_of, prefix, print_result
 from torchdelta.cli.options import JsonOption
 from torchdelta.cli.stderr import is_terminal, print_on_stderr
 from torchdelta.errors import MachineError
@@ -81,6 +81,7 @@ def probe(
         if other:
             note(f"measuring again: the stored result was measured {other}")
             cached = None
+    is_kept = True
     if cached is None:
         if is_terminal(sys.stderr):
             print_on_stderr("measuring, a few seconds ...")
@@ -101,9 +102,8 @@ def probe(
             processor=processor,
             machine=machine,
         )
-        path = None if quick else write_cached(chosen, cached)
-        if path is not None and is_terminal(sys.stderr):
-            print_on_stderr(f"stored in {path}")
+        if not quick:
+            is_kept = _keep(chosen, cached)
     if share is not None:
         _write_share(share, chosen, cached, quick=quick)
     facts = msgspec.to_builtins(cached)
@@ -112,6 +112,20 @@ def probe(
         if as_json
         else _text(cached)
     )
+    if not is_kept:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _keep(device: str, cached: CachedMachine) -> bool:
+    """Store what was measured. Return whether that worked; if not, say so: the result is still printed."""
+    try:
+        path = write_cached(device, cached)
+    except MachineError as error:
+        print_on_stderr(f"{prefix('probe')}: {error}; set TORCHDELTA_CACHE_DIR to a directory that can be written")
+        return False
+    if is_terminal(sys.stderr):
+        print_on_stderr(f"stored in {path}")
+    return True
 
 
 def _write_share(path: Path, device: str, cached: CachedMachine, *, quick: bool) -> None:

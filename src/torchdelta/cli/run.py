@@ -120,6 +120,8 @@ def run(
     """
     if not is_module and not (target and Path(target).exists()):
         fail(f"no script {target!r}")
+    if not is_module and not Path(target).is_dir():
+        check_input(Path(target))
     trace_out = None if trace_out is None else _of_rank(trace_out)
     check_input(config)
     check_input(plan)
@@ -207,14 +209,16 @@ def _report(outcome: Outcome, budget_error: type[BaseException]) -> int:
     if outcome.error is None:
         return outcome.exit_code
     error: BaseException | None = outcome.error
-    while error is not None and not isinstance(error, budget_error):
+    seen: set[int] = set()  # after `raise error from error`, an error is its own cause
+    while error is not None and id(error) not in seen:
+        if isinstance(error, budget_error):
+            # Without the traceback: it would show the last op, not the cause.
+            print_on_stderr(f"{prefix('run')}: {error}")
+            return EXIT_INFEASIBLE
+        seen.add(id(error))
         error = error.__cause__  # torch's `Module.to` wraps what moving a parameter raises
-    if error is not None:
-        # Without the traceback: it would show the last op, not the cause.
-        print_on_stderr(f"{prefix('run')}: {error}")
-        return EXIT_INFEASIBLE
-    show_error(outcome.error)
-    return outcome.exit_code
+    of_hook = show_error(outcome.error)
+    return outcome.exit_code if of_hook is None else of_hook
 
 
 def _write_summary(path: Path, text: str) -> None:

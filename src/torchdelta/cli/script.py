@@ -49,23 +49,20 @@ def run_script(target: str, arguments: list[str], *, is_module: bool) -> Outcome
         is_module: True for `-m`.
     """
     sys.argv[:] = [target, *arguments]
-    if not sys.flags.safe_path:  # under `python -P` there is no directory to replace
+    has_main = not is_module and _has_main(target)
+    if not sys.flags.safe_path:
         sys.path[0] = _import_directory(target, is_module=is_module)
+    elif has_main:  # `python -P` imports from a directory or a zip file, too, that it runs
+        sys.path.insert(0, target)
     try:
-        if is_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        elif _has_main(target):  # runpy finds its __main__.py and puts it into sys.path
-            runpy.run_path(target, run_name="__main__")
+        if is_module or has_main:
+            _run_module(target if is_module else "__main__", is_named=is_module)
         else:
             _run_file(target)
     except SystemExit as error:
         return Outcome(exit_code=_exit_code(error))
     except BaseException as error:  # noqa: BLE001 - everything the script can raise is reported, Ctrl-C included
         own = _script_frames(error.__traceback__)
-        if own is None and isinstance(error, ImportError):
-            # Raised by runpy itself: there is no such module, it cannot be run, or a directory has no __main__.py.
-            print_on_stderr(f"{sys.executable}: {error}")
-            return Outcome(exit_code=1)
         exit_code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         return Outcome(exit_code=exit_code, error=error.with_traceback(own))
     return Outcome(exit_code=0)
@@ -87,11 +84,24 @@ def _import_directory(target: str, *, is_module: bool) -> str:
     return target if _has_main(target) else str(Path(target).resolve().parent)
 
 
+def _run_module(name: str, *, is_named: bool) -> None:
+    """Execute a module as `__main__`, by the function with which `python` itself does so.
+
+    runpy.run_module and runpy.run_path would remove the module at the end, although functions registered with atexit
+    may still need it. If there is no such module, SystemExit says so.
+
+    Args:
+        name: Of the module; "__main__" for that of the first directory or zip file in sys.path.
+        is_named: Whether sys.argv[0] becomes its file, as under `-m`.
+    """
+    sys.modules["__main__"] = ModuleType("__main__")
+    runpy._run_module_as_main(name, alter_argv=is_named)  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _run_file(path: str) -> None:
     """Execute a file as `__main__`.
 
-    runpy.run_path would set a relative `__file__` (Python's is absolute), and would remove the module at the end,
-    although functions registered with atexit may still need it.
+    runpy.run_path would set a relative `__file__` (Python's is absolute), and would remove the module at the end.
     """
     absolute = os.path.abspath(path)  # noqa: PTH100 - links are kept, as Python keeps them
     module = ModuleType("__main__")
@@ -103,13 +113,19 @@ def _run_file(path: str) -> None:
     exec(code, module.__dict__)  # noqa: S102 - running the user's script is what the command is for
 
 
-def show_error(error: BaseException) -> None:
-    """Show an uncaught exception as Python would, by the script's own sys.excepthook if it set one."""
+def show_error(error: BaseException) -> int | None:
+    """Show an uncaught exception as Python would, by the script's own sys.excepthook if it set one.
+
+    Return the exit code if that hook calls sys.exit(), else None.
+    """
     try:
         sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as of_hook:
+        return _exit_code(of_hook)
     except Exception as of_hook:  # noqa: BLE001 - as Python does: a broken hook must not hide the error
         for shown in (of_hook, error):
             print_on_stderr("".join(traceback.format_exception(shown)).removesuffix("\n"))
+    return None
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from torchdelta.cli.errors import check_input, fail
@@ -27,7 +28,7 @@ def simulate(
     ] = None,
     *,
     machine: Annotated[
-        str | None, typer.Option(help="Name in the catalog; by default the plan's.", show_default=False)
+        str | None, typer.Option(help="Name in the catalog; by default the plan's, with its links.", show_default=False)
     ] = None,
     link: LinkOption = None,
     as_json: JsonOption = False,
@@ -41,13 +42,18 @@ def simulate(
     check_input(trace)
     check_input(plan)
     with progress() as say:
+        from torchdelta.machine.model import validate_machine
         from torchdelta.plan.file import read_plan
         from torchdelta.planners import predict
 
         given = None if plan is None else read_plan(plan)
         name = machine if machine is not None else given.header.machine if given is not None else ""
+        chosen = machine_named(name, link)
+        if machine is None and link is None and given is not None and given.header.links is not None:
+            chosen = msgspec.structs.replace(chosen, **msgspec.structs.asdict(given.header.links))
+            validate_machine(chosen)  # the file may be anybody's
         say("simulating")
-        found = predict(trace, machine_named(name, link), given)
+        found = predict(trace, chosen, given)
         note_recorded_times(found)
     facts = facts_of(found) | {
         "planner": found.plan.header.planner,

@@ -30,6 +30,7 @@ import importlib.util
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def status_before_use(module: NativeModule, when: str) -> NativeStatus:
         how = "prebuilt" if found == prebuilt_path(module.source) else "built"
         return NativeStatus(is_on=True, reason=f"{how}; installed {when}")
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    if shutil.which(_words(compiler)[0]) is None:
         return NativeStatus(is_on=False, reason=f"no C++ compiler ({compiler}) to build it: install one, or set CXX")
     return NativeStatus(is_on=True, reason=f"to be built with {compiler} {when}")
 
@@ -299,13 +300,18 @@ def _compile(module: NativeModule, target: Path) -> None:
     failure: NativeError | None = None
     for standard in _STANDARDS:
         try:
-            _run([get_cxx_compiler(), f"-std={standard}", *arguments], "the C++ compiler", dict(os.environ))
+            _run([*_words(get_cxx_compiler()), f"-std={standard}", *arguments], "the C++ compiler", dict(os.environ))
         except NativeError as error:
             failure = failure or error
         else:
             return
     assert failure is not None
     raise failure
+
+
+def _words(compiler: str) -> list[str]:
+    """Return the words of a command such as "ccache g++"."""
+    return shlex.split(compiler) or [compiler]
 
 
 def _run(command: list[str], what: str, environment: dict[str, str]) -> None:

@@ -133,6 +133,8 @@ def _absence_fault(trace: Trace, plan: Plan) -> str | None:
             if part.queued_op < (before.next_use_op if is_swap else before.return_op):
                 since = "compute has waited for the copy in before" if is_swap else "the replay before has made it"
                 return f"{_where(part)}, but its copy out is queued before {since}"
+        elif before is not None and before.action == "swap" and part.leave_op <= before.next_use_op:
+            return f"{_where(part)}, but leaves before compute has waited for the copy in before"
         ends[part.buffer_id] = part
     return None
 

@@ -106,6 +106,9 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
         raise PoolError(f"{path} is no CSV file: {error}") from error
     if not rows:
         raise PoolError(f"{path} has no lives: nothing to place")
+    for number, row in enumerate(rows, 1):
+        if row["id"] is None:
+            raise PoolError(f"{path}: row {number} ends before its id")
     return rows
 
 

@@ -20,6 +20,8 @@ from torchdelta.pool.model import Instance, make_instance
 from torchdelta.trace.model import BEFORE_STEP, storage_versions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from torchdelta.trace.model import Trace
 
 
@@ -43,21 +45,20 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
             outliving.append((start, storage_id, size))
         else:
             lives.append((str(storage_id), (start, end), size))
-    # The latest born goes on as the one that dies first: the shortest lives that the two sides allow.
+    partners = pair_over_end(outliving, left_over)
     for birth, storage_id, size in sorted(outliving, reverse=True):
-        start = birth
-        partners = sorted(left_over[size])
-        end = num_ops
-        if partners and partners[0][0] <= start:
-            end += partners.pop(0)[0]
-            left_over[size] = partners
-        elif partners:
-            # The old one is still there when the new one is born: two places that take turns from step to step.
-            left_over[size] = partners[1:]
-            lives.append((str(partners[0][1]), (0, num_ops), size))
-            start = 0
+        start, end = birth, num_ops
+        if storage_id in partners:
+            last, partner = partners[storage_id]
+            if last <= start:
+                end += last
+            else:  # two places that take turns
+                lives.append((str(partner), (0, num_ops), size))
+                start = 0
         lives.append((str(storage_id), (start, end), size))
-    for size, rest in sorted(left_over.items()):
+    paired = set(partners.values())
+    for size, ends_and_ids in sorted(left_over.items()):
+        rest = (each for each in sorted(ends_and_ids) if each not in paired)
         lives += [(str(storage_id), (0, end), size) for end, storage_id in rest]
     sizes = [size for _, _, size in lives]
     starts, ends = rotate_step([span for _, span, _ in lives], sizes, num_ops)
@@ -69,6 +70,22 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
         alignment_bytes=alignment_bytes,
         capacity_bytes=capacity_bytes,
     )
+
+
+def pair_over_end(
+    outliving: Iterable[tuple[int, int, int]], left_over: Mapping[int, Iterable[tuple[int, int]]]
+) -> dict[int, tuple[int, int]]:
+    """Return which lives that outlive the step go on as which ones that the step finds: (end, id) by id.
+
+    The latest born goes on as the one that dies first: the shortest lives that the two sides allow. If the old one is
+    still there when the new one is born, the two have two places, which take turns from step to step.
+
+    Args:
+        outliving: (start, id, size in bytes) of each life that begins in the step and outlives it.
+        left_over: (end, id) of each life that is left over from the step before, by size in bytes.
+    """
+    waiting = {size: sorted(each, reverse=True) for size, each in left_over.items()}
+    return {id_: waiting[size].pop() for _, id_, size in sorted(outliving, reverse=True) if waiting.get(size)}
 
 
 def rotate_step(spans: list[tuple[int, int]], sizes: list[int], num_ops: int) -> tuple[list[int], list[int]]:

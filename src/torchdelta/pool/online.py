@@ -168,9 +168,9 @@ def reserve_like_torch(starts: NDArray[np.int64], ends: NDArray[np.int64], sizes
     reserved = next_address = 0
     for event in _events(starts, ends).tolist():
         is_request, life = divmod(event, len(rounded))
-        if ends[life] <= starts[life]:
-            continue
         size = rounded[life]
+        if ends[life] <= starts[life] or not size:
+            continue
         is_small = size <= _SMALL_BYTES
         pool = pools[is_small]
         if not is_request:

@@ -5,23 +5,25 @@ as far as they can. What an op allocates inside itself is a life of one moment; 
 makes a second time while the first is still there. Versions that overwrite one another in place are one life, until the
 storage is given back. The load of these lives at each moment is what `plan.validate` holds against the budget.
 
-A parameter that was away in between is at the end of the step where the next one finds it at its beginning: these two
-lives are one that runs over the end, and are placed as in [Note: across the end of a step] in `lives.py`. What crosses
-there takes its place all the time, so that the load of the lives can then be above the plan's peak.
+A parameter that was away in between is at the end of the step where the next one finds it at its beginning, and so is
+a storage that outlives the step and that the next one still finds: such two lives are one that runs over the end, and
+are placed as in [Note: across the end of a step] in `lives.py`. What crosses there takes its place all the time, so
+that the load of the lives can then be above the plan's peak.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchdelta.errors import InfeasibleError, PlanError
 from torchdelta.plan.walk import Walk
-from torchdelta.pool.lives import rotate_step
+from torchdelta.pool.lives import pair_over_end, rotate_step
 from torchdelta.pool.model import Instance, Placement, make_instance
 from torchdelta.pool.solvers import solve
 from torchdelta.pool.validate import check
-from torchdelta.trace.model import BEFORE_STEP, versions_over_end
+from torchdelta.trace.model import BEFORE_STEP, storage_versions, versions_over_end
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -95,12 +97,33 @@ class _Lives:
             if late is not None and early is not None and late != early:
                 self.ends[late] += self.ends[early]  # the next step's moments follow this one's
                 gone.add(early)
-        if not gone:
-            return
+        gone |= self._join_others(last_life)
         left = [life for life in range(len(self.ids)) if life not in gone]
         self.ids, self.sizes_bytes = [self.ids[life] for life in left], [self.sizes_bytes[life] for life in left]
         spans = [(self.starts[life], self.ends[life]) for life in left]
         self.starts, self.ends = rotate_step(spans, self.sizes_bytes, self.moment)
+
+    def _join_others(self, last_life: dict[int, int]) -> set[int]:
+        """Join storages that outlive the step with those that are left over from the step before; return the latter."""
+        buffers, num_ops = self.trace.buffers, len(self.trace.ops)
+        versions = storage_versions(self.trace)
+        before = {storage for storage, each in versions.items() if each[0].birth_op == BEFORE_STEP}
+        after = {storage for storage, each in versions.items() if each[-1].death_op == num_ops}
+        new = {life for id_, life in last_life.items() if buffers[id_].storage_id not in before}
+        old = {life for id_, life in self.first_life.items() if buffers[id_].storage_id not in after}
+        left_over: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for life in old:
+            left_over[self.sizes_bytes[life]].append((self.ends[life], life))
+        outliving = [(self.starts[life], life, self.sizes_bytes[life]) for life in new]
+        gone: set[int] = set()
+        for late, (end, early) in pair_over_end(outliving, left_over).items():
+            if end <= self.starts[late]:
+                self.ends[late] += end
+                gone.add(early)
+            else:  # two places that take turns
+                self.starts[late] = 0
+                self.ends[early] = self.moment
+        return gone
 
     def _add(self, name: str, size_bytes: int) -> None:
         self.ids.append(name)

@@ -113,8 +113,16 @@ class OptimizerSteps:
         with without_mode(self._recorder):
             size_bytes = first_step_bytes(optimizer, makes_gradients=makes_gradients)
         if size_bytes:
-            self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+            self._make(size_bytes, optimizer)
         self._foreseen.add(optimizer)  # a step that was refused is looked at again
+
+    def _make(self, size_bytes: int, optimizer: Any) -> None:
+        """Make room for what a whole step allocates. No op does so at once, so prefetching leaves no such room."""
+        largest_bytes = self._room.largest_request_bytes
+        try:
+            self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+        finally:
+            self._room.largest_request_bytes = largest_bytes
 
     def _refuse_too_large(self, optimizer: Any) -> None:
         """In the class *all*, refuse a step of which an op cannot fit before it has stepped any parameter."""
@@ -136,7 +144,7 @@ class OptimizerSteps:
                 optimizer, stepped, self._room, lambda: Absent(ledger, persistents, self._room.transfers)
             )
         if size_bytes:
-            self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")
+            self._make(size_bytes, optimizer)
         self._stepped_bytes[optimizer] = largest_bytes
 
     def _with_closure(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

@@ -356,6 +356,7 @@ class Session:
     def _on_step_abandoned(self) -> None:
         """Begin anew: what was saved so far had no backward, as in an evaluation or after an exception."""
         self.steps.on_abandoned()
+        self.traces.on_abandoned()
         if self.follower.position.num_saves:
             if self.follower.abandon():
                 self.traces.forget_saves()

@@ -16,7 +16,7 @@ import msgspec
 
 from torchdelta.plan.model import DecisionClass
 from torchdelta.trace.model import BEFORE_STEP, Trace, uses_of, versions_over_end
-from torchdelta.trace.replay_reads import replay_makes
+from torchdelta.trace.replay_reads import remade_until_ops
 
 __all__ = ["MIN_SIZE_BYTES", "Gap", "find_gaps"]
 
@@ -34,7 +34,9 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         size_bytes: Its size.
         last_use_op: The use before.
         next_use_op: The use after; `num_ops` or more for a use in the following step.
-        can_recompute: Whether what made it can run again, as far as the trace alone tells.
+        can_recompute: Whether a replay within the gap can make it again, as far as the trace alone tells.
+        can_recompute_at_use: Whether one can at `next_use_op`, whatever else has left. Without that, it has to return
+            in a replay before, for another buffer.
     """
 
     buffer_id: int
@@ -42,6 +44,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     last_use_op: int
     next_use_op: int
     can_recompute: bool
+    can_recompute_at_use: bool
 
 
 def find_gaps(
@@ -51,7 +54,7 @@ def find_gaps(
 
     Smaller buffers than `min_size_bytes` have none.
     """
-    replayable = _replayable(trace)
+    remade_until = remade_until_ops(trace)
     uses_by_buffer = uses_of(trace)
     swaps_persistent = decision_class in ("persistent", "all")
     over_end = versions_over_end(trace) if swaps_persistent else {}
@@ -79,7 +82,8 @@ def find_gaps(
                 size_bytes=buffer.size_bytes,
                 last_use_op=last,
                 next_use_op=following,
-                can_recompute=replayable[buffer.id] and buffer.kind not in _SWAPPED_KINDS,
+                can_recompute=remade_until[buffer.id] > last and buffer.kind not in _SWAPPED_KINDS,
+                can_recompute_at_use=remade_until[buffer.id] >= following and buffer.kind not in _SWAPPED_KINDS,
             )
             for last, following in pairs
             if following > last + 1
@@ -91,16 +95,3 @@ def _forward_to_backward(trace: Trace, uses: list[int]) -> list[tuple[int, int]]
     forward = [op for op in uses if trace.ops[op].phase == "forward"]
     after = [op for op in uses if trace.ops[op].phase != "forward"]
     return [(forward[-1], after[0])] if forward and after else []
-
-
-def _replayable(trace: Trace) -> list[bool]:
-    """Return for each buffer whether a chain of recomputable ops leads to it from what was there before the step.
-
-    A necessary condition: at the moment of the replay what the chain starts from may be gone.
-    """
-    replayable = [buffer.birth_op == BEFORE_STEP for buffer in trace.buffers]
-    for op in trace.ops:
-        if op.recomputable:
-            for buffer_id in replay_makes(trace, op.index):
-                replayable[buffer_id] = True
-    return replayable

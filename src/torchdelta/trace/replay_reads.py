@@ -14,7 +14,7 @@ from itertools import pairwise
 from torchdelta.aten.batch_norm import BATCH_NORMS
 from torchdelta.trace.model import Op, Trace, storage_versions
 
-__all__ = ["last_found_ops", "replay_makes", "replay_reads"]
+__all__ = ["last_found_ops", "remade_until_ops", "replay_makes", "replay_reads"]
 
 
 def replay_reads(trace: Trace, op_index: int) -> tuple[int, ...]:
@@ -47,6 +47,24 @@ def last_found_ops(trace: Trace) -> list[int]:
         for old, _ in pairwise(versions):
             last[old.id] = old.death_op
     return last
+
+
+def remade_until_ops(trace: Trace) -> list[int]:
+    """Return for each buffer the last op before which a replay can make it, whatever was dropped; -1 for never.
+
+    A source of a replay is there while it is alive, or is made again itself if the step has made it. The number of ops
+    or more means always.
+    """
+    last_found = last_found_ops(trace)
+    until = [-1] * len(trace.buffers)
+    for op in trace.ops:
+        if not op.recomputable:
+            continue
+        sources = replay_reads(trace, op.index)
+        found = min((max(last_found[id_], until[id_]) for id_ in sources), default=len(trace.ops))
+        for id_ in replay_makes(trace, op.index):
+            until[id_] = found
+    return until
 
 
 def _without_statistics(trace: Trace, op: Op, ids: tuple[int, ...]) -> tuple[int, ...]:

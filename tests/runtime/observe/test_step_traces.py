@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +17,8 @@ from tests.runtime.parts import running_session
 from tests.runtime.programs import mlp, running
 from torchdelta import Config, MemoryBudget
 from torchdelta.errors import ScopeError
-from torchdelta.runtime.observe import step_draft, step_traces
+from torchdelta.native.counting import counting_status
+from torchdelta.runtime.observe import step_draft, step_traces, trace_builder
 from torchdelta.runtime.observe.draft import Draft
 from torchdelta.runtime.state.observer import Observer
 
@@ -145,3 +148,56 @@ def test_time_outside_of_ops_is_logged_without_what_the_budget_costs(monkeypatch
         program.loss(program.model)
         assert builder.finish() is not None
     assert builder.log().outside_s == pytest.approx(105.0, abs=1.0)
+
+
+@pytest.mark.skipif(not counting_status().is_on, reason="needs the counter at the allocator")
+@pytest.mark.parametrize("by", ["thread", "numpy"])
+def test_the_trace_of_a_later_step_counts_nothing_that_its_thread_neither_made_nor_used(by: str) -> None:
+    """Memory of another thread, or of NumPy, counts from the first op that uses it."""
+    kept: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        kept.append(torch.from_numpy(np.zeros(50_000_000, np.float32)) if by == "numpy" else torch.zeros(50_000_000))
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    model, x = mlp(512, 8), torch.randn(2048, 512)
+    with MemoryBudget("64MiB", Config(planner="torchdelta", tier="memory")) as budget:
+        step()
+        if by == "numpy":
+            allocate()
+        else:
+            thread = threading.Thread(target=allocate)
+            thread.start()
+            thread.join()
+        for _ in range(3):
+            step()
+    summary = budget.summary()
+    assert summary.num_steps == 4
+    assert summary.evicted, "steps that fit are not traced"
+    assert summary.peak_bytes <= 64 << 20
+
+
+def test_of_many_storages_of_unknown_origin_all_lives_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each op, a part of them is looked at: the lives of the others end some ops late."""
+    kept = [torch.from_numpy(np.ones((64, 64), np.float32)) for _ in range(8)]
+
+    def forward() -> torch.Tensor:
+        total = torch.zeros((), requires_grad=True)
+        for number in range(24):
+            known = kept[number // 3] if number % 3 == 0 else torch.from_numpy(np.ones((64, 64), np.float32))
+            total = total + (known * 2.0).sum()
+        return total
+
+    late: list[int] = []
+    for most in (32, 4):
+        monkeypatch.setattr(trace_builder, "_MOST_LOOKED_AT", most)
+        with running() as (budget, _):
+            forward().backward()
+        trace = budget.trace()
+        external = [buffer for buffer in trace.buffers if buffer.size_bytes == 64 * 64 * 4 and buffer.birth_op >= 0]
+        late.append(sum(buffer.death_op - buffer.birth_op for buffer in external))
+        assert sum(buffer.death_op == len(trace.ops) for buffer in external) <= 8
+    assert late[0] <= late[1] <= late[0] + 24 * 24

@@ -80,6 +80,25 @@ def test_what_runs_long_before_the_first_step_is_not_in_its_trace(
     }
 
 
+@pytest.mark.parametrize("width", [8, 256])
+def test_forwards_without_a_backward_before_the_first_step_are_not_in_its_trace(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """An evaluation that forgets `no_grad`, of tensors that are too small to leave and of others."""
+    most_ops = 1_000
+    monkeypatch.setattr(step_draft, "MAX_OPS_WITHOUT_SAVING", most_ops)
+    monkeypatch.setattr(step_draft, "MAX_OPS_WITHOUT_HANDLES", most_ops)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(10)])
+    with running(UNLIMITED) as (budget, _):
+        for _ in range(300):
+            model(torch.ones(16, width)).sum().item()
+        model(torch.ones(16, width)).sum().backward()
+    trace = budget.trace()
+    assert trace is not None
+    assert len(trace.ops) <= most_ops + 100
+    assert any(op.phase == "backward" for op in trace.ops)
+
+
 def test_a_momentum_without_an_optimizer_beside_a_graph_that_is_kept() -> None:
     """The gradients of earlier steps are freed, although there is always a saved tensor."""
     weight, momentum, x = torch.randn(512, 512, requires_grad=True), torch.zeros(512, 512), torch.randn(64, 512)

@@ -82,10 +82,10 @@ def test_scans_for_more_of_them_have_an_end(monkeypatch: pytest.MonkeyPatch) -> 
     num_scans = 0
     scan: Callable[..., int] = late.scan_storages
 
-    def counted(*args: object) -> int:
+    def counted(*args: object, **options: object) -> int:
         nonlocal num_scans
         num_scans += 1
-        return scan(*args)
+        return scan(*args, **options)
 
     monkeypatch.setattr(late, "scan_storages", counted)
     weight = nn.Parameter(torch.randn(64, 64))

@@ -3,6 +3,7 @@
 It imports only the standard library, and runs the `sitecustomize` that it shadows, if any.
 """
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -50,9 +51,13 @@ def _watch(optimizer_class: type) -> None:
     @functools.wraps(original)
     def first(*args: object, **kwargs: object) -> None:
         optimizer_class.__init__ = original  # pyright: ignore[reportAttributeAccessIssue]
-        from torchdelta.cli.children import open_scope
+        try:
+            from torchdelta.cli.children import open_scope
 
-        open_scope()
+            open_scope()
+        except Exception as error:  # noqa: BLE001 - this interpreter may lack torchdelta, and it trains all the same
+            with contextlib.suppress(Exception):
+                print(f"torchdelta: this process trains without a budget: {error}", file=sys.stderr)
         original(*args, **kwargs)
 
     optimizer_class.__init__ = first  # pyright: ignore[reportAttributeAccessIssue]

@@ -125,15 +125,17 @@ class Candidates:
 
     def _submodular(self) -> Array:
         """Return minus the order in which a greedy pick by what is left of the load takes them."""
-        load = np.concatenate((self._peak.load_bytes, self._peak.load_bytes)).astype(np.float64)
+        load = self._peak.load_bytes.astype(np.float64)
         left, rank = np.ones(len(self.gaps), dtype=bool), np.zeros(len(self.gaps))
         for place in range(len(self.gaps)):
-            total = np.concatenate(([0.0], np.cumsum(load)))
+            total = np.concatenate(([0.0], np.cumsum(np.concatenate((load, load)))))
             area = np.where(left, total[self._end] - total[self._first], -np.inf)
             pick = int(np.argmax(area))
             left[pick] = False
             rank[pick] = -place
-            load[self._first[pick] : self._end[pick]] -= self._bytes[pick]
+            first, end = self._first[pick], self._end[pick]
+            load[first:end] -= self._bytes[pick]
+            load[: max(0, end - len(load))] -= self._bytes[pick]  # in the next step
         return rank
 
 

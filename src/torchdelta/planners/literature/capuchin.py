@@ -101,7 +101,7 @@ def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limi
         if not rest:
             raise NoChoiceError
         swap_s, swapped = min((slack.stall_s(problem.gaps[index]), index) for index in rest)
-        droppable = [index for index in rest if problem.gaps[index].can_recompute]
+        droppable = [index for index in rest if problem.gaps[index].can_recompute_at_use]
         dropped = max(droppable, key=lambda index: _msps(times, problem.gaps[index]), default=-1)
         if dropped >= 0 and times.times_s[problem.gaps[dropped].buffer_id] < swap_s:
             codes[dropped] = Code.RECOMPUTE

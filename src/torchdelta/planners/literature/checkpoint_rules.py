@@ -4,9 +4,10 @@ A *block* is read off the module paths: `transformer.h.11.attn` belongs to block
 a path being a block's place in its list. A checkpointed segment keeps what it hands to later ops, and recomputes
 whatever else was saved inside. Ops outside of checkpointed blocks keep what they saved.
 
-- **Segments** of k blocks, for every k (Chen et al. 2016; `torch.utils.checkpoint.checkpoint_sequential`).
+- **Segments** of k blocks, for every k (Chen et al. 2016), and k segments as `torch.utils.checkpoint.
+  checkpoint_sequential` makes them, which checkpoints all but the last one.
 - **The first n blocks**, each by itself, for every n: the usual way to spend what memory is left.
-- **Every k-th block** (torchtitan's `selective` with a number).
+- **Every k-th block**, from the k-th on (torchtitan's `selective` with a number) or from the first.
 - **Selective checkpointing** of the first n blocks: as above, but the outputs of matrix products, convolutions and
   attention are kept (`torch.utils.checkpoint.create_selective_checkpoint_contexts` with such a policy).
 - **A memory budget** (`torch._functorch.config.activation_memory_budget`, `partitioners.choose_saved_values_set`):
@@ -39,8 +40,13 @@ def decisions(problem: PlanningProblem) -> Iterator[NDArray[np.int8]]:
         yield _codes(problem, {block: place // length for block, place in order.items()})
     for num_blocks in range(1, len(order)):
         yield _codes(problem, {block: place for block, place in order.items() if place < num_blocks})
+    for num_segments in range(2, len(order) + 1):
+        length = len(order) // num_segments
+        num_blocks = length * (num_segments - 1)
+        yield _codes(problem, {block: place // length for block, place in order.items() if place < num_blocks})
     for period in range(2, len(order)):
-        yield _codes(problem, {block: place for block, place in order.items() if place % period == 0})
+        for first in (period - 1, 0):
+            yield _codes(problem, {block: place for block, place in order.items() if place % period == first})
     products = {id_ for op in problem.trace.ops if op.flops for id_ in op.writes}
     for num_blocks in range(1, len(order) + 1):
         first = {block: place for block, place in order.items() if place < num_blocks}
@@ -91,7 +97,7 @@ def _codes(problem: PlanningProblem, segment_of: dict[str, int], kept: set[int] 
     codes = problem.keep_all()
     for index, gap in enumerate(problem.gaps):
         inside = segment[trace.buffers[gap.buffer_id].birth_op] >= 0
-        if inside and gap.can_recompute and gap.buffer_id not in stays:
+        if inside and gap.can_recompute_at_use and gap.buffer_id not in stays:
             codes[index] = int(Code.RECOMPUTE)
     return codes
 
@@ -103,7 +109,7 @@ def _knapsacks(problem: PlanningProblem, products: set[int]) -> Iterator[NDArray
     items: dict[int, list[int]] = {}  # the gaps of each buffer that the knapsack decides
     for index, gap in enumerate(problem.gaps):
         birth_op = trace.buffers[gap.buffer_id].birth_op
-        if gap.can_recompute and birth_op >= 0 and trace.ops[birth_op].phase == "forward":
+        if gap.can_recompute_at_use and birth_op >= 0 and trace.ops[birth_op].phase == "forward":
             if gap.buffer_id in products:
                 items.setdefault(gap.buffer_id, []).append(index)
             else:

@@ -143,7 +143,7 @@ def _price(problem: PlanningProblem, relations: Lineage, slack: LinkSlack, index
     """Return the cost a byte of an item, and the action that has it."""
     gap = problem.gaps[index]
     swap_s = slack.stall_s(gap)
-    recompute_s = float(relations.cost_s[gap.buffer_id]) if gap.can_recompute else float("inf")
+    recompute_s = float(relations.cost_s[gap.buffer_id]) if gap.can_recompute_at_use else float("inf")
     if recompute_s < swap_s:
         return recompute_s / gap.size_bytes, int(Code.RECOMPUTE)
     return swap_s / gap.size_bytes, int(Code.SWAP)

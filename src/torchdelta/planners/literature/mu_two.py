@@ -45,7 +45,7 @@ def _choose(problem: PlanningProblem, machine: Machine, relations: Lineage, limi
         due_s = float(start_s[min(gaps[swapped].next_use_op, len(start_s) - 1)])
         inside_s = min(max(above_until_s - (due_s - copy_back_s), 0.0), copy_back_s)
         swap_s = max(inside_s, slack.stall_s(gaps[swapped]))
-        droppable = [index for index in rest if gaps[index].can_recompute]
+        droppable = [index for index in rest if gaps[index].can_recompute_at_use]
         dropped = max(droppable, key=saving_per_s, default=-1)
         if dropped >= 0 and times.times_s[gaps[dropped].buffer_id] < swap_s:
             codes[dropped] = Code.RECOMPUTE

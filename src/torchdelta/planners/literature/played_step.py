@@ -1,11 +1,10 @@
 """What a play needs to know of a step, worked out once for all limits that it is played under."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchdelta.simulate.gaps import MIN_SIZE_BYTES
 from torchdelta.trace.model import BEFORE_STEP, Trace
-from torchdelta.trace.replay_reads import last_found_ops, replay_makes, replay_reads
+from torchdelta.trace.replay_reads import remade_until_ops, replay_makes, replay_reads
 
 __all__ = ["PlayedStep"]
 
@@ -45,22 +44,12 @@ class PlayedStep:
         for buffer in buffers:
             dies = self.overwritten if buffer.storage_id in written[buffer.death_op] else self.freed
             dies[buffer.death_op].append(buffer.id)
-        self.remade_until = self._remade_until()
+        self.remade_until = np.array(remade_until_ops(trace), dtype=np.int64)
+        never = [b.id for b in buffers if b.kind in _NEVER_MADE_AGAIN and b.birth_op != BEFORE_STEP]
+        self.remade_until[never] = -1
         self.next_uses: list[list[int]] = [[] for _ in range(num_ops)]
         following = [num_ops] * len(buffers)
         for op in reversed(trace.ops):
             self.next_uses[op.index] = [following[id_] for id_ in (*op.reads, *op.writes)]
             for id_ in op.reads:
                 following[id_] = op.index
-
-    def _remade_until(self) -> NDArray[np.int64]:
-        """Follow the sources: one is there while it is alive, or is made again if the step has made it."""
-        last_found = last_found_ops(self.trace)
-        until = np.full(len(self.trace.buffers), -1, np.int64)
-        for op in self.trace.ops:
-            if not op.recomputable:
-                continue
-            found = min((max(last_found[id_], int(until[id_])) for id_ in self.reads[op.index]), default=self.num_ops)
-            until[list(self.makes[op.index])] = found
-        until[[b.id for b in self.trace.buffers if b.kind in _NEVER_MADE_AGAIN and b.birth_op != BEFORE_STEP]] = -1
-        return until

@@ -9,7 +9,7 @@ import numpy as np
 from torchdelta.machine.model import Machine
 from torchdelta.plan.model import Plan
 from torchdelta.planners.feasible_plan import feasible_plan
-from torchdelta.planners.problem_within import problem_within
+from torchdelta.planners.problem_within import least_that_fits, problem_within
 from torchdelta.planners.registry import Effort, register
 from torchdelta.simulate.model import Code
 from torchdelta.trace.model import Trace
@@ -22,4 +22,6 @@ def plan(trace: Trace, machine: Machine, budget_bytes: int, effort: Effort = "fa
     """Swap every candidate of the class *saved*, whether the budget asks for it or not."""
     problem = problem_within(trace, machine, budget_bytes)
     codes = np.full(len(problem.gaps), int(Code.SWAP), dtype=np.int8)
-    return feasible_plan(problem, codes, budget_bytes, planner="swap-all")
+    fits = problem.score(codes, budget_bytes).is_feasible
+    least_bytes = None if fits else least_that_fits(problem)
+    return feasible_plan(problem, codes, budget_bytes, planner="swap-all", least_bytes=least_bytes)

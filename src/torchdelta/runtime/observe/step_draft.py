@@ -34,6 +34,7 @@ __all__ = ["StepDraft", "guarded"]
 
 MAX_OPS: Final = 1_000_000  # more are not one training step
 MAX_OPS_WITHOUT_SAVING: Final = 20_000  # more are not its beginning, but for example an evaluation before it
+MAX_OPS_WITHOUT_HANDLES: Final = 100_000  # the same where all saved tensors are too small to leave
 _SHORTEST_PAUSE_S: Final = 1e-3  # shorter pauses are counted as recording, which followed steps lack
 
 _Arguments = ParamSpec("_Arguments")
@@ -77,6 +78,7 @@ class StepDraft(Observer):
         self._unpacks: list[tuple[int, int]] = []
         self._uses: list[tuple[int, Phase, int]] = []  # of persistent tensors: key, phase, ops before it
         self._keys: dict[int, int] = {}  # of persistent tensors, by the id of their storage
+        self._num_abandoned = 0  # of the tensors in the draft's `saved`: these had no backward
         self._num_backwards = 0
         self._saves_in_backward = False
         self._ended_s = 0.0  # when the latest op with a time ended
@@ -122,6 +124,10 @@ class StepDraft(Observer):
         self._retire()
         return trace
 
+    def on_abandoned(self) -> None:
+        """Note that what was saved so far had no backward, as in an evaluation with gradients."""
+        self._num_abandoned = len(self._draft.saved)
+
     def forget_saves(self) -> None:
         """Leave the saves so far out of the log: no backward will unpack them."""
         self._saves.clear()
@@ -157,11 +163,19 @@ class StepDraft(Observer):
         return self._draft.ops[version.birth_op].module
 
     def _begin_anew_if_idle(self) -> None:
-        """Forget the ops so far if they are too many without a saved tensor. What they made is then from before."""
+        """Forget the ops so far if they are too many without a tensor saved for a backward.
+
+        What they made is then from before.
+        """
         earlier = self._draft
-        if len(earlier.ops) <= MAX_OPS_WITHOUT_SAVING or earlier.saved or self._steps.phase != "forward":
+        if len(earlier.ops) <= MAX_OPS_WITHOUT_SAVING or self._steps.phase != "forward":
+            return
+        # Whether the graph of tensors that are too small to leave is still there is not known.
+        may_be_needed = self.ledger.num_handles > 0 or len(earlier.ops) <= MAX_OPS_WITHOUT_HANDLES
+        if len(earlier.saved) > self._num_abandoned and may_be_needed:
             return
         self._draft = Draft(self.ledger.device.type)
+        self._num_abandoned = 0
         self._held.clear()
         self._saves.clear()
         self._unpacks.clear()

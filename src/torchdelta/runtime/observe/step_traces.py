@@ -58,7 +58,7 @@ class StepTraces:
         builder = self._builder = TraceBuilder(self._ledger, self._steps, self._device)
         builder.is_for_plans = builder.wants_uses = not self._is_first
         self._ledger.observing.observer = builder
-        scan_storages(self._ledger)
+        scan_storages(self._ledger, others="all" if self._is_first else "none")
         builder.start_clock(pause_s)
 
     def begin_later(self) -> None:
@@ -117,6 +117,11 @@ class StepTraces:
         """Drop the trace of a later step; that of the first one goes on."""
         if not self._is_first:
             self.drop()
+
+    def on_abandoned(self) -> None:
+        """Note that what was saved so far had no backward."""
+        if self._builder is not None:
+            self._builder.on_abandoned()
 
     def forget_saves(self) -> None:
         """Number the saves of the running step anew: those so far had no backward."""

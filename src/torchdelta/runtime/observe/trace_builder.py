@@ -23,8 +23,9 @@ The events are stored in draft.py. The state is that of one step, and keeps no t
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from torchdelta.trace.model import BufferKind, Phase
 
 __all__ = ["TraceBuilder"]
+
+_MOST_LOOKED_AT: Final = 32  # storages after an op; see `_count_holders`
 
 
 class TraceBuilder(PseudoOps):
@@ -267,9 +270,9 @@ class TraceBuilder(PseudoOps):
         """End the lives of storages that only the runtime keeps alive.
 
         The caller of the last op still holds what that op read. So a storage that only the runtime holds now was dead
-        before that op.
+        before that op. Of many storages, a part is looked at after each op, in turns: their lives end some ops late.
         """
-        for id_, reference in list(self._held.items()):
+        for id_, reference in list(itertools.islice(self._held.items(), _MOST_LOOKED_AT)):
             version = self._draft.versions[id_]
             storage = version.storage
             buffer = reference()
@@ -278,6 +281,8 @@ class TraceBuilder(PseudoOps):
             elif not storage.saved and buffer.is_held_by_us_alone():
                 del self._held[id_]
                 self._draft.die(storage, index)
+            elif len(self._held) > _MOST_LOOKED_AT:
+                self._held[id_] = self._held.pop(id_)  # behind the others
 
 
 def _covers(tensor: torch.Tensor, version: PlainVersion) -> bool:

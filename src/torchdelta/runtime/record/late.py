@@ -45,6 +45,6 @@ class LateParameters:
         self.seen_bytes = self._ledger.late_bytes
         if self._num_scans < MOST_SCANS and not self._ledger.surveys:
             self._num_scans += 1
-            scan_storages(self._ledger)
+            scan_storages(self._ledger, others="parameters")
             self._ledger.usage.ask_counter(fresh=True)  # an earlier reading counts what was found, too
         self._room.make(need_bytes, why)

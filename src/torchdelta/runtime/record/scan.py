@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue]
@@ -35,11 +35,14 @@ from torchdelta._torch.tensors import is_trained_leaf, storage_of
 from torchdelta.runtime.state.instances import subclasses_of
 from torchdelta.runtime.state.kinds import runs_own_ops
 from torchdelta.runtime.state.ledger import Ledger
+from torchdelta.runtime.state.storages import memory_address
 
 if TYPE_CHECKING:
     from types import FrameType
 
 __all__ = ["count_tensors", "others_may_train", "scan_storages"]
+
+Others: TypeAlias = Literal["all", "parameters", "none"]
 
 _LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # it may lie inside the former
@@ -50,8 +53,13 @@ skipped_kinds: set[tuple[str, str]] = set()  # (tensor class, error class) pairs
 _gradient_of = operator.attrgetter("grad")
 
 
-def scan_storages(ledger: Ledger) -> int:
+def scan_storages(ledger: Ledger, *, others: Others = "all") -> int:
     """Count the storage of every tensor known to the garbage collector. Return how many bytes were found.
+
+    Args:
+        ledger: Learns of the storages.
+        others: Which tensors count, too, whose memory this thread did not allocate: that of other threads, of NumPy, of
+            a mapped file. The others count from the first op on that uses them.
 
     Classes are compared by `type(o)`: `isinstance` would run `__class__` properties of lazy objects. Tensors that the
     collector does not list (after `gc.freeze()`, or held by C++ alone) count from their first use on. A leaf's `.grad`
@@ -64,7 +72,11 @@ def scan_storages(ledger: Ledger) -> int:
         try:
             if kind is not torch.Tensor and kind is not torch.nn.Parameter and runs_own_ops(kind):
                 _count_inner(ledger, tensor)
-            else:
+            elif (
+                others == "all"
+                or (others == "parameters" and isinstance(tensor, torch.nn.Parameter))
+                or _is_ours(ledger, tensor)
+            ):
                 _count(ledger, tensor, leaves)
         except Exception as error:  # noqa: BLE001 - any tensor of the process, in any state, even half built
             _skip(kind, error)
@@ -94,6 +106,20 @@ def _count(ledger: Ledger, tensor: torch.Tensor, leaves: list[torch.Tensor]) -> 
         record.is_outside = False  # also where it is seen through `.data`
     if is_trained_leaf(tensor):
         leaves.append(tensor)
+
+
+def _is_ours(ledger: Ledger, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's storage is known, or the counter counts its memory anyway."""
+    if isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
+        return False
+    if ledger.find(tensor) is not None:
+        return True
+    storage = storage_behind(tensor)
+    counter = ledger.usage.counter
+    if counter is None or storage.device != ledger.device:
+        return storage.device.type != "cpu"
+    address = memory_address(storage)
+    return address != 0 and counter.owns(address)
 
 
 def _skip(kind: type, error: Exception) -> None:

@@ -69,6 +69,7 @@ class StepTracker:
         self._last_num_backwards = 0
         self._has_saved = False  # whether this step has saved a tensor
         self._has_ended_early = False  # whether the latest step has, and no recorded save and no backward came since
+        self.had_other_optimizers = False  # whether one stepped after another one had ended the step
         self._is_refused = False  # its optimizer was refused, and did not step again
         self._saved_index = 0
         self._start_s = time.perf_counter()
@@ -209,6 +210,8 @@ class StepTracker:
             self._rows[_HAD_OPTIMIZER - _ROW] = True  # of the latest step
             self.has_stepped = True
             self.num_optimizer_steps += 1
+        else:
+            self.had_other_optimizers = self.had_other_optimizers or self.num_steps > 0
 
     def on_abandoned(self) -> None:
         """What was saved so far had no backward. Before the first step it belongs to the script's start."""
