@@ -72,7 +72,7 @@ docs: $(DOCS_READY)  ## build the documents into build/docs; a warning or a brok
 	@echo "build/docs/index.html"
 
 # The picture of a model is that of its last file.
-FOLLOWED := $(addprefix benchmarks/results/following-,delta-2024.json gpt2-like-1-thread.json bert-like-1-thread.json resnet50-1-thread.json gpt2-like.json bert-like.json resnet50.json gpt2-small.json bert-base.json)
+FOLLOWED := $(addprefix benchmarks/results/following-,delta-2024.json gpt2-like-1-thread.json bert-like-1-thread.json resnet50-1-thread.json gpt2-like.json bert-like.json resnet50.json gpt2-small.json gpt2-small-batch-4.json bert-base.json)
 
 figures: $(READY)  ## put the figures of benchmarks/results/ into README, documents and pictures
 	$(PY) -m benchmarks following --picture $(FOLLOWED)

@@ -326,7 +326,7 @@ def test_a_scope_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     """Handlers, hooks and modes are as they were, and the next scope starts."""
     from torchdelta.runtime.observe import step_traces
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:

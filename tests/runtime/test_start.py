@@ -156,7 +156,7 @@ def test_a_scope_that_fails_to_open_leaves_nothing_behind(place: str, monkeypatc
     handler = signal.getsignal(signal.SIGINT)
     hooks = list(_global_optimizer_pre_hooks)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("it broke")
 
     with monkeypatch.context() as patched:

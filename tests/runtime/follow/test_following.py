@@ -176,7 +176,7 @@ def test_a_step_whose_time_was_predicted_wrongly_is_planned_again(monkeypatch: p
     rows = [NUM_ROWS] * 24
     expected, plain_peaks, _ = _train(UNLIMITED, rows)
     budget = int(0.6 * max(plain_peaks[1:]))
-    for name in ("_LOST_ON_ALL_CORES", "_LOST_BESIDE_FREE_CORES", "_LOST_IF_UNKNOWN", "_COPY_COMPUTE_S"):
+    for name in ("_LOST_ON_ALL_CORES", "_LOST_BESIDE_FREE_CORES", "_COPY_COMPUTE_S"):
         monkeypatch.setattr(measured_machine, name, 0.0)
     monkeypatch.setattr(measured_machine, "_REPLAY_COMPUTE_S", 1e-3)  # so the first program swaps
     monkeypatch.setattr(predictions, "_MAX_CORRECTIONS", 1)

@@ -53,6 +53,7 @@ class Clocks:
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     """Return clocks that stand still between steps, on a machine whose kernels lose what copies take."""
     monkeypatch.setattr(measured_machine, "_LOST_ON_ALL_CORES", 1.0)
+    monkeypatch.setattr(measured_machine, "_ASSUMED_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return Clocks(monkeypatch)
@@ -101,6 +102,20 @@ def test_without_stolen_time_more_than_the_thread_time_is_lost(clocks):
     machine.observe()
     clocks.step(machine, stolen_s=0.0, out_bytes=GB)
     assert machine.now().out_compute_s_per_byte > 0.1 / GB
+
+
+def test_until_much_is_copied_what_other_machines_lost_counts(clocks, monkeypatch):
+    """A first reading may be a neighbour's; many bytes later, only what is read here counts."""
+    monkeypatch.setattr(measured_machine, "_ASSUMED_BYTES", GB // 10)
+    monkeypatch.setattr(measured_machine, "_STOLEN_ON_ALL_CORES_S", 0.25 / GB)
+    machine = clocks.machine()
+    machine.observe()
+    assert machine.now().out_compute_s_per_byte == pytest.approx(0.35 / GB)
+    clocks.step(machine, stolen_s=0.09, out_bytes=GB // 10)
+    assert machine.now().out_compute_s_per_byte == pytest.approx((0.1 + (0.25 + 0.9) / 2) / GB)
+    for _ in range(20):
+        clocks.step(machine, stolen_s=8.0, out_bytes=10 * GB)
+    assert machine.now().out_compute_s_per_byte == pytest.approx(0.9 / GB, rel=0.01)
 
 
 def test_the_newest_copies_count_most(clocks):

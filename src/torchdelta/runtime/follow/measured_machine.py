@@ -6,7 +6,7 @@ copies take: the other cores wait at the end of each kernel. This time is that o
 no thread's time shows: interrupts, and in a virtual machine the disk's work on the host, which shows as "steal". For
 copies in place with direct I/O, the second part is the larger one by far. It is read for all processes together. What
 is read while nothing is copied is taken off; without such a time, what others cause counts as the copies', up to the
-time that the copies take.
+time that the copies take. Until much has been copied, what it was on other machines counts, too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ __all__ = ["MeasuredMachine"]
 # EPYC, with 2 threads and, beside a free core, with 1 (benchmarks/results/overheads-copies*.json).
 _LOST_ON_ALL_CORES: Final = 0.85
 _LOST_BESIDE_FREE_CORES: Final = 0.4
-# The same where the kernel does not tell what interrupts and the hypervisor take: then for each second of processor
-# time that the copying threads alone take.
-_LOST_IF_UNKNOWN: Final = 4.0
+# What interrupts and the hypervisor take for each byte, as measured there. It counts like a measurement of so many
+# bytes: little has been copied when the first plan is made, and what was read may be a neighbour's.
+_STOLEN_ON_ALL_CORES_S: Final = 2.5e-10
+_STOLEN_BESIDE_FREE_CORES_S: Final = 3e-11
+_ASSUMED_BYTES: Final = 128 << 20
 # What the runtime itself takes of the training thread, for a swap (one copy each way, between which threads hand over
 # the interpreter's lock) and for an op that is replayed from the native tape. Steps of a BERT and a GPT-2 whose kernels
 # take next to nothing lost 0.4 to 0.7 ms for each swap. Python replays take 0.1 to 0.2 ms an op more, but most replays
@@ -132,10 +134,9 @@ class MeasuredMachine:
             copy_compute_s, replay_compute_s = _COPY_COMPUTE_S, _REPLAY_COMPUTE_S
             uses_all = torch.get_num_threads() >= len(os.sched_getaffinity(0))
             lost_s_per_s = _LOST_ON_ALL_CORES if uses_all else _LOST_BESIDE_FREE_CORES
-            if not self._stolen_bytes and uses_all:
-                lost_s_per_s = _LOST_IF_UNKNOWN
+            assumed_s = _STOLEN_ON_ALL_CORES_S if uses_all else _STOLEN_BESIDE_FREE_CORES_S
             # Of what others may have caused, a copy is charged no more than the time that it takes.
-            stolen_s = self._stolen_s / self._stolen_bytes if self._stolen_bytes else 0.0
+            stolen_s = (self._stolen_s + assumed_s * _ASSUMED_BYTES) / (self._stolen_bytes + _ASSUMED_BYTES)
             out_s = (tier.write_cpu_s_per_byte + min(stolen_s, 1.0 / tier.write_bytes_per_s)) * lost_s_per_s
             in_s = (tier.read_cpu_s_per_byte + min(stolen_s, 1.0 / tier.read_bytes_per_s)) * lost_s_per_s
             out_s, in_s = self._learned_s or (out_s, in_s)
