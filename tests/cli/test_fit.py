@@ -5,8 +5,10 @@ import json
 import pytest
 
 from tests.cli.inside import inside
+from torchdelta.errors import TraceError
 from torchdelta.machine.catalog import find
 from torchdelta.machine.model import reserve_bytes
+from torchdelta.trace import symbolic
 from torchdelta.units import parse_size
 
 MODEL = """
@@ -22,6 +24,12 @@ def nothing(batch_size):
 
 def without_batch():
     return model(2)
+
+def contrastive(batch_size):
+    def step(model, x):
+        made = model(x)
+        (made @ made.t()).exp().mean().backward()
+    return nn.Linear(64, 64), torch.randn(batch_size, 64), step
 """
 OPTIONS = ("--machine", "t4", "--planner", "delta-2024", "--optimizer", "sgd")
 
@@ -123,3 +131,25 @@ def test_the_reserve():
     wrong = "--memory-budget limits tensors alone, so --reserve has no effect: leave one of them out"
     assert both.stderr == f"torchdelta fit: {wrong}\n"
     assert "leaves nothing of the 14.75 GiB of t4" in inside(*step, "--reserve", "15GiB", code=2).stderr
+
+
+@pytest.mark.usefixtures("_place")
+@pytest.mark.parametrize(("machine", "device"), [("cpu", "cpu"), ("t4", "cuda")])
+def test_the_step_is_that_of_the_machines_device(monkeypatch, machine, device):
+    """A CPU has other kernels, workspaces and optimizer ops than CUDA."""
+    asked = []
+
+    def trace(*_arguments, device, **_options):
+        asked.append(device)
+        raise TraceError("enough")
+
+    monkeypatch.setattr(symbolic, "trace_step", trace)
+    inside("fit", "small_for_fit:model", "--machine", machine, code=2)
+    assert asked == [device]
+
+
+@pytest.mark.usefixtures("_place")
+def test_a_step_that_is_not_linear_in_its_batch_is_told():
+    """The largest batches are then wrong."""
+    assert "does not grow linearly" in inside("fit", "small_for_fit:contrastive", *OPTIONS).stderr
+    assert "does not grow linearly" not in inside("fit", "small_for_fit:model", *OPTIONS).stderr

@@ -106,6 +106,22 @@ def test_foreach_on_cpu() -> None:
     assert not names_of_a_step()
 
 
+def test_foreach_on_fake() -> None:
+    """Within it optimizers take for fake tensors the ops that they take for others; afterwards as before."""
+
+    def default() -> bool:
+        with FakeTensorMode():
+            return default_to_foreach([torch.nn.Parameter(torch.ones(2))])
+
+    with torch_symbolic.foreach_on_cpu():
+        assert not default()
+        with torch_symbolic.foreach_on_fake():
+            assert default()
+        assert not default()
+    with torch_symbolic.foreach_on_fake():
+        assert not default()
+
+
 def test_without_fake_mode() -> None:
     """Within it tensors are real, in the middle of a fake-tensor mode."""
     with FakeTensorMode():

@@ -1,14 +1,17 @@
 """Two batch sizes give every other one."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from torch import nn
 
 from tests.trace.strategies import example, traces
 from torchdelta.errors import TraceError
 from torchdelta.trace.model import Trace
-from torchdelta.trace.scale import CONVOLUTION_WORKSPACE_BYTES, scale
+from torchdelta.trace.scale import CONVOLUTION_WORKSPACE_BYTES, difference_from_line, scale
+from torchdelta.trace.symbolic import trace_step
 from torchdelta.trace.validate import validate
 
 
@@ -65,3 +68,29 @@ def test_different_steps_are_refused():
         scale(replace(two, header=replace(two.header, batch_size=None)), four, 8)
     with pytest.raises(TraceError, match="batch size 0 is no batch"):
         scale(two, four, 0)
+
+
+class Compared(nn.Module):
+    """Compares the samples of a batch with one another, or does not."""
+
+    def __init__(self, *, compares: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.compares = compares
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        made = self.layer(x)
+        return (made @ made.t()).exp().mean() if self.compares else made.exp().mean()
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_what_is_not_on_the_line_is_named(compares: bool) -> None:
+    """A contrastive loss grows with the square of the batch, which two traces cannot show."""
+    first, second, third = (
+        trace_step(lambda size: (Compared(compares=compares), torch.randn(size, 16)), batch_size=size, device="cpu")
+        for size in (2, 4, 8)
+    )
+    difference = difference_from_line(first, second, third)
+    expected = "what aten.mm.default makes has 256 bytes at batch 8, not 160" if compares else ""
+    assert difference == expected

@@ -35,6 +35,27 @@ def foreach_on_cpu() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def foreach_on_fake() -> Generator[None]:
+    """Make optimizers and gradient clipping choose for fake tensors what they choose for others.
+
+    They ask for the class of each parameter before they call a `_foreach_` op.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import optimizer as optimizers
+    from torch.utils import _foreach_utils
+
+    places = [place for place in (_foreach_utils, optimizers) if hasattr(place, "_foreach_supported_types")]
+    originals = [place._foreach_supported_types for place in places]
+    for place, original in zip(places, originals, strict=True):
+        place._foreach_supported_types = [*original, FakeTensor]
+    try:
+        yield
+    finally:
+        for place, original in zip(places, originals, strict=True):
+            place._foreach_supported_types = original
+
+
+@contextlib.contextmanager
 def without_onednn() -> Generator[None]:
     """Make torch's composite functions, such as the LSTM, leave oneDNN's own ops out."""
     before = torch._C._get_mkldnn_enabled()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchdelta.cli.errors import EXIT_INFEASIBLE, fail, print_result
+from torchdelta.cli.errors import EXIT_INFEASIBLE, fail, note, print_result
 from torchdelta.cli.options import (
     ClassOption,
     JsonOption,
@@ -45,6 +45,7 @@ __all__ = ["fit"]
 
 _SLOWDOWNS = (1.05, 1.10, 1.25)
 _TRACED = (2, 4)
+_COMPARED = 8  # a third batch, which must lie on the line through the others
 
 
 def fit(
@@ -143,16 +144,23 @@ class _FitQuestion:
         self.decision_class: DecisionClass | None = decision_class
         say("tracing")
         build = function_named(function)
+        from torchdelta.machine.model import device_of
+        from torchdelta.trace.scale import difference_from_line
         from torchdelta.trace.symbolic import trace_step
 
-        options: dict[str, Any] = {"optimizer": optimizer}
+        options: dict[str, Any] = {"optimizer": optimizer, "device": device_of(self.machine)}
         with own_stdout():
-            self._first, self._second = (
-                trace_step(build, batch_size=size, comment=function, **options) for size in _TRACED
+            self._first, self._second, third = (
+                trace_step(build, batch_size=size, comment=function, **options) for size in (*_TRACED, _COMPARED)
             )
         if self._first.buffers == self._second.buffers:
             sizes = " and ".join(map(str, _TRACED))
             fail(f"{function} gives the same step at batch sizes {sizes}: it must use the batch size it is given")
+        difference = difference_from_line(self._first, self._second, third)
+        if difference:
+            note(
+                f"{function} does not grow linearly with its batch, so other batches are predicted wrong: {difference}"
+            )
         self.step = cache(self._step)
 
     def _step(self, batch_size: int) -> Any:

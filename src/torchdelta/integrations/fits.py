@@ -14,7 +14,7 @@ import msgspec
 
 from torchdelta.errors import ConfigError, InfeasibleError
 from torchdelta.machine.catalog import find
-from torchdelta.machine.model import Machine, reserve_bytes
+from torchdelta.machine.model import Machine, device_of, reserve_bytes
 from torchdelta.machine.roofline import price
 from torchdelta.trace.model import Buffer, Op, Peak, Trace, live_buffers, peak
 from torchdelta.units import format_bytes, parse_size
@@ -125,7 +125,8 @@ def size_of(function: Callable[[], Any], limit: Limit) -> Size:
     """
     from torchdelta.trace.symbolic import traced_step
 
-    options: dict[str, Any] = {"optimizer": limit.optimizer}  # which names there are, it says itself
+    # Which names of optimizers there are, it says itself.
+    options: dict[str, Any] = {"optimizer": limit.optimizer, "device": device_of(limit.machine)}
     traced = traced_step(function, **options)
     trace = price(traced.trace, limit.machine)
     plain_peak = peak(trace, with_workspace=True)

@@ -39,7 +39,7 @@ import msgspec
 
 from torchdelta.errors import MachineError
 
-__all__ = ["Machine", "matrix_flops_per_s", "reserve_bytes", "reserve_of", "validate_machine"]
+__all__ = ["Machine", "device_of", "matrix_flops_per_s", "reserve_bytes", "reserve_of", "validate_machine"]
 
 _RESERVE_BYTES: Final = 6 * 2**30 // 10
 _RESERVE_SHARE: Final = 16
@@ -123,6 +123,11 @@ def matrix_flops_per_s(machine: Machine, dtype: str, *, tf32: bool = True) -> fl
     if rate is not None:
         return rate
     return rates["float32"] / (2.0 if dtype in {"float64", "complex128"} else 1.0)
+
+
+def device_of(machine: Machine) -> Literal["cpu", "cuda"]:
+    """Return the device of a step on a machine, as `trace_step` takes it: what swaps to its disk first is a CPU."""
+    return "cpu" if machine.swaps_to == "disk" else "cuda"
 
 
 def reserve_bytes(machine: Machine) -> int:

@@ -1,7 +1,8 @@
 """A step at any batch size, from its traces at two.
 
-Whatever a step allocates, moves and multiplies grows linearly with its batch, so two traces fix every number at any
-other batch. Only what a convolution allocates inside itself has an end on an accelerator. Batch 1 is none of the two:
+Nearly all that a step allocates, moves and multiplies grows linearly with its batch, so two traces fix every number at
+any other batch. What compares the samples of a batch with one another (a contrastive loss) does not, which a third
+trace shows. Only what a convolution allocates inside itself has an end on an accelerator. Batch 1 is none of the two:
 there some libraries take other ways (GPT-2's op list changes).
 """
 
@@ -13,12 +14,13 @@ from msgspec.structs import replace
 from torchdelta.errors import TraceError
 from torchdelta.trace.model import Buffer, Op, Product, SavedTensor, Trace
 
-__all__ = ["CONVOLUTION_WORKSPACE_BYTES", "scale"]
+__all__ = ["CONVOLUTION_WORKSPACE_BYTES", "difference_from_line", "scale"]
 
 CONVOLUTION_WORKSPACE_BYTES: Final = 128 * 2**20
 """The most that a convolution is taken to allocate inside itself on a device that is no CPU, at any batch: ours, an
 estimate. Libraries choose among their kernels those that fit a limit."""
 
+_NOTABLE_SHARE: Final = 0.2
 _SAME_OP: Final = ("name", "phase", "module", "reads", "writes", "random", "recomputable", "node", "dtype", "layout")
 _SAME_BUFFER: Final = ("storage_id", "kind", "birth_op", "death_op", "saved")
 
@@ -45,6 +47,32 @@ def scale(first: Trace, second: Trace, batch_size: int) -> Trace:
         ops=tuple(line.op(a, b) for a, b in zip(first.ops, second.ops, strict=True)),
         saved_tensors=tuple(line.saved(a, b) for a, b in zip(first.saved_tensors, second.saved_tensors, strict=True)),
     )
+
+
+def difference_from_line(first: Trace, second: Trace, third: Trace) -> str:
+    """Return what of a third trace of a step is not on the line through two others, in words; "" if all is.
+
+    Rounded sizes are a little off the line; only a fifth and more counts.
+
+    Raises:
+        TraceError: As `scale`.
+    """
+    batch_size = int(third.header.batch_size or 0)
+    try:
+        expected = scale(first, second, batch_size)
+        _check(expected, third)
+    except TraceError as error:
+        return str(error)
+    for one, other in zip(expected.buffers, third.buffers, strict=True):
+        if abs(one.size_bytes - other.size_bytes) > _NOTABLE_SHARE * other.size_bytes:
+            made_by = third.ops[other.birth_op] if other.birth_op >= 0 else None
+            what = f"what {made_by.name} makes" if made_by is not None else f"a buffer of kind {other.kind}"
+            where = f" in {made_by.module}" if made_by is not None and made_by.module else ""
+            return f"{what}{where} has {other.size_bytes} bytes at batch {batch_size}, not {one.size_bytes}"
+    for one, other in zip(expected.ops, third.ops, strict=True):
+        if abs(one.flops - other.flops) > _NOTABLE_SHARE * other.flops:
+            return f"{other.name} takes {other.flops} FLOPs at batch {batch_size}, not {one.flops}"
+    return ""
 
 
 class _Line:

@@ -364,3 +364,20 @@ def test_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "step.trace"
     write_trace(trace, path)
     assert read_trace(path) == trace
+
+
+def test_what_runs_without_gradients_before_the_first_save_dies_where_plain_frees_it() -> None:
+    """A teacher's output: the runtime holds it for a replay, the plain step does not."""
+    teacher, student, x = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64), torch.randn(32, 64)
+
+    def step() -> None:
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = (student(x) - wanted).square()
+        del wanted
+        loss.mean().backward()
+
+    trace = trace_of(step)
+    made = next(op for op in trace.ops if op.name == "aten.addmm.default")
+    squared = next(op for op in trace.ops if op.name == "aten.pow.Tensor_Scalar")
+    assert trace.buffers[made.writes[0]].death_op == squared.index + 1

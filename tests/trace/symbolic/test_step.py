@@ -203,3 +203,141 @@ def test_unknown_device_and_optimizer():
         trace_step(mlp, device="tpu")
     with pytest.raises(TraceError, match="unknown optimizer 'lion'"):
         trace_step(mlp, optimizer="lion")  # type: ignore[arg-type]
+
+
+class Taught(nn.Module):
+    """A student that learns from a teacher, whose ops run in a mode without gradients."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.teacher, self.student = nn.Linear(16, 16).bfloat16(), nn.Linear(16, 16)
+        self.teacher.requires_grad_(False)
+        self.mode = mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the distance."""
+        with self.mode():
+            wanted = self.teacher(x.bfloat16()).float().t().reshape(-1)
+        return (self.student(x).reshape(-1) - wanted.clone()).square().mean()
+
+
+def test_ops_in_inference_mode_are_those_without_gradients():
+    """Composite ops arrive whole there: a reshape that copies is no view, and a linear layer has FLOPs."""
+    plain, inference = (
+        trace_step(lambda mode=mode: (Taught(mode), torch.randn(32, 16)), device="cpu")
+        for mode in (torch.no_grad, torch.inference_mode)
+    )
+    assert [op.name for op in inference.ops] == [op.name for op in plain.ops]
+    assert [op.flops for op in inference.ops] == [op.flops for op in plain.ops]
+    assert load_curve(inference) == load_curve(plain)
+
+
+@pytest.mark.parametrize("how", ["closure", "two losses"])
+def test_a_forward_after_a_backward_or_in_a_closure_is_one(how: str):
+    """What it saves may leave; the update belongs to the optimizer."""
+
+    def function() -> tuple[nn.Module, torch.Tensor, Any]:
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ model.weight).exp().square().mean()  # outside of the module
+
+        def step(_: nn.Module, x: torch.Tensor) -> None:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                value = loss(x)
+                value.backward()
+                return value
+
+            if how == "closure":
+                optimizer.step(closure)
+                return
+            closure()
+            loss(x).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        return model, torch.randn(64, 64), step
+
+    trace = trace_step(function, device="cpu")
+    num = 1 if how == "closure" else 2
+    for name in ("aten.tanh.default", "aten.exp.default", "aten.mean.default"):
+        assert [op.phase for op in trace.ops if op.name == name] == ["forward"] * num
+    assert trace.ops[-1].phase == "optimizer"
+    saved = [buffer for buffer in trace.buffers if buffer.saved and buffer.birth_op != BEFORE_STEP]
+    assert {trace.ops[buffer.birth_op].phase for buffer in saved} == {"forward"}
+
+
+def test_an_own_optimizer_takes_the_ops_of_the_device():
+    """As the default one does: on CUDA those on lists of tensors, and one norm for all gradients."""
+
+    def function() -> tuple[nn.Module, torch.Tensor, Any]:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(model: nn.Module, x: torch.Tensor) -> None:
+            model(x).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, torch.randn(4, 16), step
+
+    names = {device: {op.name for op in trace_step(function, device=device).ops} for device in ("cpu", "cuda")}
+    assert "aten._foreach_norm.Scalar" in names["cpu"] & names["cuda"]
+    assert "aten._foreach_addcdiv_.ScalarList" in names["cuda"] - names["cpu"]
+
+
+class Filled(nn.Module):
+    """Writes one part of a tensor after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Fill two halves."""
+        with torch.no_grad():
+            filled = torch.empty(2, *x.shape)
+            for half in filled:
+                half.copy_(x)
+        return (self.layer(x) * filled).exp().sum()
+
+
+def test_a_write_of_a_part_reads_the_rest():
+    """A replay of it alone cannot make the content."""
+    trace = trace_step(lambda: (Filled(), torch.randn(8, 16)), device="cpu")
+    copies = [op for op in trace.ops if op.name == "aten.copy_.default"]
+    assert len(copies) == 2
+    assert copies[0].writes[0] in copies[1].reads
+
+
+class Grown(nn.Module):
+    """Writes into a tensor without elements, which the op lets grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Double, and multiply."""
+        doubled = torch.mul(x, 2, out=torch.empty(0))
+        return (self.layer(x) * doubled).sum()
+
+
+def test_an_output_that_is_given_may_grow():
+    """Its bytes count, and it can be saved."""
+    trace = trace_step(lambda: (Grown(), torch.randn(8, 16)), device="cpu")
+    (op,) = (op for op in trace.ops if op.name == "aten.mul.out")
+    assert trace.buffers[op.writes[0]].size_bytes == 8 * 16 * 4
+
+
+def test_sparse_gradients_are_told(caplog: pytest.LogCaptureFixture):
+    """How many entries they have depends on data."""
+
+    def function() -> tuple[nn.Module, torch.Tensor]:
+        return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)), torch.zeros(4, dtype=torch.long)
+
+    trace_step(function, device="cpu", optimizer="sgd")
+    assert [record.message for record in caplog.records if "sparse gradients" in record.message]

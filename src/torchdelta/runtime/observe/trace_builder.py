@@ -195,7 +195,7 @@ class TraceBuilder(PseudoOps):
             for id_ in reads:
                 self._draft.versions[id_].storage.is_read = True
         index = len(self._draft.ops)
-        watches = entry is None and grad_enabled and phase == "forward"
+        watches = entry is None and phase == "forward"
         writes: list[int] = []
         for tensor in written:
             self._write(tensor, index, phase, writes, watches=watches)

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from torchdelta._torch.autocast import cuda_autocast_on_cpu
-from torchdelta._torch.symbolic import foreach_on_cpu, without_onednn
+from torchdelta._torch.symbolic import foreach_on_cpu, foreach_on_fake, without_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -47,7 +47,8 @@ _MAX_FLASH_WIDTH = 256
 def acting_as(device: str) -> Generator[None]:
     """Make a step on CPU tensors call what it would call on a device: `"cpu"` or `"cuda"`."""
     if device == "cpu":
-        yield
+        with foreach_on_fake():
+            yield
         return
     # Two doors: the names in torch's module, through which its own layers call, and a mode for whoever has imported the
     # functions themselves. A mode alone is off inside of the torch functions that it sees.
@@ -56,7 +57,7 @@ def acting_as(device: str) -> Generator[None]:
     for name, function in replaced.items():
         setattr(functional, name, function)
     try:
-        with foreach_on_cpu(), without_onednn(), cuda_autocast_on_cpu(), _OnCuda():
+        with foreach_on_cpu(), foreach_on_fake(), without_onednn(), cuda_autocast_on_cpu(), _OnCuda():
             yield
     finally:
         for name, function in originals.items():

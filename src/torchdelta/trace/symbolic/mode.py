@@ -17,6 +17,7 @@ A leaf that has a gradient already is added to in place in the same way.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ import torch
 
 from torchdelta._torch.engine import ACCUMULATE, current_node, graph_task_id
 from torchdelta._torch.modes import NoFunction, TorchDispatchMode
+from torchdelta._torch.ops import decompose
 from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
 from torchdelta._torch.tensors import is_dense, tensor_num_holders
 from torchdelta.aten.batch_norm import STATISTICS_POSITIONS, TRAINING_POSITION
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from torchdelta.trace.draft import Version
     from torchdelta.trace.model import BufferKind, Phase
 
+_logger = logging.getLogger("torchdelta")
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
 
@@ -63,6 +66,7 @@ class StepMode(TorchDispatchMode):
         """The phase, where the caller knows it; None: it is found out."""
         self.is_in_optimizer = False
         self._has_seen_backward = False
+        self._has_told_of_sparse = False
         self._was_device = False  # the op before asked for a device: see [Note: accumulation in place]
         self._paths = ModulePaths()
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}  # by address
@@ -143,6 +147,10 @@ class StepMode(TorchDispatchMode):
             self._was_device = True
             return func(*args, **kwargs)
         was_device, self._was_device = self._was_device, False
+        if torch.is_inference_mode_enabled():  # composite ops arrive whole: a reshape that copies, a product
+            output = decompose(func, self, args, kwargs)
+            if output is not NotImplemented:
+                return output
         facts = facts_of(func)
         if facts.kind is Kind.VIEW or facts.kind is Kind.NO_OUTPUT:
             return func(*args, **kwargs)
@@ -159,7 +167,7 @@ class StepMode(TorchDispatchMode):
         if is_engines:
             total = self._accumulated(tensors, is_leaf=node == ACCUMULATE)
         written = self._written(facts, args, kwargs)
-        unread = args[0] if facts.overwrites and written else None
+        unread = args[0] if facts.overwrites and written and _covers(args[0]) else None
         reads = dict.fromkeys(
             version.id
             for tensor in tensors
@@ -178,13 +186,19 @@ class StepMode(TorchDispatchMode):
             targets = {id(total): total}
         for storage in targets.values():
             writes[storage.write(index).id] = None
-        if facts.kind is Kind.REPLACE and written:
-            self._resized(written[0])
+        for tensor in written:
+            self._resized(tensor)  # also one that `out=` lets grow
         if total is None:
             for tensor in outputs:
                 version = self._version(tensor, index)
                 if version is not None and version.birth_op == index:
                     writes[version.id] = None
+        if node and not self._has_told_of_sparse and any(tensor.layout is not torch.strided for tensor in outputs):
+            self._has_told_of_sparse = True
+            _logger.warning(
+                "the step has sparse gradients: how many entries they have depends on data, so what the optimizer does "
+                "with them is missing in the trace"
+            )
         self.shapes.append(tuple(tuple(tensor.shape) for tensor in tensors))
         flops, dtype = flops_of(func, args, kwargs, output)
         phase = self._phase()
@@ -246,8 +260,9 @@ class StepMode(TorchDispatchMode):
             self._has_seen_backward = True
             return "backward"
         if self.is_in_optimizer:
-            return "optimizer"
-        # After a backward, work outside of all modules (clipping, scaling, a moving average) belongs to the update.
+            return "forward" if torch.is_grad_enabled() else "optimizer"  # the forward of a closure
+        # After a backward, work outside of all modules (clipping, scaling, a moving average) belongs to the update. It
+        # does so until something is saved: then another forward has begun.
         return "optimizer" if self._has_seen_backward and not self._paths.current() else "forward"
 
     # -- saved tensors
@@ -256,6 +271,8 @@ class StepMode(TorchDispatchMode):
         """Return the hooks that put down what autograd saves, and when it wants it."""
 
         def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Saved[Storage] | None]:
+            if graph_task_id() < 0:
+                self._has_seen_backward = False
             with NoFunction():
                 version = self._version(tensor, BEFORE_STEP)
                 saved = None
@@ -281,6 +298,11 @@ class StepMode(TorchDispatchMode):
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is all of its storage."""
+    return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
