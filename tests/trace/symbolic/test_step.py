@@ -341,3 +341,21 @@ def test_sparse_gradients_are_told(caplog: pytest.LogCaptureFixture):
 
     trace_step(function, device="cpu", optimizer="sgd")
     assert [record.message for record in caplog.records if "sparse gradients" in record.message]
+
+
+def test_what_an_optimizer_updates_is_a_parameter():
+    """Also where the step alone holds it: the second model of a pair."""
+
+    def function() -> tuple[nn.Module, torch.Tensor, Any]:
+        first, second = nn.Linear(16, 16), nn.Linear(16, 24)
+        optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+
+        def step(model: nn.Module, x: torch.Tensor) -> None:
+            second(model(x)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return first, torch.randn(4, 16), step
+
+    kinds = counts(trace_step(function, device="cpu")).bytes_by_kind
+    assert kinds["parameter"] == kinds["gradient"] == 4 * (16 * 16 + 16 + 16 * 24 + 24)

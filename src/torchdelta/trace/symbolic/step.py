@@ -31,7 +31,7 @@ from torchdelta.trace.symbolic.values import VALUES_WANTED, KnownValues, usual_m
 from torchdelta.trace.validate import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 OptimizerName = Literal["none", "sgd", "sgd-momentum", "adamw"]
 OPTIMIZERS: Final[tuple[OptimizerName, ...]] = ("none", "sgd", "sgd-momentum", "adamw")
@@ -136,16 +136,17 @@ def traced_step(
             with _optimizers_noted(optimizers, mode):
                 with LiveStorages() as first:
                     step(model, inputs)
-                mode.note(model.parameters(), "parameter")
+                parameters = _parameters(model, optimizers.values())
+                mode.note(parameters, "parameter")
                 mode.note(model.buffers(), "constant")
                 mode.note(_tensors(inputs), "input")
-                mode.note((p.grad for p in model.parameters() if p.grad is not None), "gradient")
+                mode.note((p.grad for p in parameters if p.grad is not None), "gradient")
                 mode.note((t for one in optimizers.values() for t in _states(one)), "optimizer_state")
                 gc.collect()  # what only circles hold is not kept
                 mode.note_kept(first.storages())
-                with mode, mode.saved_hooks(), _gradients_noted(model, mode):
+                with mode, mode.saved_hooks(), _gradients_noted(parameters, mode):
                     step(model, inputs)
-                mode.note((p.grad for p in model.parameters() if p.grad is not None), "gradient")
+                mode.note((p.grad for p in parameters if p.grad is not None), "gradient")
                 if with_growth:
                     growth_bytes = _growth_bytes(mode, lambda: step(model, inputs))
         mode.close()
@@ -359,19 +360,25 @@ def _optimizers_noted(found: dict[int, torch.optim.Optimizer], mode: StepMode) -
 
 
 @contextlib.contextmanager
-def _gradients_noted(model: nn.Module, mode: StepMode) -> Generator[None]:
+def _gradients_noted(parameters: Iterable[torch.Tensor], mode: StepMode) -> Generator[None]:
     """Note each gradient when it has been put into its `.grad`."""
 
     def accumulated(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             mode.note((parameter.grad,), "gradient")
 
-    handles = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(accumulated) for p in parameters if p.requires_grad and p.is_leaf]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _parameters(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the parameters of a model, and what else optimizers update: those of a second model, for example."""
+    updated = (p for one in optimizers for group in one.param_groups for p in group["params"])
+    return list({id(p): p for p in (*model.parameters(), *updated)}.values())
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
