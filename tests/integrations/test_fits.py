@@ -148,3 +148,9 @@ def test_growth_is_what_every_step_leaves(keep, growth_bytes):
     """Kept views keep their whole storage; what is replaced, or made once, is no growth."""
     traced = traced_step(lambda: growing(keep))
     assert traced.growth_bytes == growth_bytes
+
+
+@pytest.mark.parametrize(("machine", "device"), [("cpu", "cpu"), ("rtx4090", "cuda")])
+def test_the_step_is_that_of_the_machines_device(machine, device):
+    """A CPU has other kernels, workspaces and optimizer ops than CUDA."""
+    assert size_of(BUILDERS["language"], limit_of(machine=machine)).trace.header.device == device

@@ -181,3 +181,20 @@ def test_a_second_optimizer_of_a_step_is_known_to_the_summary(num_optimizers: in
             for optimizer in stepped:
                 optimizer.step()
     assert budget.summary().had_other_optimizers == (num_optimizers == 2)
+
+
+def test_optimizers_that_step_in_the_backward_are_in_the_first_trace() -> None:
+    """One for each parameter: the step is not over when they step."""
+    model, x = mlp(64, 4), torch.randn(8, 64)
+    for parameter in model.parameters():
+        stepped = torch.optim.AdamW([parameter])
+
+        def step(_: torch.Tensor, stepped: torch.optim.Optimizer = stepped) -> None:
+            stepped.step()
+            stepped.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    with running() as (budget, _):
+        for _ in range(3):
+            model(x).sum().backward()
+    assert not budget.summary().had_other_optimizers

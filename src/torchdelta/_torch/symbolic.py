@@ -44,15 +44,16 @@ def foreach_on_fake() -> Generator[None]:
     from torch.optim import optimizer as optimizers
     from torch.utils import _foreach_utils
 
+    # The lists themselves, often one and the same: others add their classes to them when they are imported.
     places = [place for place in (_foreach_utils, optimizers) if hasattr(place, "_foreach_supported_types")]
-    originals = [place._foreach_supported_types for place in places]
-    for place, original in zip(places, originals, strict=True):
-        place._foreach_supported_types = [*original, FakeTensor]
+    supported = {id(types): types for types in (place._foreach_supported_types for place in places)}
+    for types in supported.values():
+        types.append(FakeTensor)
     try:
         yield
     finally:
-        for place, original in zip(places, originals, strict=True):
-            place._foreach_supported_types = original
+        for types in supported.values():
+            types.remove(FakeTensor)
 
 
 @contextlib.contextmanager

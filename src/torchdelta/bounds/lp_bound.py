@@ -24,9 +24,9 @@ takes of compute (machine/model.py), but for no more than the faster link needs 
 for that instead. Whatever it costs beyond that is part of `stall`.
 
 The plans meant are those of the class *saved* as `saved_class.py` reads it: a buffer that is dropped leaves right after
-its last use in forward, a replay runs before the op that uses its target, and what it brings back stays. So are the
-plans of all planners here. A plan file may also drop a buffer only after a replay in backward has read it, and such a
-plan can beat the bound.
+its last use in forward, a replay runs before the op that uses its target, and what it brings back stays. All planners
+of that class make such plans. A plan file may also drop a buffer only after a replay in backward has read it, and such
+a plan can beat the bound.
 
 1.  Memory at a moment: the load of the plain step less what is away is at most the budget. The memory of replays in
     progress would only add to it.
@@ -69,7 +69,7 @@ NUM_MOMENTS = 10
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """What no plan of a class can beat in which what is dropped leaves at once.
+    """A bound for all plans of a class whose dropped buffers leave right after their last use in forward.
 
     See [Note: why no plan of the class beats the bound].
 

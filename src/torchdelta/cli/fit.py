@@ -79,8 +79,8 @@ def fit(
 ) -> None:
     """Report whether a model fits a machine, the least budget, the largest batch, and what to do.
 
-    Nothing runs on a GPU: the step is traced on fake tensors at two batch sizes, and scaled to all others. Exits with
-    78 if no plan was found with which the batch fits.
+    Nothing runs on a GPU: the step is traced on fake tensors at batch sizes 2 and 4, and scaled to all others. Exits
+    with 78 if no plan was found with which the batch fits.
     """
     with progress() as say:
         from torchdelta.planners import get
@@ -156,7 +156,7 @@ class _FitQuestion:
         if self._first.buffers == self._second.buffers:
             sizes = " and ".join(map(str, _TRACED))
             fail(f"{function} gives the same step at batch sizes {sizes}: it must use the batch size it is given")
-        difference = difference_from_line(self._first, self._second, third)
+        self.difference = difference = difference_from_line(self._first, self._second, third)
         if difference:
             note(
                 f"{function} does not grow linearly with its batch, so other batches are predicted wrong: {difference}"
@@ -187,6 +187,7 @@ class _FitQuestion:
             "planner": self.planner,
             "decision_class": least.plan.header.decision_class,
             "batch_size": batch_size,
+            "not_linear": self.difference,
             "device_memory_bytes": self.machine.memory_bytes,
             "reserve_bytes": self.reserve_bytes,
             "budget_bytes": self.budget_bytes,

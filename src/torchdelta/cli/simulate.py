@@ -17,6 +17,7 @@ from torchdelta.cli.options import (
     progress,
 )
 from torchdelta.cli.prediction import facts_of, show
+from torchdelta.errors import MachineError
 
 __all__ = ["simulate"]
 
@@ -51,7 +52,10 @@ def simulate(
         chosen = machine_named(name, link)
         if machine is None and link is None and given is not None and given.header.links is not None:
             chosen = msgspec.structs.replace(chosen, **msgspec.structs.asdict(given.header.links))
-            validate_machine(chosen)  # the file may be anybody's
+            try:
+                validate_machine(chosen)
+            except MachineError as error:
+                fail(f"{plan}: its links are invalid: {error}")
         say("simulating")
         found = predict(trace, chosen, given)
         note_recorded_times(found)

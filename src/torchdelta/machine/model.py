@@ -126,7 +126,7 @@ def matrix_flops_per_s(machine: Machine, dtype: str, *, tf32: bool = True) -> fl
 
 
 def device_of(machine: Machine) -> Literal["cpu", "cuda"]:
-    """Return the device of a step on a machine, as `trace_step` takes it: what swaps to its disk first is a CPU."""
+    """Return the device of a step on a machine, as `trace_step` takes it: what swaps to its disk is a CPU."""
     return "cpu" if machine.swaps_to == "disk" else "cuda"
 
 

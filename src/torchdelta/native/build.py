@@ -310,8 +310,13 @@ def _compile(module: NativeModule, target: Path) -> None:
 
 
 def _words(compiler: str) -> list[str]:
-    """Return the words of a command such as "ccache g++"."""
-    return shlex.split(compiler) or [compiler]
+    """Return the words of a command such as "ccache g++"; a path may contain spaces."""
+    if shutil.which(compiler) is not None:
+        return [compiler]
+    try:
+        return shlex.split(compiler) or [compiler]
+    except ValueError:  # an open quote
+        return [compiler]
 
 
 def _run(command: list[str], what: str, environment: dict[str, str]) -> None:

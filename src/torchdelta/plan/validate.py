@@ -5,7 +5,7 @@ What must hold, beside ids and numbers in range:
 1.  A buffer leaves after a use of it and is there at each use in between: an absence begins right after its last use or
     later, ends by its next one, and no op or replay reads the buffer while it is away, or before compute has waited for
     its copy in. Its memory is free after its copy out was queued, and the next copy out follows on the one in, or on
-    the replay, before.
+    the replay, before. A buffer that is dropped after a swap leaves after compute has waited for its copy in.
 2.  A recomputed buffer is written by a replay at the op at which it returns, and everything that a replay reads is on
     the device or made earlier in the same replay.
 3.  A replay runs only ops that are recomputable, and keeps only what it makes.

@@ -75,7 +75,7 @@ def lives_of_trace(trace: Trace, *, alignment_bytes: int = 1, capacity_bytes: in
 def pair_over_end(
     outliving: Iterable[tuple[int, int, int]], left_over: Mapping[int, Iterable[tuple[int, int]]]
 ) -> dict[int, tuple[int, int]]:
-    """Return which lives that outlive the step go on as which ones that the step finds: (end, id) by id.
+    """Return, by the id of a life that outlives the step, the (end, id) of the left-over life whose place it takes.
 
     The latest born goes on as the one that dies first: the shortest lives that the two sides allow. If the old one is
     still there when the new one is born, the two have two places, which take turns from step to step.

@@ -117,7 +117,7 @@ class OptimizerSteps:
         self._foreseen.add(optimizer)  # a step that was refused is looked at again
 
     def _make(self, size_bytes: int, optimizer: Any) -> None:
-        """Make room for what a whole step allocates. No op does so at once, so prefetching leaves no such room."""
+        """Make room for an optimizer's step, without raising what prefetching leaves free for the largest op."""
         largest_bytes = self._room.largest_request_bytes
         try:
             self._room.make(size_bytes, f"{FORESEEN}{type(optimizer).__name__}")

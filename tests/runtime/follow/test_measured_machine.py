@@ -112,10 +112,18 @@ def test_until_much_is_copied_what_other_machines_lost_counts(clocks, monkeypatc
     machine.observe()
     assert machine.now().out_compute_s_per_byte == pytest.approx(0.35 / GB)
     clocks.step(machine, stolen_s=0.09, out_bytes=GB // 10)
-    assert machine.now().out_compute_s_per_byte == pytest.approx((0.1 + (0.25 + 0.9) / 2) / GB)
-    for _ in range(20):
-        clocks.step(machine, stolen_s=8.0, out_bytes=10 * GB)
+    assert 0.5 / GB < machine.now().out_compute_s_per_byte < 0.9 / GB
+    for _ in range(200):
+        clocks.step(machine, stolen_s=0.04, out_bytes=GB // 20)
     assert machine.now().out_compute_s_per_byte == pytest.approx(0.9 / GB, rel=0.01)
+
+
+def test_copies_within_memory_are_not_taken_to_cost_what_those_of_a_disk_do(clocks, monkeypatch):
+    """No disk's work is in them."""
+    monkeypatch.setattr(measured_machine, "_ASSUMED_BYTES", GB)
+    machine = clocks.machine(tier_name="memory")
+    machine.observe()
+    assert machine.now().out_compute_s_per_byte == pytest.approx(0.1 / GB)
 
 
 def test_the_newest_copies_count_most(clocks):

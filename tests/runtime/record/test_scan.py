@@ -8,12 +8,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.runtime.programs import mlp, reachable_bytes, running
 from torchdelta._torch.fake import FakeTensorMode
+from torchdelta.native.counting import counting_status
 from torchdelta.runtime.record.scan import others_may_train, scan_storages
 from torchdelta.runtime.state.ledger import Ledger
 from torchdelta.runtime.tiers.disk import DiskTier
@@ -277,3 +279,23 @@ def test_who_waits_is_not_at_work() -> None:
         ends.append(True)
         waiting.join()
         spinning.join()
+
+
+@pytest.mark.skipif(not counting_status().is_on, reason="needs the counter at the allocator")
+@pytest.mark.parametrize(
+    ("what", "found"), [("parameter", True), ("leaf", True), ("buffer of a file", True), ("array", False)]
+)
+def test_a_scan_for_late_parameters_leaves_out_other_memory(tmp_path: Path, what: str, found: bool) -> None:
+    """What NumPy or another thread allocated counts once an op uses it; a model's tensors count at once."""
+    array = np.zeros(10_000, np.float32)
+    if what == "buffer of a file":
+        torch.save({"weight": torch.zeros(10_000)}, tmp_path / "model.pt")
+        kept = torch.load(tmp_path / "model.pt", mmap=True)["weight"]
+    else:
+        kept = torch.from_numpy(array)
+        kept = nn.Parameter(kept) if what == "parameter" else kept.requires_grad_(what == "leaf")
+    with running() as (_, session):
+        fresh = Ledger("cpu")
+        fresh.usage.count_with(session.ledger.usage.counter)
+        scan_storages(fresh, others="parameters")
+        assert (fresh.find(kept) is not None) == found

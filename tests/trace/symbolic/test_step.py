@@ -10,6 +10,7 @@ from torch import nn
 
 from torchdelta.cli.allocator_peak import AllocatorPeak
 from torchdelta.errors import TraceError
+from torchdelta.notices import warn_once
 from torchdelta.trace.model import BEFORE_STEP, counts, load_curve
 from torchdelta.trace.symbolic import trace_step
 from torchdelta.trace.validate import validate
@@ -311,6 +312,7 @@ def test_a_write_of_a_part_reads_the_rest():
     copies = [op for op in trace.ops if op.name == "aten.copy_.default"]
     assert len(copies) == 2
     assert copies[0].writes[0] in copies[1].reads
+    assert {op.moved_bytes for op in copies} == {2 * 8 * 16 * 4}  # what it copies, read and written
 
 
 class Grown(nn.Module):
@@ -335,6 +337,7 @@ def test_an_output_that_is_given_may_grow():
 
 def test_sparse_gradients_are_told(caplog: pytest.LogCaptureFixture):
     """How many entries they have depends on data."""
+    warn_once.cache_clear()
 
     def function() -> tuple[nn.Module, torch.Tensor]:
         return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)), torch.zeros(4, dtype=torch.long)
@@ -359,3 +362,60 @@ def test_what_an_optimizer_updates_is_a_parameter():
 
     kinds = counts(trace_step(function, device="cpu")).bytes_by_kind
     assert kinds["parameter"] == kinds["gradient"] == 4 * (16 * 16 + 16 + 16 * 24 + 24)
+
+
+class OnData(torch.optim.Optimizer):
+    """Updates `.data` with gradients on, as many published optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        """Call the closure, and update."""
+        with torch.enable_grad():
+            if closure is not None:
+                closure()
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.add_(parameter.grad.data.cos(), alpha=-0.1)
+
+
+@pytest.mark.parametrize("has_closure", [True, False])
+def test_an_update_with_gradients_on_belongs_to_the_optimizer(has_closure: bool):
+    """And what a closure does without gradients to its forward."""
+
+    def function() -> tuple[nn.Module, torch.Tensor, Any]:
+        model = nn.Linear(16, 16)
+        optimizer = OnData(model.parameters(), {})
+
+        def step(model: nn.Module, x: torch.Tensor) -> None:
+            def closure() -> None:
+                with torch.no_grad():
+                    wanted = x.sin()
+                (model(x) - wanted).square().sum().backward()
+
+            if has_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            optimizer.zero_grad()
+
+        return model, torch.randn(4, 16), step
+
+    phases = {op.name: op.phase for op in trace_step(function, device="cpu").ops}
+    assert phases["aten.sin.default"] == phases["aten.sub.Tensor"] == "forward"
+    assert phases["aten.cos.default"] == "optimizer"
+
+
+def test_a_sparse_gradient_may_be_set_to_zero():
+    """It has no storage to be overwritten as a whole."""
+
+    def function() -> tuple[nn.Module, torch.Tensor, Any]:
+        model = nn.Embedding(50, 8, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(model: nn.Module, x: torch.Tensor) -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        return model, torch.zeros(4, dtype=torch.long), step
+
+    assert trace_step(function, device="cpu").ops

@@ -57,7 +57,7 @@ def _watch(optimizer_class: type) -> None:
             open_scope()
         except Exception as error:  # noqa: BLE001 - this interpreter may lack torchdelta, and it trains all the same
             with contextlib.suppress(Exception):
-                print(f"torchdelta: this process trains without a budget: {error}", file=sys.stderr)
+                print(f"torchdelta[pid {os.getpid()}]: this process opens no budget: {error}", file=sys.stderr)
         original(*args, **kwargs)
 
     optimizer_class.__init__ = first  # pyright: ignore[reportAttributeAccessIssue]

@@ -45,8 +45,8 @@ def decisions(problem: PlanningProblem) -> Iterator[NDArray[np.int8]]:
         num_blocks = length * (num_segments - 1)
         yield _codes(problem, {block: place // length for block, place in order.items() if place < num_blocks})
     for period in range(2, len(order)):
-        for first in (period - 1, 0):
-            yield _codes(problem, {block: place for block, place in order.items() if place % period == first})
+        for start in (period - 1, 0):
+            yield _codes(problem, {block: place for block, place in order.items() if place % period == start})
     products = {id_ for op in problem.trace.ops if op.flops for id_ in op.writes}
     for num_blocks in range(1, len(order) + 1):
         first = {block: place for block, place in order.items() if place < num_blocks}

@@ -30,8 +30,8 @@ __all__ = ["MeasuredMachine"]
 # EPYC, with 2 threads and, beside a free core, with 1 (benchmarks/results/overheads-copies*.json).
 _LOST_ON_ALL_CORES: Final = 0.85
 _LOST_BESIDE_FREE_CORES: Final = 0.4
-# What interrupts and the hypervisor take for each byte, as measured there. It counts like a measurement of so many
-# bytes: little has been copied when the first plan is made, and what was read may be a neighbour's.
+# What interrupts and the hypervisor take for each byte to and from a disk, as measured there. At first it counts like a
+# measurement of so many bytes: little has been copied when the first plan is made, and a reading may be a neighbour's.
 _STOLEN_ON_ALL_CORES_S: Final = 2.5e-10
 _STOLEN_BESIDE_FREE_CORES_S: Final = 3e-11
 _ASSUMED_BYTES: Final = 128 << 20
@@ -65,6 +65,7 @@ class MeasuredMachine:
         self._device = device
         self._budget_bytes = budget_bytes
         self._stolen_s = self._stolen_bytes = 0.0  # beside copies, and their bytes; older ones count less
+        self._assumed_bytes = float(_ASSUMED_BYTES)  # for which `_STOLEN_ON_ALL_CORES_S` counts
         self._idle_rate: float | None = None  # seconds stolen in a second without copies
         self._shortest_s = _SHORTEST_S  # between two readings
         self._read_s = -math.inf  # the time of the latest reading
@@ -96,6 +97,7 @@ class MeasuredMachine:
         stolen_s = max(0.0, stolen_s - (self._idle_rate or 0.0) * time_s)
         self._stolen_s = self._stolen_s * kept + stolen_s
         self._stolen_bytes = self._stolen_bytes * kept + moved_bytes
+        self._assumed_bytes *= kept
 
     def learn(self, planned: Machine, more_s: float, swapped_bytes: int) -> bool:
         """Learn what copies take from kernels, from steps that took more or less time than predicted.
@@ -135,8 +137,11 @@ class MeasuredMachine:
             uses_all = torch.get_num_threads() >= len(os.sched_getaffinity(0))
             lost_s_per_s = _LOST_ON_ALL_CORES if uses_all else _LOST_BESIDE_FREE_CORES
             assumed_s = _STOLEN_ON_ALL_CORES_S if uses_all else _STOLEN_BESIDE_FREE_CORES_S
+            if tier.name != "disk":
+                assumed_s = 0.0
             # Of what others may have caused, a copy is charged no more than the time that it takes.
-            stolen_s = (self._stolen_s + assumed_s * _ASSUMED_BYTES) / (self._stolen_bytes + _ASSUMED_BYTES)
+            num_bytes = max(1.0, self._stolen_bytes + self._assumed_bytes)
+            stolen_s = (self._stolen_s + assumed_s * self._assumed_bytes) / num_bytes
             out_s = (tier.write_cpu_s_per_byte + min(stolen_s, 1.0 / tier.write_bytes_per_s)) * lost_s_per_s
             in_s = (tier.read_cpu_s_per_byte + min(stolen_s, 1.0 / tier.read_bytes_per_s)) * lost_s_per_s
             out_s, in_s = self._learned_s or (out_s, in_s)

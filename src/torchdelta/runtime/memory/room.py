@@ -213,7 +213,7 @@ class Room:
         """Return whether `size_bytes` fit without an eviction."""
         if self.budget_bytes is None:
             return True
-        usage, size_bytes = self.usage, size_bytes + self.reserved_bytes
+        usage = self.usage
         if not self.device.counts_exactly:
             self.device.begin_request(usage, size_bytes, self.budget_bytes)
         if usage.most_bytes + size_bytes <= self.budget_bytes:

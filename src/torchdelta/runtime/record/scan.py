@@ -35,6 +35,7 @@ from torchdelta._torch.tensors import is_trained_leaf, storage_of
 from torchdelta.runtime.state.instances import subclasses_of
 from torchdelta.runtime.state.kinds import runs_own_ops
 from torchdelta.runtime.state.ledger import Ledger
+from torchdelta.runtime.state.outside_memory import is_outside_storage
 from torchdelta.runtime.state.storages import memory_address
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ def scan_storages(ledger: Ledger, *, others: Others = "all") -> int:
 
     Args:
         ledger: Learns of the storages.
-        others: Which tensors count, too, whose memory this thread did not allocate: that of other threads, of NumPy, of
-            a mapped file. The others count from the first op on that uses them.
+        others: Whose memory counts beside what this thread has allocated: that of "all" tensors (of other threads,
+            NumPy, mapped files), that of "parameters" and of mapped files, or "none". What is left out counts once an
+            op uses it.
 
     Classes are compared by `type(o)`: `isinstance` would run `__class__` properties of lazy objects. Tensors that the
     collector does not list (after `gc.freeze()`, or held by C++ alone) count from their first use on. A leaf's `.grad`
@@ -72,11 +74,7 @@ def scan_storages(ledger: Ledger, *, others: Others = "all") -> int:
         try:
             if kind is not torch.Tensor and kind is not torch.nn.Parameter and runs_own_ops(kind):
                 _count_inner(ledger, tensor)
-            elif (
-                others == "all"
-                or (others == "parameters" and isinstance(tensor, torch.nn.Parameter))
-                or _is_ours(ledger, tensor)
-            ):
+            elif others == "all" or (others == "parameters" and _may_be_a_models(tensor)) or _is_ours(ledger, tensor):
                 _count(ledger, tensor, leaves)
         except Exception as error:  # noqa: BLE001 - any tensor of the process, in any state, even half built
             _skip(kind, error)
@@ -120,6 +118,16 @@ def _is_ours(ledger: Ledger, tensor: torch.Tensor) -> bool:
         return storage.device.type != "cpu"
     address = memory_address(storage)
     return address != 0 and counter.owns(address)
+
+
+def _may_be_a_models(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter, another trained leaf, or part of a mapped file, as a checkpoint's."""
+    if isinstance(tensor, torch.nn.Parameter) or is_trained_leaf(tensor):
+        return True
+    if isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
+        return False
+    storage = storage_behind(tensor)
+    return not storage.resizable() and not is_outside_storage(storage)
 
 
 def _skip(kind: type, error: Exception) -> None:

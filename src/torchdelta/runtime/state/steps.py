@@ -210,8 +210,8 @@ class StepTracker:
             self._rows[_HAD_OPTIMIZER - _ROW] = True  # of the latest step
             self.has_stepped = True
             self.num_optimizer_steps += 1
-        else:
-            self.had_other_optimizers = self.had_other_optimizers or self.num_steps > 0
+        elif graph_task_id() == -1 and self.has_stepped and not self._has_saved:
+            self.had_other_optimizers = True
 
     def on_abandoned(self) -> None:
         """What was saved so far had no backward. Before the first step it belongs to the script's start."""

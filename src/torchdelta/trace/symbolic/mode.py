@@ -17,7 +17,6 @@ A leaf that has a gradient already is added to in place in the same way.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from torchdelta.aten.batch_norm import STATISTICS_POSITIONS, TRAINING_POSITION
 from torchdelta.aten.facts import Kind, OpFacts, facts_of, written_tensors
 from torchdelta.aten.order import is_fixed_here, races_here
 from torchdelta.modules import ModulePaths
+from torchdelta.notices import warn_once
 from torchdelta.trace.draft import Saved
 from torchdelta.trace.model import BEFORE_STEP, Op
 from torchdelta.trace.symbolic.costs import flops_of, layout_of, moved_bytes, product_of, workspace_bytes
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchdelta.trace.draft import Version
     from torchdelta.trace.model import BufferKind, Phase
 
-_logger = logging.getLogger("torchdelta")
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr})
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
 
@@ -66,7 +66,6 @@ class StepMode(TorchDispatchMode):
         """The phase, where the caller knows it; None: it is found out."""
         self.is_in_optimizer = False
         self._has_seen_backward = False
-        self._has_told_of_sparse = False
         self._was_device = False  # the op before asked for a device: see [Note: accumulation in place]
         self._paths = ModulePaths()
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}  # by address
@@ -147,7 +146,8 @@ class StepMode(TorchDispatchMode):
             self._was_device = True
             return func(*args, **kwargs)
         was_device, self._was_device = self._was_device, False
-        if torch.is_inference_mode_enabled():  # composite ops arrive whole: a reshape that copies, a product
+        # In inference mode composite ops arrive whole: a reshape that copies, a product.
+        if torch.is_inference_mode_enabled() and _run_as_parts(args, kwargs):
             output = decompose(func, self, args, kwargs)
             if output is not NotImplemented:
                 return output
@@ -167,7 +167,8 @@ class StepMode(TorchDispatchMode):
         if is_engines:
             total = self._accumulated(tensors, is_leaf=node == ACCUMULATE)
         written = self._written(facts, args, kwargs)
-        unread = args[0] if facts.overwrites and written and _covers(args[0]) else None
+        overwritten = args[0] if facts.overwrites and written else None
+        unread = overwritten if overwritten is not None and _covers(overwritten) else None
         reads = dict.fromkeys(
             version.id
             for tensor in tensors
@@ -193,11 +194,10 @@ class StepMode(TorchDispatchMode):
                 version = self._version(tensor, index)
                 if version is not None and version.birth_op == index:
                     writes[version.id] = None
-        if node and not self._has_told_of_sparse and any(tensor.layout is not torch.strided for tensor in outputs):
-            self._has_told_of_sparse = True
-            _logger.warning(
-                "the step has sparse gradients: how many entries they have depends on data, so what the optimizer does "
-                "with them is missing in the trace"
+        if node and any(tensor.layout in _SPARSE for tensor in outputs):
+            warn_once(
+                "the step has sparse gradients; their size depends on data, so the trace lacks what the optimizer does "
+                "with them"
             )
         self.shapes.append(tuple(tuple(tensor.shape) for tensor in tensors))
         flops, dtype = flops_of(func, args, kwargs, output)
@@ -216,7 +216,7 @@ class StepMode(TorchDispatchMode):
                 node=node,
                 flops=flops,
                 dtype=dtype,
-                moved_bytes=moved_bytes(facts.base_name, tensors, outputs, written, unread),
+                moved_bytes=moved_bytes(facts.base_name, tensors, outputs, written, overwritten),
                 product=product_of(facts.base_name, args, flops),
                 layout=layout_of(tensors),
             )
@@ -253,6 +253,10 @@ class StepMode(TorchDispatchMode):
             return not (facts.may_race and races_here(facts.base_name, args, kwargs))
         return not facts.order_varies or is_fixed_here(facts.base_name, args, kwargs)
 
+    def begin_forward(self) -> None:
+        """Count what follows as forward: the closure of an optimizer begins."""
+        self.is_in_optimizer = self._has_seen_backward = False
+
     def _phase(self) -> Phase:
         if self.stage is not None:
             return self.stage
@@ -260,7 +264,7 @@ class StepMode(TorchDispatchMode):
             self._has_seen_backward = True
             return "backward"
         if self.is_in_optimizer:
-            return "forward" if torch.is_grad_enabled() else "optimizer"  # the forward of a closure
+            return "optimizer"
         # After a backward, work outside of all modules (clipping, scaling, a moving average) belongs to the update. It
         # does so until something is saved: then another forward has begun.
         return "optimizer" if self._has_seen_backward and not self._paths.current() else "forward"
@@ -300,9 +304,19 @@ class StepMode(TorchDispatchMode):
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
+def _run_as_parts(args: Any, kwargs: Any) -> bool:
+    """Return whether a composite op on these arguments runs as its parts: other layouts may have another kernel."""
+    tensors: list[torch.Tensor] = []
+    _collect((*args, *kwargs.values()), tensors)
+    return all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors)
+
+
 def _covers(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is all of its storage."""
-    return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+    try:
+        return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+    except RuntimeError:  # a sparse tensor has none
+        return True
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:

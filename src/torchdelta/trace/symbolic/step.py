@@ -344,9 +344,22 @@ def _quiet_collector() -> Generator[None]:
 
 @contextlib.contextmanager
 def _optimizers_noted(found: dict[int, torch.optim.Optimizer], mode: StepMode) -> Generator[None]:
-    def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def watched(closure: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            mode.begin_forward()
+            loss = closure(*args, **kwargs)
+            mode.is_in_optimizer = True
+            return loss
+
+        return call
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         found[id(optimizer)] = optimizer
         mode.is_in_optimizer = True
+        args = tuple(watched(each) if place == 1 and callable(each) else each for place, each in enumerate(args))
+        return args, {
+            name: watched(each) if name == "closure" and callable(each) else each for name, each in kwargs.items()
+        }
 
     def after(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         mode.is_in_optimizer = False
