@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "summary": {*BASE, "html_table"},
     "aten": {*BASE, "_torch"},
     "modules": {*BASE, "_torch"},
-    "trace": {*BASE, "_torch", "aten", "modules"},  # for its symbolic part
+    "trace": {*BASE, "_torch", "aten", "modules", "notices"},  # for its symbolic part
     "machine": {*BASE, "host", "cache_folder", "trace"},
     "plan": {*BASE, "trace", "machine"},
     "simulate": {*BASE, "trace", "machine", "plan"},

@@ -1,4 +1,4 @@
-"""Warnings of the runtime that would repeat in every scope or step: each is logged once per process."""
+"""Warnings that would repeat in every scope, step or trace: each is logged once per process."""
 
 from __future__ import annotations
 
