@@ -48,4 +48,7 @@ def is_outside_storage(storage: torch.UntypedStorage) -> bool:
 @functools.cache
 def _deleter(weak_storage: Callable[[int], WeakStorage]) -> int:
     """Return the address of the function that frees memory which torch has not allocated."""
-    return weak_storage(address_of(torch.frombuffer(bytearray(8), dtype=torch.uint8).untyped_storage())).deleter()
+    storage = torch.frombuffer(bytearray(8), dtype=torch.uint8).untyped_storage()
+    deleter = weak_storage(address_of(storage)).deleter()
+    del storage  # not before: the weak reference is made from an address
+    return deleter
