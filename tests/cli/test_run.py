@@ -124,24 +124,6 @@ def test_the_script_is_the_main_module_until_the_process_ends(script):
     assert torchdelta("run", *BUDGET, script(MAIN)).stdout.split() == ["False", "__main__", "3", "3"]
 
 
-LATE = """\
-import atexit, pickle, sys
-class A: pass
-atexit.register(lambda: print(pickle.loads(pickle.dumps(A())).__class__.__module__, sys.argv[0].endswith("n__.py")))
-"""
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("options", [["-m"], []])
-def test_a_module_and_a_directory_are_the_main_module_until_the_process_ends(tmp_path, options):
-    """A function registered with atexit sees what it sees under plain Python."""
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "__main__.py").write_text(LATE)
-    done = torchdelta("run", *BUDGET, *options, "jobs", cwd=tmp_path)
-    assert done.stdout == python(*options, "jobs", cwd=tmp_path).stdout
-    assert done.stdout.startswith("__main__ ")
-
-
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
