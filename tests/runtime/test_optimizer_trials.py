@@ -1,4 +1,4 @@
-"""The trial of an optimizer's first step changes nothing of the program: not its draws, objects or memory."""
+"""The first step of an optimizer is foreseen without a change of the program: of its draws, objects or memory."""
 
 # ruff: noqa: NPY002 - programs draw so, and a trial must not
 
@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,9 +15,10 @@ from torch import nn
 
 from tests.same_bits.judge import bits_of
 from torchdelta import BudgetError, Config, MemoryBudget
-from torchdelta.runtime.survey.first_step import RealError, foresee_first_step, is_trial
+from torchdelta.runtime.survey.first_step import foresee_first_step
 
-MIB = 1 << 20
+_num_global_steps = 0
+_matrices: dict[int, torch.Tensor] = {}
 
 
 class _Custom(torch.optim.Optimizer):
@@ -94,44 +94,62 @@ class _AdvancesAnObject(_Custom):
         self.scale = self.schedule.advance  # type: ignore[method-assign]
 
 
-class _Closing:
-    """Closes what it has when it dies."""
-
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-
-    def __del__(self) -> None:
-        self.events.append("closed")
+class _CountsInAGlobal(_Custom):
+    def scale(self) -> float:
+        global _num_global_steps  # noqa: PLW0603 - as programs do
+        _num_global_steps += 1
+        return min(1.0, _num_global_steps / 10)
 
 
-class _AppendsThroughAMethod(_Custom):
-    """Of a list of C, which has no attributes; and through the default of a function."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.seen: list[int] = []
-        self.append = self.seen.append
-
-        def count(seen: list[int] = self.seen) -> int:
-            seen.append(1)
-            return len(seen)
-
-        self.count = count
+class _CountsInItsClass(_Custom):
+    num_steps: ClassVar[int] = 0
 
     def scale(self) -> float:
-        self.append(1)
-        return 1.0 / self.count()
+        type(self).num_steps += 1
+        return min(1.0, self.num_steps / 10)
 
 
-class _HasAnObjectWithADestructor(_Custom):
+class _KeepsTensorsInItsModule(_Custom):
+    """By size, as optimizers do that multiply with the same matrices."""
+
+    def noise(self, parameter: torch.Tensor) -> torch.Tensor:
+        size = parameter.shape[0]
+        if size not in _matrices:
+            _matrices[size] = torch.eye(size, dtype=parameter.dtype, device=parameter.device)
+        return _matrices[size] @ parameter
+
+
+class _ReplacesAPartOfTorchsStep(torch.optim.SGD):
+    """And counts in a global."""
+
     def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.events: list[str] = []
-        self.closing = _Closing(self.events)
+        super().__init__(params, lr=0.01, momentum=0.9)
 
-    def scale(self) -> float:
-        assert self.events == []
-        return 1.0
+    def _init_group(self, group: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        global _num_global_steps  # noqa: PLW0603
+        _num_global_steps += 1
+        group["lr"] = min(0.01, _num_global_steps / 1000)
+        return super()._init_group(group, *args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _HasTheGroupsOfAnother(torch.optim.SGD):
+    """As wrappers have; the step is torch's."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner: Any = None
+        self.groups: Any = None
+        params = list(params)
+        super().__init__(params, lr=0.01)
+        self.inner = torch.optim.SGD(params, lr=0.01)
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the other, as soon as there is one."""
+        return self.groups if self.inner is None else self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.groups = groups
 
 
 class _StepsAnotherThroughAClosure(_Custom):
@@ -168,16 +186,24 @@ class _WritesANumber(_Custom):
         _DrawsLikeTensors,
         _HasItsOwnGenerator,
         _AdvancesAnObject,
-        _AppendsThroughAMethod,
-        _HasAnObjectWithADestructor,
+        _CountsInAGlobal,
+        _CountsInItsClass,
+        _KeepsTensorsInItsModule,
+        _ReplacesAPartOfTorchsStep,
+        _HasTheGroupsOfAnother,
         _StepsAnotherThroughAClosure,
         _WritesANumber,
     ],
 )
-def test_a_trial_leaves_the_program_as_it_is(kind: type[_Custom]) -> None:
-    """Steps give plain's bits, and generators and objects are where plain leaves them."""
+@pytest.mark.parametrize("decision_class", ["saved", "all"])
+def test_the_program_stays_as_it_is(kind: type[_Custom], decision_class: Any) -> None:
+    """Steps give plain's bits, and generators, globals and objects are where plain leaves them."""
 
     def train(scope: contextlib.AbstractContextManager[Any]) -> Any:
+        global _num_global_steps  # noqa: PLW0603
+        _num_global_steps = 0
+        _CountsInItsClass.num_steps = 0
+        _matrices.clear()
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -192,53 +218,40 @@ def test_a_trial_leaves_the_program_as_it_is(kind: type[_Custom]) -> None:
         schedule = getattr(optimizer, "schedule", None)
         drawn = (random.random(), float(np.random.rand()), bits_of(torch.get_rng_state()))
         history = None if schedule is None else (schedule.num_steps, schedule.history)
-        return bits_of(list(model.parameters())), drawn, history
+        return bits_of(list(model.parameters())), drawn, history, _num_global_steps, _CountsInItsClass.num_steps
 
     plain = train(contextlib.nullcontext())
-    assert train(MemoryBudget("64MiB", Config(tier="memory"))) == plain
+    assert train(MemoryBudget("64MiB", Config(tier="memory", decision_class=decision_class))) == plain
 
 
-def test_states_on_the_device_of_their_parameters_are_foreseen() -> None:
-    """A trial makes them on the meta device, and steps no real optimizer."""
+def test_the_step_of_somebody_else_is_estimated() -> None:
+    """It is not run, and neither is an optimizer that it steps."""
 
     class FourStates(_Custom):
         def noise(self, parameter: torch.Tensor) -> torch.Tensor:
-            state = self.state[parameter]
-            for name in "abcd":
-                state[name] = torch.zeros(parameter.shape, device=parameter.device)
-            return state["a"]
+            raise AssertionError
 
     parameter = nn.Parameter(torch.ones(64, 64))
     step = foresee_first_step(FourStates([parameter]))
-    assert (step.state_bytes, step.is_estimate) == (4 * parameter.nbytes, False)
-    inner = torch.optim.Adam([parameter])
-    outer = _Custom([parameter])
-    outer.scale = lambda: inner.step() or 1.0  # type: ignore[method-assign]
-    assert not foresee_first_step(outer).is_estimate
-    assert not inner.state
+    assert (step.state_bytes, step.is_estimate) == (2 * parameter.nbytes, True)
 
 
-def test_a_trial_on_one_thread_does_not_concern_another() -> None:
-    """There, a real optimizer may step meanwhile."""
-    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    answers: list[bool] = []
+def test_a_subclass_that_only_has_other_defaults_is_tried() -> None:
+    """The code of its step is torch's. It may have further attributes."""
 
-    class Asking(_Custom):
-        def scale(self) -> float:
-            with pytest.raises(RealError):
-                is_trial(other)
-            thread = threading.Thread(target=lambda: answers.append(is_trial(other)))
-            thread.start()
-            thread.join()
-            return 1.0
+    class WithDefaults(torch.optim.AdamW):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=1e-4, weight_decay=0.1)
+            self.params = list(params)
 
-    assert not foresee_first_step(Asking([nn.Parameter(torch.ones(2))])).is_estimate
-    assert answers == [False]
-    assert not is_trial(other)
+    parameter = nn.Parameter(torch.ones(64, 64))
+    step = foresee_first_step(WithDefaults([parameter]))
+    assert step.state_bytes >= 2 * parameter.nbytes
+    assert not step.is_estimate
 
 
-def test_a_trial_takes_no_memory() -> None:
-    """An op that would make a real tensor ends it: in a tight budget there is no room for one."""
+def test_a_step_that_draws_tensors_stays_in_its_budget() -> None:
+    """In a tight budget there is no room for one."""
     weight = nn.Parameter(torch.randn(512, 512))
     x = torch.randn(512, 512, requires_grad=True)
 

@@ -20,7 +20,7 @@ from torchdelta._torch.modes import without_mode
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.survey.absent import Absent, may_any_leave
 from torchdelta.runtime.survey.everything import too_large_bytes
-from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes, is_trial
+from torchdelta.runtime.survey.first_step import FORESEEN, first_step_bytes
 from torchdelta.runtime.survey.whole_run import parameters_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class OptimizerSteps:
 
     @shielded
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if not self._is_running() or is_trial(optimizer):
+        if not self._is_running():
             return None
         self._end_survey()
         is_new = self._is_new(optimizer)
@@ -96,7 +96,7 @@ class OptimizerSteps:
 
     @shielded
     def _after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._is_running() and not is_trial(optimizer):
+        if self._is_running():
             self._steps.on_optimizer_end()
             self._pause.on_optimizer_end()
             self._partial.on_optimizer_end()
@@ -170,12 +170,12 @@ class OptimizerSteps:
 
     @shielded
     def _before_closure(self, optimizer: Any) -> None:
-        if self._is_running() and not is_trial(optimizer):
+        if self._is_running():
             self._steps.on_closure_start()
 
     @shielded
     def _after_closure(self, optimizer: Any) -> None:
-        if self._is_running() and not is_trial(optimizer):
+        if self._is_running():
             self._end_survey()
             self._steps.on_closure_end()
             if self._is_new(optimizer):

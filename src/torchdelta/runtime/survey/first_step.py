@@ -5,12 +5,8 @@ Knowing this in advance lets `BudgetError` be raised before the first parameter 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-import random
-import sys
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -18,35 +14,18 @@ import torch
 
 from torchdelta._torch.device import default_to_foreach
 from torchdelta._torch.modes import TorchDispatchMode
-from torchdelta._torch.ops import schema_of
 from torchdelta._torch.storages import address_of, storage_address
-from torchdelta.aten.facts import Kind, facts_of, written_tensors
 from torchdelta.notices import warn_once
 from torchdelta.runtime.memory import candidates
 from torchdelta.runtime.state.kinds import local_part, tensors_in
-from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy
+from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy, inner_of, is_of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Iterable
 
 
 FORESEEN: Final = "the first step of "
 """Start of the reason, with the optimizer's class behind it, of a request for all that its first step allocates."""
-
-_MOST_NUMBERS: Final = 1024  # elements of a real tensor that a trial may make or read
-
-
-class _Trial(threading.local):
-    """Whether a copy of an optimizer is being stepped on this thread."""
-
-    is_running = False
-
-
-_trial = _Trial()
-
-
-class RealError(Exception):
-    """A trial step would do something real."""
 
 
 class FirstStep(NamedTuple):
@@ -83,15 +62,18 @@ def foresee_first_step(
 ) -> FirstStep:
     """Return what the first step of an optimizer will allocate.
 
-    A copy of the optimizer steps on meta parameters with meta gradients: shapes without memory. If that fails (its step
-    reads a value, makes or writes a real tensor, or cannot be copied), the result is an estimate: two states as large
-    as each parameter, as in Adam, and temporaries twice as large as the largest parameter. SGD, RMSprop and Adagrad
-    need less. An estimate is logged once.
+    A copy of an optimizer of torch.optim steps on meta parameters with meta gradients: shapes without memory. For
+    others, and where that fails, the result is an estimate: two states as large as each parameter, as in Adam, and
+    temporaries twice as large as the largest parameter. An estimate is logged once. See [Note: whose steps are tried]
+    in optimizer_copy.py.
 
     Args:
         optimizer: The optimizer, before its first step.
         is_stepped: Returns whether a parameter will have a gradient in that step.
     """
+    inner = inner_of(optimizer)
+    if inner is not None:
+        return foresee_first_step(inner, is_stepped)._replace(is_estimate=True)
     try:
         state_bytes, temporary_bytes = _try_step(optimizer, is_stepped)
         is_fused = all(group.get("fused") for group in optimizer.param_groups)  # no temporaries
@@ -102,8 +84,8 @@ def foresee_first_step(
         )
     sizes_bytes = [local_part(p).nbytes for group in optimizer.param_groups for p in group["params"] if is_stepped(p)]
     warn_once(
-        f"the memory for the first step of {type(optimizer).__name__} is an estimate, because the step does not run on "
-        "meta tensors: two states as large as each parameter, as in Adam"
+        f"the memory for the first step of {type(optimizer).__name__} is an estimate, because its step is not one of "
+        "torch.optim's or does not run on meta tensors: two states as large as each parameter, as in Adam"
     )
     return FirstStep(2 * sum(sizes_bytes), 2 * max(sizes_bytes, default=0), is_estimate=True)
 
@@ -120,6 +102,9 @@ def foresee_step(optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor]) 
     """
     if not stepped:
         return StepNeed()
+    inner = inner_of(optimizer)
+    if inner is not None:
+        return foresee_step(inner, stepped)._replace(is_estimate=True)
     takes_lists = any(steps_by_lists(group) or group.get("fused") for group in optimizer.param_groups)
     is_one = _steps_one_at_a_time(optimizer)
     ids = {id(max(stepped, key=_local_bytes))} if is_one else set(map(id, stepped))
@@ -152,8 +137,7 @@ def _new_small_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) 
 
 def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the step is one of torch's that treats each parameter on its own. L-BFGS flattens them."""
-    module = getattr(type(optimizer).step, "__module__", "") or ""
-    return module.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    return is_of_torch(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def first_step_bytes(optimizer: torch.optim.Optimizer, *, makes_gradients: bool) -> int:
@@ -167,21 +151,6 @@ def first_step_bytes(optimizer: torch.optim.Optimizer, *, makes_gradients: bool)
     """
     step = foresee_first_step(optimizer, lambda p: p.requires_grad and (makes_gradients or p.grad is not None))
     return 0 if step.is_estimate or not step.state_bytes else step.state_bytes + step.temporary_bytes
-
-
-def is_trial(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is the copy on which a first step is tried.
-
-    The step hooks also run for the copy, if a subclass's `step` calls its base class's. They must ignore it: trying
-    that step too would recurse without end.
-
-    Raises:
-        RealError: A trial is about to step a real optimizer.
-    """
-    is_copy = getattr(optimizer, "_torchdelta_trial", False)
-    if _trial.is_running and not is_copy:
-        raise RealError(f"a trial step would step {type(optimizer).__name__} itself")
-    return is_copy
 
 
 class _Temporaries(TorchDispatchMode):
@@ -202,7 +171,6 @@ class _Temporaries(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        self._refuse_real(func, args, kwargs)
         out = func(*args, **kwargs)
         for item in out if isinstance(out, tuple | list) else (out,):
             if isinstance(item, torch.Tensor) and storage_address(item) not in self._known:
@@ -228,29 +196,6 @@ class _Temporaries(TorchDispatchMode):
         addresses = {storage_address(value) for value in values if isinstance(value, torch.Tensor)}
         return sum(self._large.get(address, 0) for address in addresses)
 
-    def _refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise where a trial is about to use memory, to draw from a generator of the program, or to write its tensors.
-
-        Numbers, which have little memory, may be made, and those that the trial has made may be written.
-        """
-        arguments = (*args, *kwargs.values())
-        tensors = list(tensors_in(arguments))
-        real = [tensor for tensor in tensors if tensor.device.type != "meta"]
-        facts = facts_of(func)
-        is_written = facts.kind in (Kind.WRITE, Kind.REPLACE)
-        written = [t for t in written_tensors(facts, args, kwargs) if t.device.type != "meta"] if is_written else []
-        if any(storage_address(tensor) not in self._known for tensor in written):
-            raise RealError(f"{func} would write a tensor of the program")
-        if any(isinstance(argument, torch.Generator) for argument in arguments):
-            raise RealError(f"{func} would draw from a generator of the program")
-        device = kwargs.get("device")
-        is_on_meta = device is not None and torch.device(device).type == "meta"
-        makes_real = len(real) == len(tensors) and facts.kind is Kind.COMPUTE and not is_on_meta
-        if any(t.numel() > _MOST_NUMBERS for t in real) or (
-            makes_real and _num_made(func, args, kwargs) > _MOST_NUMBERS
-        ):
-            raise RealError(f"{func} would make or read a real tensor")
-
     def _died(self, address: int, size_bytes: int) -> None:
         self._known.discard(address)
         self.live_bytes -= size_bytes
@@ -271,7 +216,7 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
     temporaries = _Temporaries(existing)
     _step(trial, temporaries)
     state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
-    # State that a subclass keeps outside `state` counts as well. The gradients that a closure made do not.
+    # States outside `state`, such as the history of L-BFGS, count as well. The gradients that a closure made do not.
     new_gradients = [p.grad for p in trial.parameters if p.grad is not None and all(p.grad is not t for t in existing)]
     made_bytes = _tensor_bytes(new_gradients) if _needs_closure(type(optimizer).step) else 0
     state_bytes = max(state_bytes, temporaries.live_bytes - made_bytes)
@@ -308,14 +253,9 @@ def _step(trial: OptimizerCopy, temporaries: _Temporaries) -> None:
         trial.make_gradients()
         return torch.zeros(())
 
-    step = type(trial.optimizer).step
-    _trial.is_running = True
-    try:
-        with torch.no_grad(), _kept_generators(), temporaries:
-            step_of_class: Any = getattr(step, "__wrapped__", step)
-            step_of_class(trial.optimizer, *((closure,) if _needs_closure(step) else ()))
-    finally:
-        _trial.is_running = False
+    step: Any = inspect.unwrap(type(trial.optimizer).step)  # without the hooks, which are for real steps
+    with torch.no_grad(), temporaries:
+        step(trial.optimizer, *((closure,) if _needs_closure(step) else ()))
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -346,33 +286,3 @@ def _tensor_bytes(values: Iterable[Any]) -> int:
 
 def _local_bytes(tensor: torch.Tensor) -> int:
     return local_part(tensor).nbytes if tensor.layout is torch.strided else 0
-
-
-def _num_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return how many elements an op without meta tensors would make. Runs it on meta tensors."""
-    on_meta = {name: _on_meta(value) for name, value in kwargs.items()}
-    if any(argument.name == "device" for argument in schema_of(func).arguments):
-        on_meta["device"] = "meta"
-    return sum(tensor.numel() for tensor in tensors_in(func(*map(_on_meta, args), **on_meta)))
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return [_on_meta(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-@contextlib.contextmanager
-def _kept_generators() -> Generator[None]:
-    """Give the generators of the program back the states that they had."""
-    numpy_random = sys.modules.get("numpy.random")
-    state = random.getstate()
-    numpy_state = numpy_random.get_state() if numpy_random is not None else None
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)

@@ -1,21 +1,17 @@
-"""Copies an optimizer onto meta parameters, together with all its attributes that refer to parameters.
+"""Copies an optimizer of torch.optim onto meta parameters.
 
-A trial step on the copy must not change the real optimizer. Subclasses have further tensors and dicts keyed by
-parameter in addition to `state`, wrappers contain another optimizer, and a step may advance an object such as a
-schedule, so everything that a step may write is copied. Where that is impossible, there is no copy.
+[Note: whose steps are tried]
+A trial step on the copy must change nothing of the program. The steps of torch.optim write only what belongs to the
+optimizer, which is copied. What the step of somebody else writes cannot be known: it may count steps in a global, keep
+tensors by size in its module or in its class, advance the schedule of another object, draw random numbers, or step
+another optimizer. So only steps whose whole code is torch's are tried. The others are estimated: a wrapper takes what
+the optimizer inside it takes.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import copy
-import enum
-import functools
-import logging
-import pathlib
-import re
-import types
+import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,36 +21,32 @@ from torchdelta.runtime.state.kinds import local_part
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MOST_OBJECTS: Final = 100_000  # a step that reaches more, items of containers included, has hold of a whole program
-# What no step changes, or what changes nothing of the training: the copy shares it.
-_SHARED: Final = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    frozenset,
-    range,
-    slice,
-    type,
-    type(None),
-    type(Ellipsis),
-    enum.Enum,
-    logging.Logger,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Generator,  # a trial does not draw from one
-    pathlib.PurePath,
-    re.Pattern,
-    types.ModuleType,
-)
+_MODULE: Final = "torch.optim."
+_PLAIN: Final = (int, float, str, type(None))  # attributes that a step cannot change for the original
 
 
-class NoCopyError(Exception):
-    """An optimizer refers to something that cannot be copied."""
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all code of an optimizer's step is torch.optim's: a subclass has replaced no part of it."""
+    step = inspect.unwrap(type(optimizer).step)
+    # Not `step.__module__`: a decorator gives its own code the module of what it replaces.
+    if not str(getattr(step, "__globals__", {}).get("__name__")).startswith(_MODULE):
+        return False
+    classes = type(optimizer).__mro__
+    num_derived = classes.index(_class_of_torch(optimizer))
+    methods = {name for each in classes[num_derived:] for name in vars(each)}
+    replaced = {name for each in classes[:num_derived] for name in vars(each)} & methods
+    return not any(name.startswith("_") and not name.startswith("__") for name in replaced)
+
+
+def _class_of_torch(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    return next(each for each in type(optimizer).__mro__ if each.__module__.startswith(_MODULE))
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a wrapper keeps in an attribute and steps; None if there is none, or several."""
+    found = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
+    found.pop(id(optimizer), None)
+    return next(iter(found.values())) if len(found) == 1 and not is_of_torch(optimizer) else None
 
 
 class OptimizerCopy:
@@ -69,20 +61,21 @@ class OptimizerCopy:
         """Copy an optimizer.
 
         Args:
-            optimizer: The original.
+            optimizer: The original, of torch.optim.
             options_of: Returns the options that replace those of a group.
             is_stepped: Returns whether a parameter will have a gradient. The others are left out.
 
         Raises:
-            NoCopyError: It refers to an object that cannot be copied.
+            TypeError: Its step is not torch's.
         """
+        if not is_of_torch(optimizer):
+            raise TypeError(f"{type(optimizer).__qualname__} is not an optimizer of torch.optim")
         self.parameters: list[torch.nn.Parameter] = []
         self._options_of = options_of
         self._is_stepped = is_stepped
-        self._copies: dict[int, Any] = {}
-        self._originals: list[Any] = []  # kept alive, so that their ids are not reused
-        self._num_objects = 0
-        self.optimizer = self._copy(optimizer)
+        # Of torch's class, not of a subclass, whose properties could return what is real.
+        self.optimizer: torch.optim.Optimizer = object.__new__(_class_of_torch(optimizer))
+        self.optimizer.__dict__.update(self._attributes_of(optimizer))
 
     def make_gradients(self) -> None:
         """Give each parameter a gradient."""
@@ -90,111 +83,33 @@ class OptimizerCopy:
             parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors that exist before the step: parameters, gradients, and attributes of the optimizer."""
-        copies = [value for value in self._copies.values() if isinstance(value, torch.Tensor)]
-        return copies + [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        """Return all tensors that exist before the step: parameters and gradients."""
+        return [*self.parameters, *(parameter.grad for parameter in self.parameters if parameter.grad is not None)]
 
-    def _copy(self, value: Any) -> Any:
-        known = self._copies.get(id(value))
-        if known is not None:
-            return known
-        self._num_objects += 1
-        if self._num_objects > _MOST_OBJECTS:
-            raise NoCopyError(f"it reaches more than {_MOST_OBJECTS} objects")
-        if isinstance(value, torch.optim.Optimizer):
-            return self._copy_optimizer(value)
-        if isinstance(value, torch.Tensor):
-            return self._note(value, _without_memory(value))
-        if isinstance(value, dict):
-            made = self._note(value, copy.copy(value))
-            made.clear()
-            made.update({self._copy(key): self._copy(item) for key, item in value.items()})
-            return made
-        if value.__class__ in (list, set, collections.deque):
-            made = self._note(value, copy.copy(value))
-            made.clear()
-            (made.update if isinstance(made, set) else made.extend)([self._copy(item) for item in value])
-            return made
-        if value.__class__ is tuple:
-            return tuple(self._copy(item) for item in value)
-        if isinstance(value, _SHARED):
-            return value
-        if isinstance(value, types.FunctionType):
-            return self._copy_function(value)
-        if isinstance(value, types.BuiltinFunctionType):  # `a_list.append` changes the list
-            owner: Any = value.__self__
-            return value if owner is None else getattr(self._copy(owner), value.__name__)
-        if isinstance(value, types.MethodType):
-            return types.MethodType(self._copy(value.__func__), self._copy(value.__self__))
-        if value.__class__ is functools.partial:
-            keywords = {name: self._copy(item) for name, item in value.keywords.items()}
-            return functools.partial(self._copy(value.func), *map(self._copy, value.args), **keywords)
-        return self._copy_object(value)
-
-    def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
-        """Copy a function with the variables and defaults that it has hold of: one may be another optimizer."""
-        if value.__closure__ is None and not value.__defaults__ and not value.__kwdefaults__:
-            return value
-        closure = value.__closure__ or ()
-        cells = tuple(types.CellType() for _ in closure)
-        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
-        self._note(value, made)
-        made.__defaults__ = self._copy(value.__defaults__)
-        made.__kwdefaults__ = self._copy(value.__kwdefaults__)
-        for cell, copied in zip(closure, cells, strict=True):
-            with contextlib.suppress(ValueError):  # it is empty
-                copied.cell_contents = self._copy(cell.cell_contents)
-        made.__dict__.update({name: self._copy(item) for name, item in vars(value).items()})
-        return made
-
-    def _copy_object(self, value: Any) -> Any:
-        """Copy an object of a class of Python, with its attributes. One with a destructor would end what they share."""
-        if not hasattr(value, "__dict__") or hasattr(value, "__del__"):
-            raise NoCopyError(type(value).__qualname__)
-        try:
-            made = object.__new__(type(value))
-        except TypeError as error:
-            raise NoCopyError(type(value).__qualname__) from error
-        self._note(value, made)
-        made.__dict__.update({name: self._copy(item) for name, item in vars(value).items()})
-        return made
-
-    def _note(self, value: Any, made: Any) -> Any:
-        self._copies[id(value)] = made
-        self._originals.append(value)
-        return made
-
-    def _copy_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        copied = self._note(optimizer, copy.copy(optimizer))
-        copied.__dict__ = dict(vars(optimizer))
-        copied.__dict__.pop("step", None)  # set by learning-rate schedulers: it would step the real optimizer
-        copied._torchdelta_trial = True
-        for name in vars(copied):
-            if name.startswith("_optimizer_") and name.endswith("_hooks"):  # none runs in a trial
-                copied.__dict__[name] = collections.OrderedDict()
-        groups = optimizer.param_groups
-        if id(groups) not in self._copies:
-            self._note(groups, [self._copy_group(group) for group in groups])
-        self._note(optimizer.state, collections.defaultdict(dict))
-        for name, value in vars(copied).items():
-            copied.__dict__[name] = self._copy(value)
-        return copied
+    def _attributes_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the attributes of the copy. It has neither hooks nor what a subclass has added."""
+        attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+        attributes |= {name: collections.OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
+        groups = [self._copy_group(group) for group in optimizer.param_groups]
+        attributes |= {
+            "defaults": dict(optimizer.defaults),
+            "state": collections.defaultdict(dict),
+            "param_groups": groups,
+        }
+        if isinstance(optimizer, torch.optim.LBFGS):
+            attributes |= {"_params": groups[0]["params"], "_numel_cache": None}
+        return attributes
 
     def _copy_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        if id(group) in self._copies:
-            return self._copies[id(group)]
         fakes: list[torch.nn.Parameter] = []
         for parameter in filter(self._is_stepped, group["params"]):
             shape = local_part(parameter).shape
-            fake = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
-            self.parameters.append(self._note(parameter, fake))
-            fakes.append(fake)
-        return self._note(group, {**group, "params": fakes} | self._options_of(group))
+            fakes.append(torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
+        self.parameters += fakes
+        options = {name: _copy_option(value) for name, value in group.items() if name != "params"}
+        return {**options, "params": fakes} | self._options_of(group)
 
 
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor of the same shape. A CPU scalar keeps its value, because steps may read it."""
-    with torch.no_grad():
-        if tensor.dim() == 0 and tensor.device.type == "cpu":
-            return tensor.detach().clone()
-        return torch.empty_like(local_part(tensor), device="meta")
+def _copy_option(value: Any) -> Any:
+    """Copy an option of a group. Tensors are learning rates and the like: numbers, which a step reads."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
