@@ -18,7 +18,7 @@ from torchdelta._torch.storages import address_of, storage_address
 from torchdelta.notices import warn_once
 from torchdelta.runtime.memory import candidates
 from torchdelta.runtime.state.kinds import local_part, tensors_in
-from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy, inner_of, is_of_torch
+from torchdelta.runtime.survey.optimizer_copy import OptimizerCopy, inner_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -44,7 +44,7 @@ class StepNeed(NamedTuple):
             stepped.
         small_state_bytes: States that it still has to make, and that are too small to leave.
         takes_lists: Whether its ops take lists of tensors, which are cut into pieces.
-        is_estimate: Whether it may need less.
+        is_estimate: Whether it may need less, or more.
     """
 
     op_bytes: int = 0
@@ -93,8 +93,8 @@ def foresee_first_step(
 def foresee_step(optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor]) -> StepNeed:
     """Return what a step of an optimizer needs at once if as much as possible leaves between its ops.
 
-    An optimizer of torch steps one parameter after the other, or pieces of lists. So its largest parameter decides.
-    Others may need all of their parameters at once.
+    Optimizers step one parameter after the other, or pieces of lists. So the largest parameter decides. L-BFGS flattens
+    all of its parameters. Where the step is not tried, it is assumed to have two states and to make two temporaries.
 
     Args:
         optimizer: The optimizer, before its first step or a later one.
@@ -106,21 +106,17 @@ def foresee_step(optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor]) 
     if inner is not None:
         return foresee_step(inner, stepped)._replace(is_estimate=True)
     takes_lists = any(steps_by_lists(group) or group.get("fused") for group in optimizer.param_groups)
-    is_one = _steps_one_at_a_time(optimizer)
-    ids = {id(max(stepped, key=_local_bytes))} if is_one else set(map(id, stepped))
+    is_flat = isinstance(optimizer, torch.optim.LBFGS)
+    ids = set(map(id, stepped)) if is_flat else {id(max(stepped, key=_local_bytes))}
+    is_estimate = is_flat or any(p.grad is not None and p.grad.layout is not torch.strided for p in stepped)
     try:
         op_bytes, num_states = _try_two_steps(optimizer, lambda parameter: id(parameter) in ids)
     except Exception:  # noqa: BLE001 - logged where the first step is tried
         step = foresee_first_step(optimizer, lambda parameter: id(parameter) in ids)
-        all_bytes = sum(2 * _local_bytes(p) for p in stepped if id(p) in ids) + step.state_bytes + step.temporary_bytes
-        return StepNeed(all_bytes, 0, takes_lists, is_estimate=True)
-    is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in stepped)
-    return StepNeed(
-        op_bytes,
-        sum(num_states * size_bytes for p in stepped if (size_bytes := _new_small_bytes(optimizer, p))),
-        takes_lists,
-        is_estimate=not is_one or not is_dense,
-    )
+        op_bytes = sum(2 * _local_bytes(p) for p in stepped if id(p) in ids) + step.state_bytes + step.temporary_bytes
+        num_states, is_estimate = 2, True
+    small_bytes = sum(num_states * size_bytes for p in stepped if (size_bytes := _new_small_bytes(optimizer, p)))
+    return StepNeed(op_bytes, small_bytes, takes_lists, is_estimate)
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -133,11 +129,6 @@ def _new_small_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) 
     """Return the size of a parameter that is too small to leave if it has no states yet, else 0."""
     size_bytes = _local_bytes(parameter)
     return size_bytes if size_bytes < candidates.LEAST_BYTES and not states_of(optimizer, parameter) else 0
-
-
-def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step is one of torch's that treats each parameter on its own. L-BFGS flattens them."""
-    return is_of_torch(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def first_step_bytes(optimizer: torch.optim.Optimizer, *, makes_gradients: bool) -> int:
