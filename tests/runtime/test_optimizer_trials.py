@@ -227,12 +227,12 @@ def test_the_program_stays_as_it_is(kind: type[_Custom], decision_class: Any) ->
 def test_the_step_of_somebody_else_is_estimated() -> None:
     """It is not run, and neither is an optimizer that it steps."""
 
-    class FourStates(_Custom):
-        def noise(self, parameter: torch.Tensor) -> torch.Tensor:
+    class Raising(_Custom):
+        def scale(self) -> float:
             raise AssertionError
 
     parameter = nn.Parameter(torch.ones(64, 64))
-    step = foresee_first_step(FourStates([parameter]))
+    step = foresee_first_step(Raising([parameter]))
     assert (step.state_bytes, step.is_estimate) == (2 * parameter.nbytes, True)
 
 

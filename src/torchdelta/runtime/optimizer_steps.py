@@ -83,6 +83,8 @@ class OptimizerSteps:
         is_new = self._is_new(optimizer)
         self._pause.on_optimizer_start(is_new=is_new)
         self._partial.garbage.before_optimizer()
+        if self._room.persistents is not None:
+            self._room.persistents.candidates.note_optimizer(optimizer)
         self._steps.on_optimizer_start()
         has_arguments = any(argument is not None for argument in args[1:]) or kwargs.get("closure") is not None
         if is_new or has_arguments:
@@ -95,7 +97,7 @@ class OptimizerSteps:
         return with_closure
 
     @shielded
-    def _after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _after(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._is_running():
             self._steps.on_optimizer_end()
             self._pause.on_optimizer_end()
@@ -161,7 +163,7 @@ class OptimizerSteps:
     def _watched(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(closure, updated=())
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._before_closure(optimizer)
+            self._before_closure()
             loss = closure(*args, **kwargs)
             self._after_closure(optimizer)
             return loss
@@ -169,7 +171,7 @@ class OptimizerSteps:
         return watched
 
     @shielded
-    def _before_closure(self, optimizer: Any) -> None:
+    def _before_closure(self) -> None:
         if self._is_running():
             self._steps.on_closure_start()
 

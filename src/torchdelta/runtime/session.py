@@ -97,7 +97,7 @@ class Session:
             budget_bytes=None if forces else budget_bytes,
             on_shortage=self._on_shortage,
             least_eviction_bytes=0 if forces else LEAST_EVICTION_BYTES,
-            persistents=Persistents(self.ledger, transfers, self.steps, Owners(self.ledger).find) if is_all else None,
+            persistents=Persistents(self.ledger, transfers, self.steps, Owners(self.ledger)) if is_all else None,
         )
         self.room.digests = config.verify == "first-step"
         self.restorer = Restorer(self.ledger, self.room, prefetches=not forces)
@@ -139,8 +139,6 @@ class Session:
         self._saved_hooks = SavedHooks()
         self._may_finish = False  # whether the scope has ended, and what was away has been brought back
         self._process_id = os.getpid()
-
-    # -- on and off
 
     @shielded
     def start(self) -> None:
@@ -246,7 +244,7 @@ class Session:
 
     def _bring_back(self) -> None:
         self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.usage.peak_bytes)
-        if self.room.persistents is not None:  # after the peak was noted: beyond the scope there is no budget
+        if self.room.persistents is not None:  # after the peak was noted
             self.room.persistents.close()
 
     def _end(self) -> None:
@@ -284,8 +282,6 @@ class Session:
     def summary(self) -> Summary:
         """Return the summary so far."""
         return summarize(self.room, self.steps, self.following.summary(self.steps.num_steps), self.traces.plain_peak())
-
-    # -- events
 
     def _on_last_handle(self) -> None:
         """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
@@ -369,6 +365,8 @@ class Session:
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
+        if self._may_finish and self.room.persistents is not None:
+            return  # what was away is back: beyond the scope there is no budget
         if self.survey is None:
             if self.steps.is_after_backward and torch.is_grad_enabled() and not self.steps.is_in_optimizer:
                 self.steps.end()  # this is the next step's forward: what ran before it was not refused

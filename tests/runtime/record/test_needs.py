@@ -85,10 +85,67 @@ def test_truth_replaces_a_guess() -> None:
 
 
 def test_in_place_ops_make_nothing() -> None:
-    """They are not even asked."""
+    """They return what they write."""
     predictor, args = Predictor(), (torch.zeros(4), 1)
     func = torch.ops.aten.add_.Tensor
     assert predictor.need(facts_of(func), func, args, None).output_bytes == 0
+
+
+def test_what_a_writing_op_makes_is_predicted() -> None:
+    """Some ops write an argument and return new tensors as well, such as the observer of quantization."""
+    predictor, x = Predictor(), torch.randn(64, 64)
+    observer = torch.ops.aten._fused_moving_avg_obs_fq_helper.default  # noqa: SLF001
+    flag, low, high = torch.ones(1, dtype=torch.int64), torch.zeros(1), torch.ones(1)
+    scale, zero_point = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    calls = [
+        (observer, (x, flag, flag, low, high, scale, zero_point, 0.01, 0, 255, 0, False, False)),
+        (torch.ops.aten.rrelu_with_noise.default, (x, torch.empty_like(x), 0.1, 0.3, True)),
+    ]
+    for func, args in calls:
+        predicted_bytes = predictor.need(facts_of(func), func, args, None).output_bytes
+        assert predicted_bytes == new_bytes(func(*args), args) > 0
+
+
+def test_what_is_drawn_from_a_generator_is_predicted() -> None:
+    """The generator is an argument that such an op requires, and it does not advance."""
+    predictor, generator = Predictor(), torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    func, args, kwargs = torch.ops.aten.randn.generator, ([8, 8],), {"generator": generator}
+    assert predictor.need(facts_of(func), func, args, kwargs).output_bytes == torch.zeros(8, 8).nbytes
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_later_steps_of_an_optimizer_have_the_same_keys(options: dict[str, bool]) -> None:
+    """What differs in each step, as the corrections of Adam, is in lists or keyword arguments. It is not in the key."""
+    predictor, nums_keys = Predictor(), []
+
+    class Asking(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            predictor.need(facts_of(func), func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    parameters = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters, **options)
+    for step in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4, 4)
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)  # as a schedule does
+        with Asking():
+            optimizer.step()
+        nums_keys.append(predictor.num_made)
+    assert nums_keys[0] > 0
+    assert nums_keys[1:] == [nums_keys[1]] * 4
+
+
+def test_floats_that_scale_sizes_are_in_the_key() -> None:
+    """A list of floats without a list of tensors may scale the output."""
+    predictor, x = Predictor(), torch.randn(1, 1, 8, 8)
+    func = torch.ops.aten.upsample_nearest2d.vec
+    for factor in (2.0, 3.0):
+        args = (x, None, [factor, factor])
+        assert predictor.need(facts_of(func), func, args, None).output_bytes == func(*args).nbytes
 
 
 def test_key_tells_shapes_dtypes_and_numbers_apart() -> None:

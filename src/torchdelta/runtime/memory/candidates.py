@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.ledger import Ledger
     from torchdelta.runtime.state.steps import StepTracker
 
-__all__ = ["LEAST_BYTES", "Candidates"]
+__all__ = ["LEAST_BYTES", "Candidates", "FindsPersistents"]
 
 # Smaller tensors stay: the overhead outweighs the bytes freed. It is more than `WRAPPED_NUMBER_BYTES`, because replays
 # pass numbers on as they are, and do not bring them back first.
@@ -33,6 +33,18 @@ _RANKING_LIFE_USES, _RANKING_LIFE_SHARE = 32, 0.1
 _GROWN_SHARE = 1 / 16
 
 
+class FindsPersistents(Protocol):
+    """Finds the persistent tensors: `owners.Owners`."""
+
+    def find(self, is_thorough: bool, in_use: set[int]) -> Iterable[Persistent]:
+        """Return the persistent tensors, given the addresses of those in use. Look for new owners first, if asked."""
+        ...
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer was found."""
+        ...
+
+
 class Candidates:
     """The persistent tensors that are known.
 
@@ -40,8 +52,7 @@ class Candidates:
         ledger: The ledger.
         steps: The position in the training step.
         in_use: What must stay.
-        find: Returns the persistent tensors, given the addresses of those in use; with True, it also looks for new
-            parameters and optimizers.
+        owners: Finds the persistent tensors.
     """
 
     def __init__(
@@ -49,7 +60,7 @@ class Candidates:
         ledger: Ledger,
         steps: StepTracker,
         in_use: InUse,
-        find: Callable[[bool, set[int]], Iterable[Persistent]],
+        owners: FindsPersistents,
     ) -> None:
         self.order = UseOrder()
         self.known: dict[int, Persistent] = {}  # by the id of the record
@@ -61,12 +72,12 @@ class Candidates:
         self._ledger = ledger
         self._steps = steps
         self._in_use = in_use
-        self._find = find
+        self._owners = owners
         self._lent: set[int] | None = None  # see `lend`
-        # The step in which `find` looked for new parameters, how many steps were refused before, and the bytes that all
+        # The step in which new owners were looked for, how many steps were refused before, and the bytes that all
         # storages had, those that are away included.
         self._searched_in, self._searched_bytes = (-1, 0), 0
-        self._searched_phases: tuple[int, set[str]] = (-1, set())  # a step, and its phases in which `find` was called
+        self._searched_phases: tuple[int, set[str]] = (-1, set())  # a step, and its phases in which they were asked
         self._left: set[int] = set()  # keys of those that left in the last step
         self._leaving: set[int] = set()  # and in this one
         self._fleeting: set[int] = set()  # keys of gradients that the program frees after the optimizer has stepped
@@ -102,7 +113,7 @@ class Candidates:
             self.has_found = True
             return
         earlier = self.by_key
-        found = [*self._find(is_thorough, self._in_use.addresses()), *self._made()]
+        found = [*self._owners.find(is_thorough, self._in_use.addresses()), *self._made()]
         self.known = {known.record.id: known for known in found}
         self.by_key = {known.key: known for known in found}
         self.has_found |= bool(found)
@@ -149,6 +160,11 @@ class Candidates:
         """
         is_same = self._searched_in == (self._steps.num_steps, self._steps.num_refused)
         return is_same and self._all_bytes() <= self._searched_bytes * (1 + _GROWN_SHARE)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer steps. If it is not known, it was made after the search of this step, if any."""
+        if not self._owners.knows(optimizer):
+            self._searched_in = (-1, 0)
 
     def _all_bytes(self) -> int:
         """Return the bytes of all storages, those that are away included."""

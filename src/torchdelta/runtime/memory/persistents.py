@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from torchdelta.runtime.memory.candidates import Candidates
+from torchdelta.runtime.memory.candidates import Candidates, FindsPersistents
 from torchdelta.runtime.memory.compiled_reads import CompiledReads
 from torchdelta.runtime.memory.emptying import Emptying
 from torchdelta.runtime.memory.in_use import InUse, arguments_in
@@ -79,8 +79,7 @@ class Persistents:
         ledger: The ledger.
         transfers: Copies storages to the tier and back.
         steps: The position in the training step.
-        find: Returns the persistent tensors, given the addresses of those in use; with True, it also looks for new
-            parameters and optimizers.
+        owners: Finds the persistent tensors.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Persistents:
         ledger: Ledger,
         transfers: Transfers,
         steps: StepTracker,
-        find: Callable[[bool, set[int]], Iterable[Persistent]],
+        owners: FindsPersistents,
     ) -> None:
         self.ledger = ledger
         self.make: Callable[[int, str], None] = _make_nothing  # of the room that uses this
@@ -97,7 +96,7 @@ class Persistents:
         self.is_active = False  # whether anything has left in this step or the last, or a plan is followed
         self.in_use = InUse(ledger)
         self.emptying = Emptying(ledger, transfers)
-        self.candidates = Candidates(ledger, steps, self.in_use, find)
+        self.candidates = Candidates(ledger, steps, self.in_use, owners)
         self._ahead = ReadAhead(self.candidates, self.emptying, self.in_use)
         self._exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._steps = steps

@@ -25,7 +25,7 @@ from torchdelta.runtime.record.workspaces import copied_matrix_bytes, estimated_
 from torchdelta.runtime.state.need import Need, VaryingNeed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 MAX_KEYS: Final = 4096
 _WRITING: Final = (Kind.WRITE, Kind.REPLACE)
@@ -49,7 +49,7 @@ class Predictor:
     def key(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Return what the output size depends on. Not hashable for nested tensors, which have no shape."""
         parts: list[Any] = [facts]  # hashed by identity; an OpOverload's own hash is slow Python
-        has_tensor = False
+        has_tensor = takes_lists = False
         for a in args:
             if isinstance(a, torch.Tensor):
                 try:
@@ -63,10 +63,16 @@ class Predictor:
                 # Sizes do not depend on it, and some change every step (the bias corrections of Adam): with a key for
                 # each value the table would grow without end.
                 parts.append(float)
+            elif a.__class__ is list and a and isinstance(a[0], torch.Tensor):
+                has_tensor = takes_lists = True
+                parts.append(_plain(a))
+                if self.accelerator is not None:
+                    parts.append(a[0].device)
+            elif takes_lists and a.__class__ is list:
+                # One for each tensor. In the arguments of other ops, a list of floats may scale sizes.
+                parts.append(tuple(float if item.__class__ is float else _plain(item) for item in a))
             else:
                 parts.append(_plain(a))
-                if self.accelerator is not None and a.__class__ is list and a and isinstance(a[0], torch.Tensor):
-                    parts.append(a[0].device)
         if facts.is_sized_by_memory:
             parts.append(copied_matrix_bytes(args) if facts.copies_strided else _spare_bytes(args[0]))
         if kwargs:
@@ -112,8 +118,7 @@ class Predictor:
             if func.namespace != "aten":
                 raise NotImplementedError  # noqa: TRY301 - as below
             with Quietly():
-                meta_args = [_to_meta(a) for a in args]
-                meta_kwargs = {name: _to_meta(a) for name, a in (kwargs or {}).items() if name != "generator"}
+                meta_args, meta_kwargs = _all_to_meta(args, kwargs)
                 func(*meta_args, **meta_kwargs)
                 grown_bytes = _growth_bytes(buffers, _out_buffers(facts, meta_kwargs))
         except NotImplementedError:  # the output's size depends on data
@@ -131,14 +136,13 @@ class Predictor:
 
     def _predict(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int | None:
         """Return an op's output bytes, from its meta kernel; None if that cannot be run."""
-        if facts.kind in _WRITING and not facts.keeps_statistics:
+        if facts.kind in _WRITING and not facts.keeps_statistics and not _makes_outputs(func):
             return 0
         if func.namespace != "aten":  # a custom kernel may have side effects that must happen only once
             return None
         try:
             with Quietly():
-                meta_args = [_to_meta(a) for a in args]
-                meta_kwargs = {name: _to_meta(a) for name, a in (kwargs or {}).items() if name != "generator"}
+                meta_args, meta_kwargs = _all_to_meta(args, kwargs)
                 if meta_kwargs.get("device") is not None:
                     meta_kwargs["device"] = "meta"
                 if (
@@ -148,7 +152,7 @@ class Predictor:
                 ):
                     meta_kwargs["device"] = "meta"
                 outputs = func(*meta_args, **meta_kwargs)
-                return new_bytes(outputs, args) + omitted_bytes(facts, args)
+                return new_bytes(outputs, meta_args) + omitted_bytes(facts, args)
         except Exception:  # noqa: BLE001 - meta kernels raise all kinds of errors
             return None
 
@@ -223,7 +227,7 @@ def _need_of_resize(args: tuple[Any, ...]) -> Need:
     return Need(grown_bytes, offset_bytes + _spare_bytes(tensor))
 
 
-def new_bytes(outputs: Any, args: tuple[Any, ...]) -> int:
+def new_bytes(outputs: Any, args: Sequence[Any]) -> int:
     """Return the bytes of the distinct storages of an op's outputs, on any device, less those of its arguments."""
     seen: dict[int, int] = {}
     for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
@@ -241,6 +245,11 @@ def _has_device(func: Any) -> bool:
     return any(a.name == "device" for a in schema_of(func).arguments)
 
 
+def _makes_outputs(func: Any) -> bool:
+    """Return whether an op returns more than the arguments that it writes."""
+    return any(each.alias_info is None for each in schema_of(func).returns)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype)
@@ -249,6 +258,12 @@ def _plain(value: Any) -> Any:
     if value.__class__ in _EQUAL_TO_INTS:
         return (value.__class__, value)
     return value if value.__class__ in _VALUES else value.__class__
+
+
+def _all_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+    """Return an op's arguments on the meta device. A generator, which some ops require, would advance: it is None."""
+    items = (kwargs or {}).items()
+    return [_to_meta(a) for a in args], {name: None if name == "generator" else _to_meta(a) for name, a in items}
 
 
 def _to_meta(value: Any) -> Any:

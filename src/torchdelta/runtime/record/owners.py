@@ -70,6 +70,10 @@ class Owners:
                 self._add(found, seen, state, is_state=True)
         return found
 
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer was found."""
+        return any(reference() is optimizer for reference in self._optimizers)
+
     def _search(self) -> None:
         self._was_searched = True
         self._models = [

@@ -162,7 +162,12 @@ class RunNeed:
 
     def _trained(self) -> dict[int, torch.Tensor]:
         """Return the leaves that have gradients after the pass, as far as is known, by their ids."""
-        return {key: leaf for key, leaf in self.leaves.items() if key in self._reached or self._was_used(leaf)}
+        return {
+            key: leaf
+            for key, leaf in self.leaves.items()
+            # Code may give a leaf its gradient that no backward reaches: float32 copies of half-precision parameters.
+            if key in self._reached or self._was_used(leaf) or leaf.grad is not None
+        }
 
     def _small_bytes(self, trained: dict[int, torch.Tensor], *, is_lower_bound: bool) -> int:
         """Return what small tensors may take beside the pass, and a margin."""
