@@ -282,7 +282,7 @@ def test_shortage_without_gradients_is_a_lower_bound() -> None:
     assert caught.value.is_lower_bound
 
 
-# -- optimizers with attributes of their own
+# -- optimizers that are not tried
 
 
 class Wrapper(torch.optim.Optimizer):

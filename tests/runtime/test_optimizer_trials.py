@@ -251,7 +251,7 @@ def test_a_subclass_that_only_has_other_defaults_is_tried() -> None:
 
 
 def test_a_step_that_draws_tensors_stays_in_its_budget() -> None:
-    """In a tight budget there is no room for one."""
+    """Each of the tensors takes as much as its parameter, beside a forward that waits for a second backward."""
     weight = nn.Parameter(torch.randn(512, 512))
     x = torch.randn(512, 512, requires_grad=True)
 

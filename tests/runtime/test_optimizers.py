@@ -64,6 +64,27 @@ def test_steps_by_lists_have_temporaries_as_large_as_all_parameters(weight_decay
     assert foresee_first_step(one_by_one)[1] < total_bytes
 
 
+ESTIMATED = {torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.ASGD, torch.optim.Adafactor}
+CLASSES = [
+    each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+]
+
+
+@pytest.mark.parametrize("kind", [each for each in CLASSES if each is not torch.optim.Optimizer])
+def test_the_first_step_of_each_optimizer_of_torch(kind: Any) -> None:
+    """All but those that need values are exact, and never less than the states that a real step makes."""
+    parameters = [torch.nn.Parameter(torch.randn(32, 32)) for _ in range(3)]
+    optimizer = kind(parameters, lr=0.1)
+    foreseen = foresee_first_step(optimizer)
+    assert foreseen.is_estimate == (kind in ESTIMATED)
+    if not foreseen.is_estimate:
+        for parameter in parameters:
+            parameter.grad = torch.ones(32, 32)
+        optimizer.step()
+        tensors = [state for each in optimizer.state.values() for state in each.values() if torch.is_tensor(state)]
+        assert foreseen.state_bytes == sum(state.nbytes for state in tensors)
+
+
 def test_foreach_is_the_default_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch would choose for the real parameters is tried, and what the user says is stronger."""
     monkeypatch.setattr(optimizers, "default_to_foreach", lambda _parameters: True)

@@ -31,7 +31,7 @@ __all__ = [
     "function_named",
     "machine_named",
     "measured_facts",
-    "note_recorded_times",
+    "note_origin",
     "number_or_text",
     "own_stdout",
     "progress",
@@ -177,7 +177,13 @@ def measured_facts(name: str) -> dict[str, object]:
     return {} if cached is None else {"machine_measured_at": cached.measured_at, "machine_load": cached.load}
 
 
-def note_recorded_times(prediction: "Prediction") -> None:
-    """Print on stderr where op times are the trace's own and not those of the machine."""
+def note_origin(prediction: "Prediction") -> None:
+    """Print on stderr where op times are the trace's own, and where the trace is of another kind of device."""
+    from torchdelta.machine.model import device_of
+
     if prediction.uses_recorded_times:
         note("the trace's ops have no FLOPs: their recorded times are used")
+    traced_on, device = prediction.trace.header.device, device_of(prediction.machine)
+    if traced_on != device:
+        name = prediction.machine.name
+        note(f"the trace is of a step on {traced_on}, {name} runs it on {device}: its ops and their memory may differ")

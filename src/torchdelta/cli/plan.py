@@ -16,7 +16,7 @@ from torchdelta.cli.options import (
     class_named,
     machine_named,
     measured_facts,
-    note_recorded_times,
+    note_origin,
     progress,
     say_if_compiling,
 )
@@ -84,7 +84,7 @@ def plan(
             within_footprint=with_pool,
             say=begin,
         )
-        note_recorded_times(found)
+        note_origin(found)
         facts = facts_of(found) | {
             "planner": planner,
             "effort": wanted_effort,

@@ -13,7 +13,7 @@ from torchdelta.cli.options import (
     TraceArgument,
     machine_named,
     measured_facts,
-    note_recorded_times,
+    note_origin,
     progress,
 )
 from torchdelta.cli.prediction import facts_of, show
@@ -58,7 +58,7 @@ def simulate(
                 fail(f"{plan}: its links are invalid: {error}")
         say("simulating")
         found = predict(trace, chosen, given)
-        note_recorded_times(found)
+        note_origin(found)
     facts = facts_of(found) | {
         "planner": found.plan.header.planner,
         "machine": found.machine.name,

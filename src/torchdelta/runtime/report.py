@@ -26,14 +26,18 @@ _logger = logging.getLogger("torchdelta")
 
 
 def summarize(
-    room: Room, steps: StepTracker, follow: FollowSummary | None = None, plain_peak: PlainPeak | None = None
+    room: Room,
+    steps: StepTracker,
+    budget_bytes: int | None,
+    follow: FollowSummary | None = None,
+    plain_peak: PlainPeak | None = None,
 ) -> Summary:
     """Return the summary so far."""
     counters = room.counters
     latest = steps.summaries
     mostly_followed = follow if follow is not None and 2 * follow.num_followed_steps > steps.num_steps else None
     return Summary(
-        budget_bytes=room.budget_bytes,
+        budget_bytes=budget_bytes,
         # From the end of the scope on there is no budget any more, and what had left comes back.
         peak_bytes=steps.peak_bytes if room.ledger.is_closing else max(steps.peak_bytes, room.usage.peak_bytes),
         kept_bytes=max(0, counters.saved_bytes - counters.left_bytes),

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
     from torchdelta.config import Config
     from torchdelta.runtime.follow.given_plan import GivenPlan
-    from torchdelta.summary import Summary
+    from torchdelta.summary import PlainPeak, Summary
     from torchdelta.trace.model import Trace
 
 _logger = logging.getLogger("torchdelta")
@@ -78,6 +78,7 @@ class Session:
         self.config = config
         self.budget_bytes = budget_bytes
         forces = config.decisions is not None
+        self._limit_bytes = None if forces else budget_bytes
         self.counters = Counters()
         torch_device = session_device()
         self.device = Device(torch_device) if torch_device.type == "cpu" else Accelerator(torch_device)
@@ -94,7 +95,7 @@ class Session:
             costs=Costs(self.ledger, transfers),
             device=self.device,
             policy=REGISTRY[config.policy](),
-            budget_bytes=None if forces else budget_bytes,
+            budget_bytes=self._limit_bytes,
             on_shortage=self._on_shortage,
             least_eviction_bytes=0 if forces else LEAST_EVICTION_BYTES,
             persistents=Persistents(self.ledger, transfers, self.steps, Owners(self.ledger)) if is_all else None,
@@ -228,7 +229,7 @@ class Session:
             patches.unpatch,
             self._end_survey,
             self._bring_back,  # if this fails, too, its error is raised: what cannot be brought back is lost
-            lambda: log_result(summarize(self.room, self.steps, self.following.summary(self.steps.num_steps))),
+            lambda: log_result(self._summary(None)),
             self._end,
         )
         call_all(ends)
@@ -246,6 +247,7 @@ class Session:
         self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.usage.peak_bytes)
         if self.room.persistents is not None:  # after the peak was noted
             self.room.persistents.close()
+            self.room.budget_bytes = None  # all parameters are back, so that no budget can hold from now on
 
     def _end(self) -> None:
         self._may_finish = True
@@ -281,7 +283,10 @@ class Session:
 
     def summary(self) -> Summary:
         """Return the summary so far."""
-        return summarize(self.room, self.steps, self.following.summary(self.steps.num_steps), self.traces.plain_peak())
+        return self._summary(self.traces.plain_peak())
+
+    def _summary(self, peak: PlainPeak | None) -> Summary:
+        return summarize(self.room, self.steps, self._limit_bytes, self.following.summary(self.steps.num_steps), peak)
 
     def _on_last_handle(self) -> None:
         """Forget the tape: no saved tensor is left, so nothing recorded will be replayed."""
@@ -365,8 +370,6 @@ class Session:
 
     def _on_shortage(self, size_bytes: int, why: str) -> None:
         """Begin or continue a survey: the budget cannot hold. See [Note: an impossible budget] in survey/survey.py."""
-        if self._may_finish and self.room.persistents is not None:
-            return  # what was away is back: beyond the scope there is no budget
         if self.survey is None:
             if self.steps.is_after_backward and torch.is_grad_enabled() and not self.steps.is_in_optimizer:
                 self.steps.end()  # this is the next step's forward: what ran before it was not refused

@@ -136,7 +136,8 @@ class Predictor:
 
     def _predict(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int | None:
         """Return an op's output bytes, from its meta kernel; None if that cannot be run."""
-        if facts.kind in _WRITING and not facts.keeps_statistics and not _makes_outputs(func):
+        is_writing = facts.kind in _WRITING and not facts.keeps_statistics
+        if is_writing and (facts.is_collective or not _makes_outputs(func)):
             return 0
         if func.namespace != "aten":  # a custom kernel may have side effects that must happen only once
             return None
@@ -152,7 +153,7 @@ class Predictor:
                 ):
                     meta_kwargs["device"] = "meta"
                 outputs = func(*meta_args, **meta_kwargs)
-                return new_bytes(outputs, meta_args) + omitted_bytes(facts, args)
+                return new_bytes(outputs, meta_args if is_writing else args) + omitted_bytes(facts, args)
         except Exception:  # noqa: BLE001 - meta kernels raise all kinds of errors
             return None
 
@@ -261,7 +262,7 @@ def _plain(value: Any) -> Any:
 
 
 def _all_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
-    """Return an op's arguments on the meta device. A generator, which some ops require, would advance: it is None."""
+    """Return an op's arguments on the meta device. None stands in for a generator, which would advance."""
     items = (kwargs or {}).items()
     return [_to_meta(a) for a in args], {name: None if name == "generator" else _to_meta(a) for name, a in items}
 

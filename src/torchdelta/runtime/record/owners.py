@@ -35,7 +35,7 @@ class Owners:
         self._was_searched = False
         # Not of parameters: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._models: list[list[weakref.ref[torch.nn.Module]]] = []  # the modules of each
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # by id
 
     def find(self, is_thorough: bool, in_use: set[int]) -> list[Persistent]:
         """Return the persistent tensors that this session uses.
@@ -48,7 +48,7 @@ class Owners:
             self._search()
         found: list[Persistent] = []
         seen: set[int] = set()
-        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        optimizers = [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
         used = [each for each in optimizers if any(self._is_used(p, in_use) for p in _parameters_of(each))]
         parameters: dict[int, torch.Tensor] = {}
         owned: list[Sequence[torch.Tensor]] = [_parameters_of(optimizer) for optimizer in used]
@@ -72,14 +72,15 @@ class Owners:
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer was found."""
-        return any(reference() is optimizer for reference in self._optimizers)
+        reference = self._optimizers.get(id(optimizer))
+        return reference is not None and reference() is optimizer
 
     def _search(self) -> None:
         self._was_searched = True
         self._models = [
             [weakref.ref(module) for module in model] for model in _models_of(instances_of(torch.nn.Module))
         ]
-        self._optimizers = [weakref.ref(optimizer) for optimizer in living_optimizers()]
+        self._optimizers = {id(optimizer): weakref.ref(optimizer) for optimizer in living_optimizers()}
 
     def _is_used(self, parameter: torch.Tensor, in_use: set[int]) -> bool:
         try:

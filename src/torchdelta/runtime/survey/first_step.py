@@ -63,9 +63,9 @@ def foresee_first_step(
     """Return what the first step of an optimizer will allocate.
 
     A copy of an optimizer of torch.optim steps on meta parameters with meta gradients: shapes without memory. For
-    others, and where that fails, the result is an estimate: two states as large as each parameter, as in Adam, and
-    temporaries twice as large as the largest parameter. An estimate is logged once. See [Note: whose steps are tried]
-    in optimizer_copy.py.
+    others, and where that fails (L-BFGS reads values), the result is an estimate: two states as large as each
+    parameter, as in Adam, and temporaries twice as large as the largest parameter. An estimate is logged once, except
+    for a wrapper's. See [Note: whose steps are tried] in optimizer_copy.py.
 
     Args:
         optimizer: The optimizer, before its first step.
@@ -94,7 +94,7 @@ def foresee_step(optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor]) 
     """Return what a step of an optimizer needs at once if as much as possible leaves between its ops.
 
     Optimizers step one parameter after the other, or pieces of lists. So the largest parameter decides. L-BFGS flattens
-    all of its parameters. Where the step is not tried, it is assumed to have two states and to make two temporaries.
+    all of its parameters. Where the step is not tried, two states and two temporaries of each parameter are assumed.
 
     Args:
         optimizer: The optimizer, before its first step or a later one.
@@ -203,14 +203,10 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
     """Step a copy of an optimizer once on meta tensors. Return the bytes of its states, and of its temporaries."""
     trial = OptimizerCopy(optimizer, _options_of, is_stepped)
     trial.make_gradients()
-    existing = trial.tensors()
-    temporaries = _Temporaries(existing)
+    temporaries = _Temporaries(trial.tensors())
     _step(trial, temporaries)
     state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
-    # States outside `state`, such as the history of L-BFGS, count as well. The gradients that a closure made do not.
-    new_gradients = [p.grad for p in trial.parameters if p.grad is not None and all(p.grad is not t for t in existing)]
-    made_bytes = _tensor_bytes(new_gradients) if _needs_closure(type(optimizer).step) else 0
-    state_bytes = max(state_bytes, temporaries.live_bytes - made_bytes)
+    state_bytes = max(state_bytes, temporaries.live_bytes)  # views of one tensor count once, and lists count, too
     return state_bytes, max(0, temporaries.peak_bytes - state_bytes)
 
 
@@ -239,14 +235,9 @@ def _try_two_steps(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch
 
 def _step(trial: OptimizerCopy, temporaries: _Temporaries) -> None:
     """Step a copy of an optimizer once."""
-
-    def closure() -> torch.Tensor:
-        trial.make_gradients()
-        return torch.zeros(())
-
     step: Any = inspect.unwrap(type(trial.optimizer).step)  # without the hooks, which are for real steps
     with torch.no_grad(), temporaries:
-        step(trial.optimizer, *((closure,) if _needs_closure(step) else ()))
+        step(trial.optimizer)
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -260,15 +251,6 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     elif group.get("fused"):
         options["foreach"] = False
     return options
-
-
-def _needs_closure(step: Any) -> bool:
-    """Return whether a step requires a closure, as that of L-BFGS does."""
-    try:
-        parameter = inspect.signature(step).parameters.get("closure")
-    except (TypeError, ValueError):
-        return False
-    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _tensor_bytes(values: Iterable[Any]) -> int:

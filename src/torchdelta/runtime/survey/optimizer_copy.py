@@ -4,15 +4,15 @@
 A trial step on the copy must change nothing of the program. The steps of torch.optim write only what belongs to the
 optimizer, which is copied. What the step of somebody else writes cannot be known: it may count steps in a global, keep
 tensors by size in its module or in its class, advance the schedule of another object, draw random numbers, or step
-another optimizer. So only steps whose whole code is torch's are tried. The others are estimated: a wrapper takes what
-the optimizer inside it takes.
+another optimizer. So only steps whose whole code is torch's are tried. The others are estimated. A wrapper, whose
+attribute is an optimizer with the same parameters, is assumed to take what that optimizer takes.
 """
 
 from __future__ import annotations
 
 import collections
 import inspect
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,15 +21,14 @@ from torchdelta.runtime.state.kinds import local_part
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MODULE: Final = "torch.optim."
-_PLAIN: Final = (int, float, str, type(None))  # attributes that a step cannot change for the original
+_PLAIN = (int, float, str, type(None))  # attributes that a step cannot change for the original
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether all code of an optimizer's step is torch.optim's: a subclass has replaced no part of it."""
-    step = inspect.unwrap(type(optimizer).step)
-    # Not `step.__module__`: a decorator gives its own code the module of what it replaces.
-    if not str(getattr(step, "__globals__", {}).get("__name__")).startswith(_MODULE):
+    # Torch's own decorators may stand around it, those of others may not.
+    step = inspect.unwrap(type(optimizer).step, stop=lambda each: not _module_of(each).startswith("torch."))
+    if not _is_optim(_module_of(step)):
         return False
     classes = type(optimizer).__mro__
     num_derived = classes.index(_class_of_torch(optimizer))
@@ -38,15 +37,31 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return not any(name.startswith("_") and not name.startswith("__") for name in replaced)
 
 
+def _module_of(function: Any) -> str:
+    """Return the module of a function's code. A decorator may give its own code another `__module__`."""
+    return str(getattr(function, "__globals__", {}).get("__name__"))
+
+
+def _is_optim(module: str) -> bool:
+    return module == "torch.optim" or module.startswith("torch.optim.")
+
+
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    return next(each for each in type(optimizer).__mro__ if each.__module__.startswith(_MODULE))
+    return next(each for each in type(optimizer).__mro__ if _is_optim(each.__module__))
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer that a wrapper keeps in an attribute and steps; None if there is none, or several."""
+    """Return the optimizer of torch.optim that a wrapper has in an attribute, with all of its parameters, or None."""
+    if is_of_torch(optimizer):
+        return None
     found = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
-    found.pop(id(optimizer), None)
-    return next(iter(found.values())) if len(found) == 1 and not is_of_torch(optimizer) else None
+    ids = _ids_of_parameters(optimizer)
+    inner = [each for each in found.values() if is_of_torch(each) and ids <= _ids_of_parameters(each)]
+    return inner[0] if len(inner) == 1 else None
+
+
+def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 class OptimizerCopy:
@@ -90,15 +105,11 @@ class OptimizerCopy:
         """Return the attributes of the copy. It has neither hooks nor what a subclass has added."""
         attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
         attributes |= {name: collections.OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
-        groups = [self._copy_group(group) for group in optimizer.param_groups]
-        attributes |= {
+        return attributes | {
             "defaults": dict(optimizer.defaults),
             "state": collections.defaultdict(dict),
-            "param_groups": groups,
+            "param_groups": [self._copy_group(group) for group in optimizer.param_groups],
         }
-        if isinstance(optimizer, torch.optim.LBFGS):
-            attributes |= {"_params": groups[0]["params"], "_numel_cache": None}
-        return attributes
 
     def _copy_group(self, group: dict[str, Any]) -> dict[str, Any]:
         fakes: list[torch.nn.Parameter] = []
@@ -111,5 +122,6 @@ class OptimizerCopy:
 
 
 def _copy_option(value: Any) -> Any:
-    """Copy an option of a group. Tensors are learning rates and the like: numbers, which a step reads."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    """Return an option of a group without its memory. Numbers in tensors, such as learning rates, are only read."""
+    is_large = isinstance(value, torch.Tensor) and value.numel() > 1
+    return torch.empty_like(value, device="meta") if is_large else value

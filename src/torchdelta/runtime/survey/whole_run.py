@@ -165,8 +165,10 @@ class RunNeed:
         return {
             key: leaf
             for key, leaf in self.leaves.items()
-            # Code may give a leaf its gradient that no backward reaches: float32 copies of half-precision parameters.
-            if key in self._reached or self._was_used(leaf) or leaf.grad is not None
+            if key in self._reached
+            or self._was_used(leaf)
+            # Before an optimizer's step, code may give a leaf a gradient: float32 copies of half-precision parameters.
+            or (self._passed_bytes > 0 and leaf.grad is not None)
         }
 
     def _small_bytes(self, trained: dict[int, torch.Tensor], *, is_lower_bound: bool) -> int:
