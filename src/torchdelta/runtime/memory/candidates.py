@@ -77,10 +77,8 @@ class Candidates:
         # The step in which new owners were looked for, how many steps were refused before, and the bytes that all
         # storages had, those that are away included.
         self._searched_in, self._searched_bytes = (-1, 0), 0
-        self._searched_phases: tuple[int, set[str]] = (
-            -1,
-            set(),
-        )  # a step, and its phases in which the owners were asked
+        # A step, and its phases in which the owners were asked.
+        self._searched_phases: tuple[int, set[str]] = (-1, set())
         self._left: set[int] = set()  # keys of those that left in the last step
         self._leaving: set[int] = set()  # and in this one
         self._fleeting: set[int] = set()  # keys of gradients that the program frees after the optimizer has stepped
