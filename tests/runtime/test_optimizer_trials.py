@@ -120,7 +120,7 @@ class _KeepsTensorsInItsModule(_Custom):
 
 
 class _ReplacesAPartOfTorchsStep(torch.optim.SGD):
-    """And counts in a global."""
+    """Replaces `_init_group`, and counts in a global."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01, momentum=0.9)

@@ -27,7 +27,7 @@ class Derived(torch.optim.SGD):
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, Derived])
 def test_the_step_of_a_derived_optimizer_runs_as_often_as_it_is_called(make: type[torch.optim.SGD]) -> None:
-    """And `super().step()` does not end another step of the scope, although it calls the hooks again."""
+    """Nor does `super().step()`, which calls the hooks again, end a step of the scope."""
     torch.optim.SGD([torch.zeros(1)])  # from here on the base class's own step calls the hooks
     Derived.num_steps = 0
     model, x = mlp(16, 2), torch.randn(8, 16)
@@ -72,7 +72,7 @@ CLASSES = [
 
 @pytest.mark.parametrize("kind", [each for each in CLASSES if each is not torch.optim.Optimizer])
 def test_the_first_step_of_each_optimizer_of_torch(kind: Any) -> None:
-    """All but those that need values are exact, and never less than the states that a real step makes."""
+    """All but four are exact: the states that a real step makes."""
     parameters = [torch.nn.Parameter(torch.randn(32, 32)) for _ in range(3)]
     optimizer = kind(parameters, lr=0.1)
     foreseen = foresee_first_step(optimizer)

@@ -186,4 +186,4 @@ def note_origin(prediction: "Prediction") -> None:
     traced_on, device = prediction.trace.header.device, device_of(prediction.machine)
     if traced_on != device:
         name = prediction.machine.name
-        note(f"the trace is of a step on {traced_on}, {name} runs it on {device}: its ops and their memory may differ")
+        note(f"the trace is of a step on {traced_on}, but {name} runs on {device}: ops and memory may differ there")

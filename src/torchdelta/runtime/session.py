@@ -247,7 +247,7 @@ class Session:
         self.steps.peak_bytes = max(self.steps.peak_bytes, self.ledger.usage.peak_bytes)
         if self.room.persistents is not None:  # after the peak was noted
             self.room.persistents.close()
-            self.room.budget_bytes = None  # all parameters are back, so that no budget can hold from now on
+            self.room.budget_bytes = None  # what had left may not fit: from now on nothing is refused
 
     def _end(self) -> None:
         self._may_finish = True

@@ -110,8 +110,13 @@ def test_what_is_drawn_from_a_generator_is_predicted() -> None:
     """The generator is an argument that such an op requires, and it does not advance."""
     predictor, generator = Predictor(), torch.Generator().manual_seed(1)
     before = generator.get_state()
-    func, args, kwargs = torch.ops.aten.randn.generator, ([8, 8],), {"generator": generator}
-    assert predictor.need(facts_of(func), func, args, kwargs).output_bytes == torch.zeros(8, 8).nbytes
+    x = torch.randn(8, 8)
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (torch.ops.aten.randn.generator, ([8, 8],), {"generator": generator}),
+        (torch.ops.aten.rrelu_with_noise.default, (x, torch.empty_like(x), 0.1, 0.3, True, generator), {}),
+    ]
+    for func, args, kwargs in calls:
+        assert predictor.need(facts_of(func), func, args, kwargs).output_bytes == x.nbytes
     assert torch.equal(generator.get_state(), before)
 
 

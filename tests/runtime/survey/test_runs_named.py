@@ -1,4 +1,4 @@
-"""Runs that the named budget must hold, although not all of them is seen when it is named."""
+"""Named budgets that must be enough for what is not seen when they are named, and other budgets that must do."""
 
 from __future__ import annotations
 

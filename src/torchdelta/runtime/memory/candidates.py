@@ -41,7 +41,7 @@ class FindsPersistents(Protocol):
         ...
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer was found."""
+        """Return whether a search has found this optimizer."""
         ...
 
 
@@ -163,7 +163,7 @@ class Candidates:
         return is_same and self._all_bytes() <= self._searched_bytes * (1 + _GROWN_SHARE)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer steps. If it is not known, it was made after the search of this step, if any."""
+        """Let the next shortage search again if the optimizer that is about to step is not known."""
         if not self._owners.knows(optimizer):
             self._searched_in = (-1, 0)
 

@@ -262,9 +262,8 @@ def _plain(value: Any) -> Any:
 
 
 def _all_to_meta(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
-    """Return an op's arguments on the meta device. None stands in for a generator, which would advance."""
-    items = (kwargs or {}).items()
-    return [_to_meta(a) for a in args], {name: None if name == "generator" else _to_meta(a) for name, a in items}
+    """Return an op's arguments on the meta device."""
+    return [_to_meta(a) for a in args], {name: _to_meta(a) for name, a in (kwargs or {}).items()}
 
 
 def _to_meta(value: Any) -> Any:
@@ -272,7 +271,7 @@ def _to_meta(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if value.__class__ is list or value.__class__ is tuple:
         return type(value)(_to_meta(item) for item in value)
-    return value
+    return None if isinstance(value, torch.Generator) else value  # a generator would advance
 
 
 # [Note: tensors given as out=]

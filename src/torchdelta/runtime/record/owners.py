@@ -71,7 +71,7 @@ class Owners:
         return found
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer was found."""
+        """Return whether a search has found this optimizer."""
         reference = self._optimizers.get(id(optimizer))
         return reference is not None and reference() is optimizer
 

@@ -44,7 +44,7 @@ class StepNeed(NamedTuple):
             stepped.
         small_state_bytes: States that it still has to make, and that are too small to leave.
         takes_lists: Whether its ops take lists of tensors, which are cut into pieces.
-        is_estimate: Whether it may need less, or more.
+        is_estimate: Whether the step may need less or more than this.
     """
 
     op_bytes: int = 0
@@ -64,8 +64,9 @@ def foresee_first_step(
 
     A copy of an optimizer of torch.optim steps on meta parameters with meta gradients: shapes without memory. For
     others, and where that fails (L-BFGS reads values), the result is an estimate: two states as large as each
-    parameter, as in Adam, and temporaries twice as large as the largest parameter. An estimate is logged once, except
-    for a wrapper's. See [Note: whose steps are tried] in optimizer_copy.py.
+    parameter, as in Adam, and temporaries twice as large as the largest parameter. An estimate is logged once. A
+    wrapper gets what its inner optimizer needs, marked as an estimate and not logged. See [Note: whose steps are tried]
+    in optimizer_copy.py.
 
     Args:
         optimizer: The optimizer, before its first step.
@@ -94,7 +95,7 @@ def foresee_step(optimizer: torch.optim.Optimizer, stepped: list[torch.Tensor]) 
     """Return what a step of an optimizer needs at once if as much as possible leaves between its ops.
 
     Optimizers step one parameter after the other, or pieces of lists. So the largest parameter decides. L-BFGS flattens
-    all of its parameters. Where the step is not tried, two states and two temporaries of each parameter are assumed.
+    all of its parameters. Where the step is not tried, two states and two temporaries of that parameter are assumed.
 
     Args:
         optimizer: The optimizer, before its first step or a later one.
@@ -206,7 +207,7 @@ def _try_step(optimizer: torch.optim.Optimizer, is_stepped: Callable[[torch.Tens
     temporaries = _Temporaries(trial.tensors())
     _step(trial, temporaries)
     state_bytes = sum(_tensor_bytes(state.values()) for state in trial.optimizer.state.values())
-    state_bytes = max(state_bytes, temporaries.live_bytes)  # views of one tensor count once, and lists count, too
+    state_bytes = max(state_bytes, temporaries.live_bytes)  # states in lists live, too
     return state_bytes, max(0, temporaries.peak_bytes - state_bytes)
 
 

@@ -2,10 +2,10 @@
 
 [Note: whose steps are tried]
 A trial step on the copy must change nothing of the program. The steps of torch.optim write only what belongs to the
-optimizer, which is copied. What the step of somebody else writes cannot be known: it may count steps in a global, keep
-tensors by size in its module or in its class, advance the schedule of another object, draw random numbers, or step
-another optimizer. So only steps whose whole code is torch's are tried. The others are estimated. A wrapper, whose
-attribute is an optimizer with the same parameters, is assumed to take what that optimizer takes.
+optimizer, which is copied. What the step of somebody else writes cannot be known: it may count steps in a global, cache
+tensors in its module or in its class, advance the schedule of another object, draw random numbers, or step
+another optimizer. So only steps whose whole code is torch's are tried. The others are estimated. A wrapper with
+another optimizer of the same parameters in an attribute is assumed to need what that one needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchdelta.runtime.state.kinds import local_part
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PLAIN = (int, float, str, type(None))  # attributes that a step cannot change for the original
+_PLAIN = (int, float, str, type(None))  # immutable, so the copy may share them
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -57,7 +57,7 @@ def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     found = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
     ids = _ids_of_parameters(optimizer)
     inner = [each for each in found.values() if is_of_torch(each) and ids <= _ids_of_parameters(each)]
-    return inner[0] if len(inner) == 1 else None
+    return inner[0] if ids and len(inner) == 1 else None
 
 
 def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -102,7 +102,7 @@ class OptimizerCopy:
         return [*self.parameters, *(parameter.grad for parameter in self.parameters if parameter.grad is not None)]
 
     def _attributes_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the attributes of the copy. It has neither hooks nor what a subclass has added."""
+        """Return the attributes of the copy: no hooks, and only plain values of what a subclass has added."""
         attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
         attributes |= {name: collections.OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
         return attributes | {
@@ -122,6 +122,6 @@ class OptimizerCopy:
 
 
 def _copy_option(value: Any) -> Any:
-    """Return an option of a group without its memory. Numbers in tensors, such as learning rates, are only read."""
+    """Return an option of a group; on the meta device if it is a larger tensor. Learning rates are shared."""
     is_large = isinstance(value, torch.Tensor) and value.numel() > 1
     return torch.empty_like(value, device="meta") if is_large else value

@@ -167,7 +167,7 @@ class RunNeed:
             for key, leaf in self.leaves.items()
             if key in self._reached
             or self._was_used(leaf)
-            # Before an optimizer's step, code may give a leaf a gradient: float32 copies of half-precision parameters.
+            # In an optimizer's step: leaves that no op has read may have gradients, as float32 copies of parameters do.
             or (self._passed_bytes > 0 and leaf.grad is not None)
         }
 
