@@ -162,6 +162,18 @@ def test_what_a_swap_needs_stands_beside_it(trace):
     assert not any(line.startswith("host memory") for line in lines)
 
 
+def test_a_trace_of_another_kind_of_device_is_told(trace):
+    """The machine of one kind is planned for with a note, that of the other without."""
+    words = f"the trace is of a step on {STEP.header.device}, but "
+    told = [
+        words
+        in torchdelta("plan", trace, *machine, "--planner", "swap-all", "--memory-budget", peak(STEP).size_bytes).stderr
+        for machine in (("--machine", "cpu"), ON)
+    ]
+    assert told == [STEP.header.device != "cpu", STEP.header.device != "cuda"]
+    assert any(told)
+
+
 def test_text_says_the_same_for_people(trace):
     """A share of the machine's memory is a budget, too; a step that fits is left alone."""
     lines = torchdelta("plan", trace, "--memory-budget", "80%", *KNAPSACK).stdout.splitlines()
