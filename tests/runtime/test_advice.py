@@ -332,6 +332,27 @@ def test_states_of_a_wrapped_optimizer_are_counted() -> None:
     assert not inner.state
 
 
+def test_states_that_a_wrapped_optimizer_has_already_are_counted_once() -> None:
+    """The wrapper itself has none yet."""
+
+    def named_bytes(*, is_wrapped: bool) -> int:
+        model, x = mlp(256, 8), torch.randn(1024, 256)
+        inner = torch.optim.AdamW(model.parameters())
+        model(x).square().mean().backward()
+        inner.step()
+        inner.zero_grad()
+        wrapper = Wrapper(inner) if is_wrapped else None
+        with pytest.raises(BudgetError) as raised, running(12 << 20):
+            model(x).square().mean().backward()
+        del wrapper
+        return raised.value.least_budget_bytes
+
+    gc.collect()
+    bare_bytes = named_bytes(is_wrapped=False)
+    gc.collect()
+    assert abs(named_bytes(is_wrapped=True) - bare_bytes) <= 64 << 10
+
+
 @pytest.mark.usefixtures("_notices_are_new")
 def test_untried_optimizer_is_estimated_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """Where no trial is possible, two states a parameter are named, and nothing that fits is refused."""

@@ -27,6 +27,7 @@ from torchdelta.runtime.state.kinds import local_part
 from torchdelta.runtime.state.tape import RANDOM_STATE_BYTES
 from torchdelta.runtime.survey.first_step import FirstStep, foresee_first_step
 from torchdelta.runtime.survey.inventory import HELD, SMALL, STATES, TEMPORARIES
+from torchdelta.runtime.survey.optimizer_copy import inner_of
 
 if TYPE_CHECKING:
     import contextlib
@@ -185,7 +186,8 @@ class RunNeed:
         """Return what an optimizer's step will allocate in addition to the states it has already."""
         with self._without_mode():
             step = foresee_first_step(optimizer, lambda leaf: leaf.grad is not None or id(leaf) in trained)
-        return FirstStep(0, step.temporary_bytes, step.is_estimate) if optimizer.state else step
+        has_states = bool((inner_of(optimizer) or optimizer).state)
+        return FirstStep(0, step.temporary_bytes, step.is_estimate) if has_states else step
 
     def _resident_bytes(self, *, is_lower_bound: bool) -> int:
         """Return the bytes at an optimizer's step, without gradients and new states."""
