@@ -34,8 +34,8 @@ class EverythingNeed(RunNeed):
     holds of the step before, the backward, and the largest op of an optimizer's step, each beside what cannot leave.
     """
 
-    def __init__(self, ledger: Ledger, mode: Any, *, is_first_pass: bool, absent: Absent) -> None:
-        super().__init__(ledger, mode, is_first_pass=is_first_pass)
+    def __init__(self, ledger: Ledger, mode: Any, *, is_first_pass: bool, is_in_step: bool, absent: Absent) -> None:
+        super().__init__(ledger, mode, is_first_pass=is_first_pass, is_in_step=is_in_step)
         self._absent = absent
         self._at_most_bytes = 0  # the need at the moment that `note` has found to be a new maximum
 

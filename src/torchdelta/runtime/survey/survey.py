@@ -102,10 +102,20 @@ class Survey:
                 self._absent = Absent(self._ledger, self._room.persistents, self._room.transfers)
         if self._absent is not None:
             self._run_need: RunNeed = EverythingNeed(
-                self._ledger, recorder, is_first_pass=is_first_pass, absent=self._absent
+                self._ledger,
+                recorder,
+                is_first_pass=is_first_pass,
+                is_in_step=steps.is_in_optimizer,
+                absent=self._absent,
             )
         else:
-            self._run_need = RunNeed(self._ledger, recorder, is_first_pass=is_first_pass, passed_bytes=passed_bytes)
+            self._run_need = RunNeed(
+                self._ledger,
+                recorder,
+                is_first_pass=is_first_pass,
+                is_in_step=steps.is_in_optimizer,
+                passed_bytes=passed_bytes,
+            )
         self._real_memory = _RealMemory(self._ledger)
         self._values = SmallValues()
         self._program = ProgramState(self._ledger, self.mode, self._values)

@@ -12,6 +12,7 @@ in a hook of each parameter, do not add up: of these, the needs of the pass cont
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,6 +44,7 @@ _SMALL_BYTES: Final = 1024
 _MARGIN: Final = 1 / 128
 # Gradients that are gone after the backward may have been moved, if tensors of so large a share of their bytes live.
 _MOVED_SHARE: Final = 0.1
+_HALF: Final = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +62,13 @@ class Needed:
 class RunNeed:
     """Collects the need of a run while one of its passes is surveyed."""
 
-    def __init__(self, ledger: Ledger, mode: Any, *, is_first_pass: bool, passed_bytes: int = 0) -> None:
+    def __init__(
+        self, ledger: Ledger, mode: Any, *, is_first_pass: bool, is_in_step: bool = False, passed_bytes: int = 0
+    ) -> None:
         self._ledger = ledger
         self._mode = mode
         self._is_first_pass = is_first_pass
+        self._is_in_step = is_in_step  # whether the survey begins in an optimizer's step
         self._passed_bytes = passed_bytes  # the peak of the pass, if the survey begins after it
         self._without_gradients_bytes = 0  # the largest need in the pass, without the gradients that existed then
         self._forward_bytes = 0  # the largest need before the backward
@@ -163,14 +168,37 @@ class RunNeed:
 
     def _trained(self) -> dict[int, torch.Tensor]:
         """Return the leaves that have gradients after the pass, as far as is known, by their ids."""
+        copies = self._float32_copies()
         return {
             key: leaf
             for key, leaf in self.leaves.items()
             if key in self._reached
             or self._was_used(leaf)
             # In an optimizer's step: leaves that no op has read may have gradients, as float32 copies of parameters do.
-            or (self._passed_bytes > 0 and leaf.grad is not None)
+            or (self._is_in_step and leaf.grad is not None)
+            or key in copies
         }
+
+    def _float32_copies(self) -> set[int]:
+        """Return the ids of the leaves that are probably float32 copies of half-precision parameters.
+
+        Before an optimizer's step, no op has read them. A leaf counts if the backward reaches a half-precision
+        parameter of its shape that no optimizer has.
+        """
+        optimized = {id(parameter) for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
+        shapes = collections.Counter(
+            leaf.shape
+            for key, leaf in self.leaves.items()
+            if key in self._reached and key not in optimized and leaf.dtype in _HALF
+        )
+        copies = set()
+        for key in optimized:
+            leaf = self.leaves.get(key)
+            if leaf is None or key in self._reached or leaf.dtype is not torch.float32 or not shapes[leaf.shape]:
+                continue
+            shapes[leaf.shape] -= 1
+            copies.add(key)
+        return copies
 
     def _small_bytes(self, trained: dict[int, torch.Tensor], *, is_lower_bound: bool) -> int:
         """Return what small tensors may take beside the pass, and a margin."""
