@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 import stat
 import tempfile
@@ -44,6 +45,19 @@ def test_without_a_home_caches_are_among_the_temporary_files(temporary: Path) ->
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     cache_folder.temporary_folder.cache_clear()
     assert machine_cache().parent == folder
+
+
+@pytest.mark.parametrize("home", ["no folder", "not writable"])
+def test_a_home_that_cannot_be_written_is_none(temporary: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    """A container sets it to `/` for a user id without an account."""
+    path = temporary / "home"
+    if home == "not writable":
+        path.mkdir()
+    monkeypatch.setenv("HOME", str(path))
+    assert cache_folder.user_cache_folder() == path / ".cache"
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda name, mode: not str(path).startswith(str(name)) and real(name, mode))
+    assert cache_folder.user_cache_folder() == cache_folder.temporary_folder()
 
 
 @pytest.mark.parametrize("taken_by", ["a folder that others can write", "a link", "a file"])

@@ -15,16 +15,23 @@ __all__ = ["temporary_folder", "user_cache_folder"]
 def user_cache_folder() -> Path:
     """Return `$XDG_CACHE_HOME` if it is an absolute path, else `~/.cache`; it need not exist.
 
-    Where no home directory is known (a container may run under a user id without an account), it is a folder of this
-    user among the temporary files.
+    Where no home directory is known or this user cannot write to it (a container may run under a user id without an
+    account, whose home is then `/`), it is a folder of this user among the temporary files.
     """
     common = os.environ.get("XDG_CACHE_HOME", "")
     if Path(common).is_absolute():  # the specification: a relative path is invalid and to be ignored
         return Path(common)
     try:
-        return Path.home() / ".cache"
+        folder = Path.home() / ".cache"
     except RuntimeError:
         return temporary_folder()
+    return folder if _may_write(folder) else temporary_folder()
+
+
+def _may_write(folder: Path) -> bool:
+    """Return whether this user can create files in a folder, or can create the folder."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    return os.access(nearest, os.W_OK | os.X_OK)
 
 
 @functools.cache

@@ -313,6 +313,25 @@ def test_no_two_living_blocks_ever_overlap(kinds: list[list[tuple[str, int]]], o
     arena.start()
 
 
+BETWEEN = """
+import torch
+from torchdelta.native.arena import arena_status, new_arena
+from torchdelta.native.caching import caching_allocator
+from torchdelta.native.counting import new_counter
+for maker in (new_counter, new_arena, caching_allocator, new_arena):
+    made = maker()
+    assert not isinstance(made, Exception), made
+assert arena_status().is_on, arena_status()
+print("ok")
+"""
+
+
+def test_it_goes_on_below_the_caching_allocator() -> None:
+    """A budget without an arena, which puts the caching allocator over it, may run between two with one."""
+    done = subprocess.run([sys.executable, "-c", BETWEEN], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "ok", done.stderr
+
+
 PROGRAM = """
 import array, sys, torch
 from torchdelta.native.arena import arena_status, new_arena

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 from torchdelta.errors import NativeError
 from torchdelta.native.build import NativeModule, NativeStatus, is_switched_off, load, status_before_use, status_in_use
+from torchdelta.native.caching import allocator_below
 from torchdelta.native.counting import installed_module
 
 __all__ = ["MODULE", "Arena", "ArenaFigures", "ArenaStatus", "arena_status", "new_arena"]
@@ -214,4 +215,9 @@ def _is_in_use(module: Any) -> bool:
     if module.is_allocator(None):
         return True
     counting = installed_module()
-    return counting is not None and counting.is_installed() and module.is_allocator(counting.previous())
+    if counting is None or not counting.is_installed():
+        return False
+    if module.is_allocator(counting.previous()):
+        return True
+    below = allocator_below()  # the caching allocator may be between them
+    return below is not None and module.is_allocator(below)

@@ -164,26 +164,37 @@ def prebuilt_path(source: Path) -> Path:
 
 def find(source: Path) -> Path | None:
     """Return the path of the module of a source, prebuilt or built before; None if it is still to be built."""
-    return next((path for path in (prebuilt_path(source), built_path(source)) if path.exists()), None)
+    return next((path for path in (prebuilt_path(source), built_path(source)) if _exists(path)), None)
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a file exists; False where its folder cannot be searched, which `Path.exists` raises for."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def load(module: NativeModule) -> Any:
-    """Import a module; build it first if needed.
+    """Import a module; build it first if needed, or if the one in the cache cannot be imported.
+
+    The latter may have been built with another compiler, whose C++ library is not here.
 
     Raises:
         NativeError: It cannot be built, or fails its self-test; one line states the reason.
     """
     prebuilt, path = prebuilt_path(module.source), built_path(module.source)
-    if prebuilt.exists():
+    if _exists(prebuilt):
         try:
             return import_module(prebuilt, module.name)
         except (OSError, ImportError) as error:
             _logger.warning(
                 "the prebuilt module of %s cannot be loaded and is built here: %s", module.source.name, error
             )
+    if _exists(path):
+        try:
+            return import_module(path, module.name)
+        except (OSError, ImportError) as error:
+            _logger.warning("the cached module of %s cannot be loaded and is built anew: %s", module.source.name, error)
     try:
-        if not path.exists():
-            build(module, path)
+        build(module, path)
         return import_module(path, module.name)
     except (OSError, ImportError) as error:
         raise NativeError(f"{module.source.name} cannot be built or loaded: {error}") from error

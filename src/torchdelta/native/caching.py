@@ -24,6 +24,7 @@ __all__ = [
     "MODULE",
     "CachingAllocator",
     "CachingFigures",
+    "allocator_below",
     "caching_allocator",
     "caching_figures",
     "caching_status",
@@ -98,6 +99,9 @@ assert figures["live_bytes"] == figures["kept_bytes"] == figures["num_segments"]
 MODULE: Final = NativeModule(
     source=Path(__file__).with_name("caching.cpp"), name="torchdelta_caching", self_test=_SELF_TEST
 )
+
+
+_below: list[Any] = []  # a capsule with the allocator below, once this one is installed
 
 
 class CachingAllocator(Protocol):
@@ -180,6 +184,11 @@ def caching_status() -> NativeStatus:
     return status_in_use(_module(), lambda _: counting is not None and counting.is_installed())
 
 
+def allocator_below() -> Any:
+    """Return a capsule with the allocator to which this one forwards; None before it is installed."""
+    return _below[0] if _below else None
+
+
 def _installed() -> Any:
     """Return the module if this process has installed it, else None."""
     module = _module() if _module.cache_info().currsize else None
@@ -192,7 +201,9 @@ def _module() -> Any:
     counting = installed_module()
     try:
         module = load(MODULE)
-        counting.set_previous(module.install_before(counting.previous()))
+        below = counting.previous()
+        counting.set_previous(module.install_before(below))
+        _below.append(below)
     except NativeError as error:
         return error
     except RuntimeError as error:
