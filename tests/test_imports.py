@@ -81,7 +81,7 @@ MAY_IMPORT = {
         "planners",
         "pool",
     },
-    "integrations": {*BASE, "notices", "summary", "runtime", "budget", "trace", "machine", "plan", "planners"},
+    "integrations": {*BASE, "host", "notices", "summary", "runtime", "budget", "trace", "machine", "plan", "planners"},
     "__main__": {"cli"},
 }
 # Rooms that must start without torch; a module or package in one may be named as "room.module" in NEEDS_TORCH.

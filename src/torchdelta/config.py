@@ -92,8 +92,8 @@ class Config:
             temporary files. It should be on a real disk: a tmpfs is memory. A relative one begins at the working
             directory of now, and stays there: the attribute is absolute.
         host_budget: Most bytes of host memory for swapped and staged data ("4GiB", an int); None is no limit on CPU,
-            and half of the free memory on CUDA, where it is pinned. Under torchrun (where LOCAL_WORLD_SIZE is set) it
-            is for all training processes of a machine together: each gets an equal share.
+            and half of the free memory on CUDA, where it is pinned. Under torchrun (where LOCAL_WORLD_SIZE is set) and
+            with Lightning's callback it is for all training processes of a machine together: each gets an equal share.
         disk_budget: Most bytes of disk; None is no limit but the free space. Shared likewise.
         checksum: Compare all data read from the disk with a CRC-32 of what was written. A buffer that differs is
             recomputed if possible, else an error is raised; there is never a wrong gradient.

@@ -13,7 +13,15 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HostMemory", "num_processes_here", "processor_name", "read_host_memory", "read_stolen_s", "share_bytes"]
+__all__ = [
+    "HostMemory",
+    "declare_processes_here",
+    "num_processes_here",
+    "processor_name",
+    "read_host_memory",
+    "read_stolen_s",
+    "share_bytes",
+]
 
 # cgroup v1 writes "no limit" as the largest multiple of a page below 2**63.
 _UNLIMITED_FROM_BYTES = 2**60
@@ -78,13 +86,23 @@ def processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
+_declared_processes: list[int] = []  # at most one number
+
+
 def num_processes_here() -> int:
     """Return how many training processes a launcher started on this machine; 1 without a launcher.
 
     torchrun (and with it `accelerate launch`) sets LOCAL_WORLD_SIZE.
     """
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(number)) if number.isdecimal() else 1
+    if number.isdecimal():
+        return max(1, int(number))
+    return _declared_processes[0] if _declared_processes else 1
+
+
+def declare_processes_here(number: int | None) -> None:
+    """Set how many training processes this machine has if their launcher sets no LOCAL_WORLD_SIZE; None: unknown."""
+    _declared_processes[:] = [] if number is None else [max(1, number)]
 
 
 def share_bytes(size_bytes: int | None) -> int | None:

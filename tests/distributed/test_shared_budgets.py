@@ -85,7 +85,7 @@ def test_two_processes_stay_inside_one_budget(pair: Pair, options: dict[str, Any
     for answer in answers:
         assert answer["inside"]["losses"] == answer["plain"]["losses"]
         assert answer["inside"]["capacity_bytes"] == NODE_BYTES // NUM_RANKS
-        whose = "an equal share for each of 2 training processes of this machine (LOCAL_WORLD_SIZE)"
+        whose = "an equal share for each of 2 training processes of this machine"
         line = f"this process gets {said}: {whose}"
         assert [message for message in answer["messages"] if "share" in message] == [line]
     if options["tier"] == "memory":

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
@@ -22,6 +23,7 @@ from tests.integrations.holding import held_bytes, share_of_peak
 from tests.sampling import keep
 from torchdelta import BudgetError, Config, MemoryBudget
 from torchdelta.errors import ConfigError, SizeError
+from torchdelta.host import num_processes_here
 from torchdelta.integrations.lightning import MemoryBudgetCallback
 
 pytestmark = [
@@ -373,10 +375,62 @@ class Saver(Callback):
             "losses": pl_module.losses,
             "evicted": budget and budget.summary().swapped_out_bytes + budget.summary().recomputed_bytes,
             "peak_bytes": budget and budget.summary().peak_bytes,
-            "host_budget_bytes": budget and budget.config.host_budget_bytes,
+            "num_processes": num_processes_here(),
         }
         kind = "plain" if budget is None else "inside"
         (self.folder / f"{kind}{trainer.global_rank}").write_text(json.dumps(answer))
+
+
+def test_processes_that_lightning_starts_share_what_is_free() -> None:
+    """Its own launchers set no LOCAL_WORLD_SIZE. The number is that of this `fit` only."""
+    trainer = make_trainer(strategy="ddp_spawn", devices=2)
+    callback = MemoryBudgetCallback("auto")
+    callback.setup(trainer, Classifier(), "fit")
+    assert num_processes_here() == 2
+    assert callback.budget is not None
+    half_bytes = callback.budget.budget_bytes
+    callback.teardown(trainer, Classifier(), "fit")
+    assert num_processes_here() == 1
+    with MemoryBudget("auto") as alone:
+        assert half_bytes < 0.7 * alone.budget_bytes
+
+
+def test_a_trainer_of_the_other_package_is_refused() -> None:
+    """Its loop is another one than the callback prepares."""
+    other = pytest.importorskip("pytorch_lightning")
+    callback = MemoryBudgetCallback("8GiB")
+    with pytest.raises(ConfigError, match=r"use `from lightning\.pytorch import Trainer`"):
+        callback.setup(other.Trainer(accelerator="cpu", logger=False), Classifier(), "fit")  # type: ignore[arg-type]
+    assert MemoryBudget.current() is None
+
+
+class Accumulating(Classifier):
+    """Accumulates the gradients of two batches by manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], _index: int) -> None:
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        loss = self._loss(batch)
+        self.log("train_loss", loss)
+        self.manual_backward(loss)
+        if _index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Accumulating, Gan])
+def test_manual_optimization_is_logged_with_lightnings_numbers(kind: type[Any], tmp_path: Path) -> None:
+    """Lightning counts batches there, however many optimizers step in each."""
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    fit(kind, MemoryBudgetCallback(ROOMY, CONFIG), logger=logger, log_every_n_steps=3, limit_val_batches=0)
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["torchdelta/peak_gib"]]
+    assert [int(row["step"]) for row in rows] == [2, NUM_BATCHES - 1]
+    assert all(float(row["torchdelta/peak_gib"]) > 0 for row in rows)
 
 
 @pytest.mark.rest
@@ -394,4 +448,4 @@ def test_spawned_ranks_have_the_budget(tmp_path: Path) -> None:
         assert len(plain["losses"]) == NUM_BATCHES // 2
         assert inside["evicted"] > 0
         assert inside["peak_bytes"] <= limit
-        assert inside["host_budget_bytes"] == 32 * 2**20
+        assert inside["num_processes"] == 2

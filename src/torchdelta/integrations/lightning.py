@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
+from torchdelta.errors import ConfigError
+from torchdelta.host import declare_processes_here
 from torchdelta.integrations.callback import BudgetCallback, naming_impossible_steps
 from torchdelta.integrations.figures import Figures, planned_time_s
 from torchdelta.runtime import interrupts
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from torchdelta.config import Config
 
 __all__ = ["MemoryBudgetCallback"]
 
@@ -63,7 +62,7 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
         >>> trainer.fit(model, loader)  # doctest: +SKIP
     """
 
-    _index = _global_step = 0
+    _num_batches = 0
 
     # -- events of the Trainer
 
@@ -72,30 +71,37 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
         del pl_module
         if stage != "fit":
             return
-        self._begin_training(_for_process(self.config, trainer))
+        if type(trainer).__module__.startswith("pytorch_lightning"):
+            raise ConfigError(
+                "MemoryBudgetCallback is for the Trainer of `lightning.pytorch`, this one is of `pytorch_lightning`: "
+                "use `from lightning.pytorch import Trainer`"
+            )
+        # Lightning's own launchers do not set LOCAL_WORLD_SIZE, by which a budget divides what processes share.
+        declare_processes_here(trainer.num_devices if trainer.world_size > 1 else None)
+        self._begin_training(self.config)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count the batches after which an optimizer steps, by which Lightning numbers its logs."""
+        """Begin to count the batches."""
         del pl_module
-        self._index = self._global_step = trainer.global_step  # more than 0 after a checkpoint was loaded
+        self._num_batches = _num_batches(trainer)  # more than 0 after a checkpoint was loaded
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to measure a batch."""
-        del trainer, pl_module, batch, batch_idx
+        """Begin to measure a batch, after the figures of those before it are logged if Lightning has logged its own."""
+        del pl_module, batch, batch_idx
+        num_batches = _num_batches(trainer)
+        if num_batches != self._num_batches:  # else gradients are accumulated, and Lightning logs nothing
+            self._num_batches = num_batches
+            every = getattr(trainer, "log_every_n_steps", 0)  # Lightning sets it outside of the class
+            if every and num_batches % every == 0:
+                self._log(trainer)
         self._begin_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure a batch, and log together with Lightning."""
-        del pl_module, outputs, batch, batch_idx
-        # Otherwise gradients are accumulated, and Lightning logs nothing.
-        if self._end_step() and trainer.global_step != self._global_step:
-            self._global_step = trainer.global_step
-            self._index += 1
-            every = getattr(trainer, "log_every_n_steps", 0)  # Lightning sets it outside of the class
-            if every and self._index % every == 0:
-                self._log(trainer)
+        """Measure a batch."""
+        del trainer, pl_module, outputs, batch, batch_idx
+        self._end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what was not logged yet."""
@@ -114,6 +120,13 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
         if stage == "fit":
             self.stop()
 
+    def stop(self) -> None:
+        """Stop the budget that this callback started, if it still runs."""
+        try:
+            super().stop()
+        finally:
+            declare_processes_here(None)
+
     # -- inside
 
     def _log(self, trainer: Trainer) -> None:
@@ -121,7 +134,12 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
         self._since_log = Figures()
         if values:
             for logger in trainer.loggers:
-                logger.log_metrics(values, step=max(0, self._index - 1))
+                logger.log_metrics(values, step=max(0, _num_batches(trainer) - 1))
+
+
+def _num_batches(trainer: Trainer) -> int:
+    """Return after how many batches optimizers have stepped, by which Lightning numbers its logs."""
+    return trainer.fit_loop.epoch_loop.on_save_checkpoint()["_batches_that_stepped"]
 
 
 # Not in `on_exception`: a batch-size finder catches the error before that, and so does what Lightning does at the end.
@@ -141,16 +159,3 @@ def _restoring_handlers() -> Generator[None]:
 
 
 _SignalConnector.teardown = _restoring_handlers()(_SignalConnector.teardown)
-
-
-def _for_process(config: Config | None, trainer: Trainer) -> Config | None:
-    """Return the options for this process: its share of what the processes of a machine have together.
-
-    Under torchrun the budget itself divides by LOCAL_WORLD_SIZE, which Lightning's own launchers do not set.
-    """
-    if config is None or trainer.world_size == 1 or "LOCAL_WORLD_SIZE" in os.environ:
-        return config
-    num_processes = max(1, trainer.num_devices)
-    sizes_bytes = {"host_budget": config.host_budget_bytes, "disk_budget": config.disk_budget_bytes}
-    shares = {name: max(1, size // num_processes) for name, size in sizes_bytes.items() if size is not None}
-    return dataclasses.replace(config, **shares) if shares else config

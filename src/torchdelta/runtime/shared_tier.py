@@ -55,7 +55,7 @@ def _log_shares(config: Config) -> None:
     ]
     if num_processes_here() > 1 and shares:
         _logger.info(
-            "this process gets %s: an equal share for each of %d training processes of this machine (LOCAL_WORLD_SIZE)",
+            "this process gets %s: an equal share for each of %d training processes of this machine",
             " and ".join(shares),
             num_processes_here(),
         )
