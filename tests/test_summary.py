@@ -234,7 +234,8 @@ def test_micro_batches_are_told_from_steps() -> None:
 def test_a_skipped_optimizer_step_is_no_accumulation(skipped: int) -> None:
     """A GradScaler skips the optimizer on overflow, most often in the first step: its peak has no states then."""
     steps = tuple(dataclasses.replace(STEP, index=index, had_optimizer=index != skipped) for index in range(6))
-    text = str(dataclasses.replace(SUMMARY, steps=steps, num_steps=6, num_optimizer_steps=5, plain_peak=PEAK))
+    summary = dataclasses.replace(SUMMARY, steps=steps, num_steps=6, num_optimizer_steps=5, plain_peak=PEAK)
+    text = str(dataclasses.replace(summary, first_had_optimizer=skipped != 0))
     assert "; 6 steps" in text
     assert "micro" not in text
     assert "the first step peaks at 2.50 GiB" in text

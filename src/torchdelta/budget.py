@@ -253,6 +253,7 @@ class MemoryBudget:
             recompute_s=counters.recompute_s,
             op_time_s=counters.op_time_s,
             num_followed_steps=session.follower.num_followed_steps,
+            present_peak_bytes=session.ledger.usage.peak_bytes,
         )
 
     @property

@@ -115,6 +115,7 @@ class Totals:
         op_time_s: Time of the program's own ops, from which the time of a plain run is estimated. In steps that follow
             a plan, only recorded ops count.
         num_followed_steps: Steps that followed a plan to their end.
+        present_peak_bytes: Most bytes on the device since the latest complete step.
     """
 
     num_steps: int
@@ -123,6 +124,7 @@ class Totals:
     recompute_s: float
     op_time_s: float
     num_followed_steps: int = 0
+    present_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,6 +257,7 @@ class Summary:
             trace was dropped.
         had_other_optimizers: Whether an optimizer stepped after another one had ended its step. `plain_peak` lacks its
             states.
+        first_had_optimizer: Whether the first step ended with an optimizer's step, or there is no step yet.
     """
 
     budget_bytes: int | None
@@ -278,6 +281,7 @@ class Summary:
     slowdown_at_most: float | None = None
     plain_peak: PlainPeak | None = None
     had_other_optimizers: bool = False
+    first_had_optimizer: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
@@ -399,8 +403,7 @@ class Summary:
         return 0 < _LEAST_MICRO_BATCHES * self.num_optimizer_steps <= self.num_steps
 
     def _begins_without_optimizer(self) -> bool:
-        is_known = bool(self.steps) and self.steps[0].index == 0
-        return is_known and self.num_optimizer_steps > 0 and not self.steps[0].had_optimizer
+        return self.num_optimizer_steps > 0 and not self.first_had_optimizer
 
     def _counted(self) -> str:
         num_steps = self.num_steps or len(self.steps)

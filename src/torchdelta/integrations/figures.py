@@ -44,13 +44,13 @@ class Figures:
         """Add a step.
 
         `before` and `after` are `MemoryBudget.totals()` at its begin and end; the summaries are of the budget's
-        steps in it.
+        steps in it. There may be none: if a GradScaler skips the optimizer, the budget's step ends in the next forward.
         """
         self.num_steps += 1
         self.num_passes += after.num_steps - before.num_steps
         self.time_s += time_s
         self.op_time_s += after.op_time_s - before.op_time_s
-        self.peak_bytes = max([self.peak_bytes, *(summary.peak_bytes for summary in summaries)])
+        self.peak_bytes = max([self.peak_bytes, after.present_peak_bytes, *(each.peak_bytes for each in summaries)])
         self.swapped_out_bytes += after.swapped_out_bytes - before.swapped_out_bytes
         self.stall_s += after.stall_s - before.stall_s
         self.recompute_s += after.recompute_s - before.recompute_s

@@ -55,6 +55,7 @@ def summarize(
         num_optimizer_steps=steps.num_optimizer_steps,
         num_unrecorded_steps=steps.num_unrecorded,
         had_other_optimizers=steps.had_other_optimizers,
+        first_had_optimizer=steps.first_had_optimizer,
         startup_s=steps.startup_s,
         slowdown_at_least=least_slowdown(latest),
         slowdown_at_most=most_slowdown(latest) if mostly_followed is None else mostly_followed.slowdown,

@@ -384,6 +384,22 @@ def test_summaries_of_long_runs_are_bounded() -> None:
     assert tracker.summaries[-1].index == MAX_SUMMARIES + 4
 
 
+@pytest.mark.parametrize("first", ["skipped", "stepped", "stepped late"])
+def test_whether_the_first_step_had_an_optimizer_is_known_for_ever(first: str) -> None:
+    """A GradScaler may skip it. Its own summary is gone after 10,000 steps."""
+    tracker = StepTracker(Ledger("cpu"), Counters())
+    tracker.on_backward_end(keeps_graph=False)
+    if first != "stepped":
+        tracker.end_early()
+    if first != "skipped":
+        tracker.on_optimizer_end()
+    for _ in range(MAX_SUMMARIES + 5):
+        tracker.on_backward_end(keeps_graph=False)
+        tracker.on_optimizer_start()
+        tracker.on_optimizer_end()
+    assert tracker.first_had_optimizer == (first != "skipped")
+
+
 def test_micro_batches_say_which_step_they_belong_to() -> None:
     """Under accumulation the last of each step's micro-batches had the optimizer; without an optimizer none has."""
     with MemoryBudget(UNLIMITED) as budget:

@@ -69,6 +69,7 @@ class StepTracker:
         self._last_num_backwards = 0
         self._has_saved = False  # whether this step has saved a tensor
         self._has_ended_early = False  # whether the latest step has, and no recorded save and no backward came since
+        self.first_had_optimizer = True  # whether the first step did; True before its end
         self.had_other_optimizers = False  # whether one stepped after another one had ended the step
         self._is_refused = False  # its optimizer was refused, and did not step again
         self._saved_index = 0
@@ -208,6 +209,7 @@ class StepTracker:
         elif self._has_ended_early and graph_task_id() == -1:
             self._has_ended_early = False
             self._rows[_HAD_OPTIMIZER - _ROW] = True  # of the latest step
+            self.first_had_optimizer |= self.num_steps == 1
             self.has_stepped = True
             self.num_optimizer_steps += 1
         elif graph_task_id() == -1 and self.has_stepped and not self._has_saved:
@@ -258,6 +260,8 @@ class StepTracker:
             )
         )
         del self._rows[: -MAX_SUMMARIES * _ROW]
+        if self.num_steps == 0:
+            self.first_had_optimizer = had_optimizer
         self.num_steps += 1
         self.num_optimizer_steps += had_optimizer
         self.has_stepped = had_optimizer
