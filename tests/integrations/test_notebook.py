@@ -215,6 +215,23 @@ def test_a_forward_that_does_not_fit_says_so_at_the_end_of_its_cell(shell, run, 
     assert shell.user_ns["losses"] == losses
 
 
+def test_a_larger_budget_in_the_cell_whose_forward_did_not_fit(shell, run, plain, capsys) -> None:
+    """The error of the smaller one is printed, and the larger one begins. `off` raises the error, and is off."""
+    losses, budget_bytes = plain
+    forward = "outputs = [make()[0](torch.randn(9999, 64)) for _ in range(9)]"
+    assert run(f"%memory_budget {budget_bytes} config\n{forward}\n%memory_budget 1GiB").success
+    said = capsys.readouterr().err
+    assert "BudgetError: the memory budget of " in said
+    assert "removed outputs" in said
+    assert run(TRAIN + "\nsize = MemoryBudget.current().budget_bytes").success
+    assert shell.user_ns["losses"] == losses
+    assert shell.user_ns["size"] == 2**30
+    result = run(f"%memory_budget {budget_bytes} config\n{forward}\n%memory_budget off")
+    assert isinstance(result.error_in_exec, BudgetError)
+    assert run("off = MemoryBudget.current()").success
+    assert shell.user_ns["off"] is None
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["following cells", "one cell"])
 def test_what_a_cell_makes_beyond_its_budget_is_removed(shell, run, capsys, alone: bool) -> None:
     """What it made before, and what it did not make, stays."""

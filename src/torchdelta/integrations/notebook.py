@@ -47,9 +47,11 @@ def unload(shell: InteractiveShell) -> None:
     """Stop the budget, if any, and act on no further cell."""
     magics = _loaded.pop(shell, None)
     if magics is not None:
-        magics.turn_off()
-        shell.events.unregister("pre_run_cell", magics.before_cell)
-        shell.events.unregister("post_run_cell", magics.after_cell)
+        try:
+            magics.turn_off()
+        finally:
+            shell.events.unregister("pre_run_cell", magics.before_cell)
+            shell.events.unregister("post_run_cell", magics.after_cell)
 
 
 @magics_class
@@ -68,7 +70,7 @@ class MemoryBudgetMagics(Magics):
 
         %memory_budget 8GiB           the rest of this cell, and all following ones
         %memory_budget 8GiB CONFIG    the same with options: an expression such as Config(tier="memory")
-        %memory_budget                what was done since it began
+        %memory_budget                what was done since a budget last began
         %memory_budget off            no budget from here on
         %%memory_budget 8GiB          this cell alone
         """
@@ -81,7 +83,7 @@ class MemoryBudgetMagics(Magics):
             self.turn_off()
         else:
             budget = self._parse(line)
-            self._stop()
+            self._end_refused()
             _stop_other()
             budget.start()
             self._budget, self._summary = budget, None
@@ -89,8 +91,10 @@ class MemoryBudgetMagics(Magics):
 
     def turn_off(self) -> None:
         """Stop the budget of the following cells."""
-        self._stop()
-        self._budget = None
+        try:
+            self._stop()
+        finally:
+            self._budget = None
 
     def before_cell(self, _info: Any) -> None:
         """Let the running budget delay Ctrl-C in this cell: a kernel installs its handler anew for each."""
@@ -109,10 +113,11 @@ class MemoryBudgetMagics(Magics):
             _free_variables(error)
         if is_impossible:
             self._remove_names_without_content()
-        if self._is_running and is_impossible:
+        if self._budget is not None and self._is_running and is_impossible:
             # A forward that does not fit, without its backward: the next cell must not go on with it. An error of the
             # cell's own may come from what such a forward returns.
-            self._restart(shows_error=result.success or isinstance(error, Exception))
+            self._end_refused(shows_error=result.success or isinstance(error, Exception))
+            self._budget.start()
 
     # -- inside
 
@@ -152,14 +157,14 @@ class MemoryBudgetMagics(Magics):
             finally:
                 self._note(budget)
 
-    def _restart(self, *, shows_error: bool) -> None:
-        assert self._budget is not None
+    def _end_refused(self, *, shows_error: bool = True) -> None:
+        """Stop the budget, and print the error of a step that did not fit in place of raising it."""
         try:
             self._stop()
         except BudgetError as error:
             if shows_error:
                 print(f"BudgetError: {error}", file=sys.stderr)  # noqa: T201
-        self._budget.start()
+            self._remove_names_without_content()
 
     def _remove_names_without_content(self) -> None:
         """Remove the names that a cell has bound to what was made after its budget was passed: it has no memory."""

@@ -26,8 +26,8 @@ __all__ = ["MemoryBudgetCallback"]
 class MemoryBudgetCallback(BudgetCallback, TrainerCallback):
     """Keep a Trainer's training within a number of bytes of device memory, with bit-equal results.
 
-    The budget runs from the begin of `trainer.train()` to its end, evaluations in between included. A `MemoryBudget`
-    that runs already on this thread is used as it is, and `limit` is not.
+    The budget begins in `trainer.train()` after the model and a checkpoint are loaded, and ends with it, evaluations in
+    between included. A `MemoryBudget` that runs already on this thread is used as it is, and `limit` is not.
 
     To each training log of the Trainer it adds, so that `log_history`, TensorBoard and the others have them:
 
