@@ -7,7 +7,7 @@ what leaves) as a plan costs. Whenever the training ends, it has then lost at mo
 in hindsight would have lost (the ski-rental rule). A training whose steps fit, or a short script, never starts a
 helper.
 
-Before that, some reactive steps are timed. None are timed while the helper plans, because it takes a core. If the steps
+Before that, some reactive steps are timed. No step is timed while the helper plans, which takes a core. If the steps
 that follow a program take longer, either the program is slow, or the machine has become slower since. So the next steps
 of its kind react again, and are timed anew, and then the program is followed once more. It is given up if its steps
 took longer both times: steps of its kind stay reactive from then on, and steps of other shapes no longer borrow it. If

@@ -38,7 +38,7 @@ _NUM_TIMES: Final = 7  # step times of which a median is taken
 _MISS: Final = 0.1  # a median time or a peak that is off by more than this share leads to a new plan
 _MAX_CORRECTIONS: Final = 2  # of the plan of one step
 _OUTSIDE_OP_S: Final = 2e-5  # an upper estimate of the script's own time for each op
-_MOST_UNJUDGED: Final = 24  # after so many followed steps, a program's time is no longer waited for
+_MOST_UNJUDGED: Final = 24  # after so many followed steps while nothing was planned, its time is not waited for
 
 
 def outside_s(trace: Trace, log: StepLog) -> float:
@@ -64,7 +64,7 @@ class Predictions:
             program.answer.time_s > 0.0
             and not program.first_s
             and program.num_corrections < _MAX_CORRECTIONS
-            and program.num_followed <= _MOST_UNJUDGED
+            and program.num_followed - program.num_disturbed <= _MOST_UNJUDGED
         )
 
     def is_wrong(self, program: Program, time_s: float, peak_bytes: int) -> bool:

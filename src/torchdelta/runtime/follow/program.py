@@ -123,6 +123,7 @@ class Program:
         num_misses: Steps that passed the budget or needed room beyond the program, since it was made.
         has_held: Whether the latest of these steps kept to the budget without room made beyond the program.
         num_followed: Steps that it carried out to their ends.
+        num_disturbed: Of these, those that were traced, or beside which the helper planned. Their times do not count.
         num_corrections: How often the step was planned again because of the time that its steps took.
         wrong_s: The latest median of its step times, once one has led to another plan; else 0.0.
         has_taught: Whether the cost of copies was last learned from the times of its steps.
@@ -160,6 +161,7 @@ class Program:
     num_misses: int = 0
     has_held: bool = False
     num_followed: int = 0
+    num_disturbed: int = 0
     wants_trace: bool = False
     step_times_s: list[float] = field(default_factory=list)
     first_s: float = 0.0

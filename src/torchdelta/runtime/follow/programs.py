@@ -179,17 +179,19 @@ class Programs:
         ended = self.follower.ended
         room = self.follower.room
         unplanned_bytes, room.unplanned_bytes = room.unplanned_bytes, 0
+        is_disturbed = self._is_traced or bool(self.planning)  # by a trace, or by the helper, which takes a core
         if ended is not None:
             program, is_fruitless, self._is_fruitless = ended.program, self._is_fruitless, False
             is_served = self.cache.is_full and program is not None and not unplanned_bytes
             self._wanted.on_step_end(ended, self._has_program, is_fruitless=is_fruitless, is_served=is_served)
-            if program is None and self.comparison and ended.key[0] and not self._is_traced and not self._asked:
+            if program is None and self.comparison and ended.key[0] and not is_disturbed:
                 self.comparison.on_reacting_step(ended.key, steps)
             if program is not None:
                 self.latest = program
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
                 self._judge(program, ended.key, steps.last_peak_bytes, unplanned_bytes, is_own=is_own)
-                if not any(asked.key == ended.key for asked in self._asked):
+                program.num_disturbed += is_disturbed
+                if not is_disturbed:
                     self._judge_times(program, ended, steps, is_own=is_own)
         self._is_traced = False
         if self.automatic is not None and self.planning is not None:
@@ -256,7 +258,7 @@ class Programs:
         """Give a program up whose steps take longer than steps that reacted, if the planner is "auto"."""
         if self.comparison is None or (ended.is_exact and self.predictions.may_correct(program)):
             return  # in the second case, its time may have been predicted wrongly
-        if self.comparison.gives_up(program, ended, steps):
+        if self.comparison.gives_up(program, ended, steps) and ended.is_exact:  # else others follow it
             self.why_no_plan = "steps that followed their plan took longer than reactive steps"
 
     # -- plans
@@ -282,9 +284,8 @@ class Programs:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the programs that were asked for. Return whether there is any. For tests and measurements."""
-        while self.planning is not None and len(self.planning):
-            if not self._take(self.planning, timeout_s):
-                break
+        while self.planning and self._take(self.planning, timeout_s):
+            pass
         return len(self.cache) > 0
 
     def _take(self, planning: Planning, timeout_s: float = 0.0) -> bool:
@@ -350,7 +351,7 @@ class Programs:
             schedule.num_not_carried_out,
             program.predicted_time_s * 1e3,
             (answer.plain_time_s + program.outside_s) * 1e3,
-            format_bytes(answer.peak_bytes + asked.margin_bytes),
+            format_bytes(program.predicted_peak_bytes),
         )
 
     def _add_program(self, program: Program) -> None:

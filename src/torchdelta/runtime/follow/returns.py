@@ -71,7 +71,7 @@ class Returns:
         try:
             with self._restorer.device.exclusive(), Quietly():
                 self._restorer.replayer.recompute_group(missing)
-        except (NoRoomError, ReplayError, SavedTensorError) as error:
+        except (NoRoomError, ReplayError, SavedTensorError, TierError) as error:
             # `bring` makes each of them again, and raises, when it is unpacked; not all of them may be.
             _logger.debug("a replay ahead of its use failed: %r", error)
         except RuntimeError as error:
