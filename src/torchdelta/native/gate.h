@@ -329,6 +329,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::St
       const size_t position = gate->position;
       if (position >= ops.size() || ops[position].hash != hash_of(op, *stack) || !gate->stream->is_current()) {
         ask(gate->on_other, static_cast<int64_t>(position));
+        if (gate->state == State::kRecording) return record(gate, op, stack);  // a new step begins with this op
         if (gate->tape != nullptr) gate->tape->before_write(op, *stack);  // recording resumes later: see `end`
         break;
       }

@@ -98,6 +98,7 @@ class Follower:
         self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
         self.learning: Learning | None = None  # while the outline of a step is learned
         self.on_begin: Callable[[Program, Buffer], None] | None = None  # at the first save of a step with a program
+        self.on_abandon: Callable[[], None] | None = None  # where all saves of such a step are gone without a backward
         self._is_in_part = False  # whether the step was recorded in part, and saved all that its outline has
         self._is_blind = False  # whether the rest of the step's saves is not numbered
         self._saved: dict[int, weakref.ref[Buffer]] = {}  # by save
@@ -253,6 +254,8 @@ class Follower:
     def abandon(self) -> bool:
         """Forget the saves so far, which had no backward. Return whether the step before had such saves as well."""
         self.room.unplanned_bytes = 0  # the next step is not to blame
+        if self.on_abandon is not None:
+            self.on_abandon()
         self.restart()
         self._had_abandoned = True
         return self.ended is not None and self.ended.had_abandoned

@@ -114,15 +114,21 @@ class NativeLane:
             self._num_waiting = _FEWEST_STEPS << self._program.num_handovers
             self._program.num_handovers += 1
             _logger.debug("what the native tape has recorded was handed over to Python")
-        self._forget()
+        self.drop()
 
     def end(self) -> None:
         """Forget a step that has used the tape to its end."""
         self.num_steps += self.is_on
-        self._forget()
+        self.drop()
 
-    def _forget(self) -> None:
-        """Clear the tape, and count what was done."""
+    def abandon(self) -> None:
+        """Forget a step that had no backward, and of which nothing is left. Compare it with no outline any more."""
+        self._hooks.end_comparison()
+        self._gate.forget()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what the tape has recorded in this step, and count what was done."""
         tape, program = self._tape, self._program
         if not self.is_on or tape is None or program is None:
             return

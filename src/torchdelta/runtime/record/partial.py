@@ -1,14 +1,6 @@
 """Records only what a followed step's program replays or moves. See [Note: recording in part] in outline.py.
 
-While this is on, the recorder is off the thread's stack, and the gate (native/gate.py) gives it the ops. The phases:
-
-1. From its start on, every op is recorded, as in any followed step.
-2. At the first saved tensor, a program is chosen. If it has no outline, it learns it from here on. With an outline,
-   only the ops and tensors that it names are recorded. If the step differs or the budget has no room, recording
-   resumes before the op in question.
-3. The backward runs like that of any followed step.
-4. If the latest steps were alike, nothing is recorded from then until the optimizer has stepped. The tape is cut, so no
-   replay can read a tensor that is written in between.
+While this is on, the recorder is off the thread's stack, and the gate (native/gate.py) gives it the ops. See `Phase`.
 """
 
 from __future__ import annotations
@@ -46,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["PartialRecording"]
 
 _logger = logging.getLogger("torchdelta")
-
 _FORGIVEN_AFTER: Final = 4  # steps that were like their outlines, before one that was not is forgotten
 _FEWEST_ALIKE: Final = 4  # steps with one backward and one optimizer each, before nothing is recorded between these
 
@@ -81,8 +72,8 @@ class PartialRecording:
         self._program: Program | None = None  # whose outline is learned or used in this step
         self._learning: Learning | None = None
         self._known = KnownBackwards()
-        self._must_end = False
-        self._num_alike = 0
+        self._must_end, self._num_alike = False, 0
+        self._is_abandoned = False  # whether the outlined step has ended without a backward
 
     def waits_for_native_handles(self, then: Callable[[], object]) -> bool:
         """Return whether a forward has saved tensors that Python does not count; then call `then` once none is left."""
@@ -170,7 +161,7 @@ class PartialRecording:
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
         self._must_end, self._num_alike = False, 0
-        self._follower.on_begin = self._on_begin
+        self._follower.on_begin, self._follower.on_abandon = self._on_begin, self._on_abandoned
         self._record_whole()
         _logger.debug("steps are recorded in part from now on")
 
@@ -194,11 +185,10 @@ class PartialRecording:
     def _on_begin(self, program: Program, buffer: Buffer) -> None:
         """Learn or use the outline of a program: the first tensor of a step is being saved."""
         gate, hooks = self._parts()
-        if self._phase is not Phase.WHOLE or program.num_others >= MOST_OTHERS or not is_quiet(self._recorder):
+        may = self._phase is Phase.WHOLE and program.num_others < MOST_OTHERS and is_quiet(self._recorder)
+        if not may or not program.has_held:  # to make room beyond it, all buffers must be known
             return
-        if not program.has_held:  # to make room beyond it, all buffers must be known
-            return
-        self._program = program
+        self._program, self._is_abandoned = program, False
         self._known.begin(self._recorder.forward_hash)
         outline = program.outline
         if outline is None:
@@ -231,7 +221,12 @@ class PartialRecording:
 
     @shielded
     def _on_other_op(self, position: int) -> None:
-        self._leave_outline(f"it ran other ops: from op {position} of its outline on")
+        if not self._is_abandoned or self.lane is None:
+            self._leave_outline(f"it ran other ops: from op {position} of its outline on")
+            return
+        self.lane.abandon()
+        self._program, self._is_abandoned = None, False
+        self._record_whole()
 
     @shielded
     def _make_room(self, need_bytes: int) -> None:
@@ -276,6 +271,12 @@ class PartialRecording:
         else:
             self.end("the budget was passed, or the optimizer did not step")
 
+    def _on_abandoned(self) -> None:
+        """Begin the step anew with the next op: all that it has saved is gone, without a backward."""
+        self._is_abandoned = self._phase is Phase.OUTLINED
+        if self._is_abandoned:
+            self._parts()[0].follow(new_sequence([], [], []), 0)  # the next op is another one
+
     # -- backward
 
     def run_backward(self, original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,17 +300,16 @@ class PartialRecording:
             self._learning.on_forward_end()
             self._recorder.learning = self._follower.learning = None
         gate.close()
-        backward = self._backward
         try:
             # The graph is freed, and every leaf gets its gradient.
             is_usual = not any(args[1:]) and kwargs.get("accumulate_grad", False)
-            is_known = known is not None and is_usual and backward.runs_known(known)
+            is_known = known is not None and is_usual and self._backward.runs_known(known)
             if self.lane is not None and self.lane.is_on and not (self.lane.end_forward() and is_known):
                 self._hand_over("its backward is not known")
                 is_known = False
             if known is not None and is_known:
-                return backward.run_known(original, known, outputs, *args, **kwargs)
-            return backward.run(original, outputs, *args, **kwargs)
+                return self._backward.run_known(original, known, outputs, *args, **kwargs)
+            return self._backward.run(original, outputs, *args, **kwargs)
         except BaseException:
             self._must_end = True
             raise
@@ -387,8 +387,8 @@ class PartialRecording:
 
     def _stop(self) -> None:
         self._phase = Phase.OFF
-        self._program = None
-        self._follower.on_begin = None
+        self._program, self._is_abandoned = None, False
+        self._follower.on_begin = self._follower.on_abandon = None
         self._stop_learning()
 
     def _stop_learning(self) -> None:

@@ -23,7 +23,16 @@ MOST_OTHERS = 3  # steps that were not like the outline of their program, before
 
 
 class Phase(enum.Enum):
-    """What is recorded."""
+    """What is recorded.
+
+    1. From its start on, every op is recorded, as in any followed step.
+    2. At the first saved tensor, a program is chosen. If it has no outline, it learns it from here on. With an outline,
+       only the ops and tensors that it names are recorded. If the step differs or the budget has no room, recording
+       resumes before the op in question. If all that was saved dies without a backward, the step begins anew.
+    3. The backward runs like that of any followed step.
+    4. If the latest steps were alike, nothing is recorded from then until the optimizer has stepped. The tape is cut,
+       so no replay can read a tensor that is written in between.
+    """
 
     OFF = "the recorder is on the stack"
     WHOLE = "every op is recorded"

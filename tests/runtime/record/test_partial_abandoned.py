@@ -1,0 +1,72 @@
+"""A forward whose loss is dropped without a backward, in a training whose steps are recorded in part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.runtime.parts import running_session
+from tests.runtime.record.partly import MARGIN, NUM_LAYERS, ROWS, WIDTH, Stack, following, num_native_steps
+from tests.same_bits.judge import bits_of, seed_everything
+from torchdelta import Config, MemoryBudget
+from torchdelta.errors import NativeError
+from torchdelta.native.gate import load_gate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_STEPS, SKIPS_FROM = 40, 10
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_the_gate() -> Iterator[None]:
+    if isinstance(error := load_gate(), NativeError):
+        pytest.skip(str(error))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _train(num_steps: int, skips_every: int, *, is_inside: bool) -> tuple[list[Any], list[int]]:
+    """Return the bits of all losses and parameters, and the native steps so far after each step."""
+    seed_everything()
+    stack, seen, num_native = Stack(), list[Any](), list[int]()
+    optimizer = torch.optim.SGD(stack.parameters(), lr=0.01, momentum=0.9)
+    for index in range(num_steps):
+        for is_skipped in [True, False] if index >= SKIPS_FROM and index % skips_every == 0 else [False]:
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
+                x = stack.block(layer, x)
+            loss = x.square().mean()
+            del x
+            if is_skipped:
+                del loss
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(bits_of(loss))
+        if is_inside:
+            num_native.append(num_native_steps())
+    return [*seen, bits_of(stack.state_dict())], num_native
+
+
+@pytest.mark.parametrize("skips_every", [1, 3])
+def test_a_skipped_loss_does_not_end_recording_in_part(skips_every: int) -> None:
+    """As in "if not loss.isfinite(): continue". The steps after it follow their plan, on the native tape."""
+    plain, _ = _train(NUM_STEPS, skips_every, is_inside=False)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        _train(2, skips_every, is_inside=False)
+    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+        found, num_native = _train(NUM_STEPS, skips_every, is_inside=True)
+        session = running_session()
+        program = session.programs.latest
+        assert program is not None
+        assert (program.num_others, program.num_handovers) == (0, 0)
+        assert session.follower.num_followed_steps >= NUM_STEPS - 4
+    assert [index for index in range(len(plain)) if plain[index] != found[index]] == []
+    assert num_native[SKIPS_FROM - 1] > 0, "the test says nothing: no step was on the native tape"
+    assert num_native[-1] - num_native[SKIPS_FROM - 1] >= NUM_STEPS - SKIPS_FROM - 2
