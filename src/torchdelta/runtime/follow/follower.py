@@ -53,6 +53,7 @@ class EndedStep:
         is_exact: Whether that program was made for these shapes.
         was_watched: Whether its backward ran under the recorder.
         had_abandoned: Whether other tensors were saved before, which had no backward: an evaluation.
+        has_replaced: Whether the training has replaced persistent tensors that the program moves.
     """
 
     key: Key
@@ -62,6 +63,7 @@ class EndedStep:
     is_exact: bool
     was_watched: bool
     had_abandoned: bool
+    has_replaced: bool = False
 
 
 class Follower:
@@ -225,12 +227,14 @@ class Follower:
     def on_step_end(self) -> None:
         """Note what the step was, and begin the next one at its first save."""
         program = self._running if self.is_complete else None
+        has_replaced = False
         if program is not None:
             self.num_followed_steps += 1
             program.num_followed += 1
             self.programs.use(program)
             if self.persistents is not None:
-                if not self.persistents.end_step():
+                has_replaced = not self.persistents.end_step()
+                if has_replaced:
                     self.programs.remove(program)  # it is traced and planned anew
                 program.settle()  # recording is never reduced, so its times count from now on
         elif self._running is not None:
@@ -248,6 +252,7 @@ class Follower:
             is_exact=self._is_exact,
             was_watched=self._was_watched,
             had_abandoned=self._had_abandoned,
+            has_replaced=has_replaced,
         )
         self.restart()
 

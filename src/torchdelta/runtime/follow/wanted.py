@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from torchdelta.notices import warn_once
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -29,6 +31,7 @@ _WANTED_STEPS: Final = 32  # so many steps after one without a program are trace
 _MOST_TOKENS: Final = 96
 _STEPS_PER_TOKEN: Final = 16
 _MOST_UNPLANNABLE: Final = 256
+_MOST_REPLACED: Final = 2  # programs of a step that moved tensors which the program had replaced
 
 
 @dataclass(kw_only=True)
@@ -52,6 +55,7 @@ class WantedSteps:
         self._tokens = float(_MOST_TOKENS)
         self._wanted: dict[Key, _Wanted] = {}
         self._unplannable: dict[Key, int] = {}  # from which start on a step has no plan
+        self._num_replaced: dict[Key, int] = {}  # how many programs in a row moved tensors that were replaced
         self._num_given_up: dict[int, int] = {}  # by first save: how often such a step did not come again in time
 
     @property
@@ -91,6 +95,7 @@ class WantedSteps:
         self._tokens = min(_MOST_TOKENS, self._tokens + 1 / _STEPS_PER_TOKEN)
         if not ended.key[0]:
             return
+        self._note_replaced(ended)
         was_wanted = ended.key in self._wanted
         self._wanted[ended.key] = _Wanted(first=ended.first, start_bytes=ended.start_bytes, seen_at=self._num_steps)
         for key, wanted in list(self._wanted.items()):
@@ -105,6 +110,19 @@ class WantedSteps:
                 self._num_given_up[wanted.first] = self._num_given_up.get(wanted.first, 0) + 1
             if is_old or is_given_up or is_unplannable or has_one:
                 del self._wanted[key]
+
+    def _note_replaced(self, ended: EndedStep) -> None:
+        """Want no trace any more of a step whose programs move tensors that the program has replaced each time."""
+        if ended.has_replaced and len(self._num_replaced) < _MOST_UNPLANNABLE:
+            self._num_replaced[ended.key] = self._num_replaced.get(ended.key, 0) + 1
+            if self._num_replaced[ended.key] >= _MOST_REPLACED:
+                self.note_unplannable(ended.key, 0)
+                warn_once(
+                    "a kind of step is not planned any more: it replaces parameters or optimizer states by new tensors "
+                    "each time, which no plan can know"
+                )
+        elif ended.program is not None:
+            self._num_replaced.pop(ended.key, None)
 
     def _most_fruitless(self, first: int) -> int:
         return max(1, MOST_FRUITLESS_TRACES >> self._num_given_up.get(first, 0))
