@@ -162,6 +162,25 @@ def test_a_plan_that_does_not_hold_the_budget_is_not_followed(
     assert _train(peak_bytes, plan=_planned(trace, int(0.8 * peak_bytes)))[2].follower.num_followed_steps > 0
 
 
+def test_a_plan_that_no_trace_could_be_compared_with_is_not_followed(
+    plain: tuple[list[torch.Tensor], int, Trace], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A forward whose loss is dropped in each of the steps that are traced: their traces are dropped. It is told."""
+    _, peak_bytes, trace = plain
+    made = _planned(trace, int(0.75 * peak_bytes))
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    with caplog.at_level(logging.WARNING, "torchdelta"), MemoryBudget(peak_bytes, MEMORY, plan=made) as budget:
+        for index in range(6):
+            if index % 2:  # in the step before there was none
+                model(torch.randn(8, 64)).sum()
+            model(torch.randn(8, 64)).sum().backward()
+    summary = budget.summary()
+    assert summary.follow is not None
+    assert "none of 3 traced steps was complete" in summary.follow.why_no_plan
+    assert [one for one in caplog.messages if "a plan of torchdelta is not followed: none of 3" in one]
+
+
 def test_a_trace_is_written_of_a_complete_second_step_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A scope that ends before writes nothing, and says so."""
     path = tmp_path / "step.trace"

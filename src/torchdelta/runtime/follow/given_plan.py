@@ -8,6 +8,7 @@ made for does not matter. Of tensors that the step does not use, only the bytes 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from torchdelta.errors import ConfigError
+from torchdelta.notices import warn_once
 from torchdelta.plan.file import read_plan
 from torchdelta.plan.model import Plan
 from torchdelta.plan.request import Answer
@@ -24,6 +26,7 @@ from torchdelta.plan.walk import Walk
 from torchdelta.runtime.follow.program import Program
 from torchdelta.runtime.follow.schedule import make_schedule
 from torchdelta.trace.numbering import num_involved, numbered_by_use
+from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
     from torchdelta.runtime.follow.program import Position
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from torchdelta.trace.model import Trace
 
 __all__ = ["GivenPlan", "given_plan"]
+
+_logger = logging.getLogger("torchdelta")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +98,18 @@ class GivenPlan:
             margin_bytes=0,
             unseen_bytes=unseen_bytes,
         )
+
+    def report(self, program: Program) -> None:
+        """Log that a program of this plan is followed, and how much of the plan it leaves out."""
+        num_absences, num_left_out = len(self.plan.absences), program.schedule.num_not_carried_out
+        if num_left_out:
+            warn_once(
+                f"{self.name}: {num_left_out} of {num_absences} absences are not carried out, because "
+                "steps follow a plan only for saved tensors between forward and backward, and for parameters, "
+                "gradients and optimizer states if decision_class='all'; for the rest, buffers are evicted reactively"
+            )
+        peak = format_bytes(program.predicted_peak_bytes)
+        _logger.info("plan: following %s: %d absences, peak %s", self.name, num_absences, peak)
 
 
 def given_plan(plan: object) -> GivenPlan:

@@ -194,6 +194,9 @@ class Programs:
                 if not is_disturbed:
                     self._judge_times(program, ended, steps, is_own=is_own)
         self._is_traced = False
+        has_no_trace = self._num_given_traces >= _MOST_GIVEN_TRACES and not self.num_programs and not self.why_no_plan
+        if self.given is not None and has_no_trace:
+            self._refuse_given(self.given, f"none of {_MOST_GIVEN_TRACES} traced steps was complete")
         if self.automatic is not None and self.planning is not None:
             self._go_on(self.automatic)
         self.on_unrecorded_step()
@@ -364,20 +367,15 @@ class Programs:
         try:
             program = given.program(trace, log, self.follower.position, self.budget_bytes, unseen_bytes)
         except PlanError as error:
-            self.why_no_plan = f"{given.name}: {error}"
-            self.follower.is_on = False
-            warn_once(f"{given.name} is not followed: {error}; buffers are evicted reactively")
+            self._refuse_given(given, str(error))
             return
         self._add_program(program)
-        num_absences, num_left_out = len(given.plan.absences), program.schedule.num_not_carried_out
-        if num_left_out:
-            warn_once(
-                f"{given.name}: {num_left_out} of {num_absences} absences are not carried out, because "
-                "steps follow a plan only for saved tensors between forward and backward, and for parameters, "
-                "gradients and optimizer states if decision_class='all'; for the rest, buffers are evicted reactively"
-            )
-        peak = format_bytes(program.answer.peak_bytes)
-        _logger.info("plan: following %s: %d absences, peak %s", given.name, num_absences, peak)
+        given.report(program)
+
+    def _refuse_given(self, given: GivenPlan, why: str) -> None:
+        self.why_no_plan = f"{given.name}: {why}"
+        self.follower.is_on = False
+        warn_once(f"{given.name} is not followed: {why}; buffers are evicted reactively")
 
     def _end(self, why: str) -> None:
         self.why_no_plan = why
