@@ -70,3 +70,37 @@ def test_a_skipped_loss_does_not_end_recording_in_part(skips_every: int) -> None
     assert [index for index in range(len(plain)) if plain[index] != found[index]] == []
     assert num_native[SKIPS_FROM - 1] > 0, "the test says nothing: no step was on the native tape"
     assert num_native[-1] - num_native[SKIPS_FROM - 1] >= NUM_STEPS - SKIPS_FROM - 2
+
+
+def test_a_graph_without_saved_tensors_outlives_a_dropped_loss() -> None:
+    """Its backward is not that of the step, although no op has run since the loss was dropped."""
+
+    def train(num_steps: int) -> list[Any]:
+        seed_everything()
+        stack, seen = Stack(), list[Any]()
+        optimizer = torch.optim.SGD(stack.parameters(), lr=0.01)
+        for index in range(num_steps):
+            penalty = sum(parameter.sum() for parameter in stack.parameters())
+            x = torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS):
+                x = stack.block(layer, x)
+            loss = x.square().mean()
+            del x
+            if index >= SKIPS_FROM and index % 2:
+                del loss
+                assert isinstance(penalty, torch.Tensor)
+                penalty.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            seen.append(bits_of([parameter.grad for parameter in stack.parameters()]))
+            optimizer.zero_grad()
+        return seen
+
+    plain = train(2 * SKIPS_FROM)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        train(2)
+    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+        found = train(2 * SKIPS_FROM)
+        assert running_session().partial.num_steps > 0
+    assert [index for index in range(len(plain)) if plain[index] != found[index]] == []

@@ -289,7 +289,7 @@ class PartialRecording:
             return self._backward.run(original, outputs, *args, **kwargs)
         known: KnownBackward | None = None
         if self._phase is Phase.OUTLINED and self._program is not None and self._program.outline is not None:
-            if not (hooks.end_comparison() and gate.is_complete()):
+            if not (hooks.end_comparison() and gate.is_complete()) or self._is_abandoned:
                 self._leave_outline("its backward began early")
                 return self._backward.run(original, outputs, *args, **kwargs)
             self._room.transfers.reap()
