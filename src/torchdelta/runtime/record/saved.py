@@ -21,6 +21,7 @@ from torchdelta._torch.modes import (
     push_function_mode,
     top_function_mode,
 )
+from torchdelta._torch.storages import address_of, storage_address
 from torchdelta._torch.tensors import counted_version_of, identity_of, is_leaf, is_trained_leaf, is_zerotensor, sizes_of
 from torchdelta.config import SavedBuffer
 from torchdelta.errors import ConfigError, SavedTensorError
@@ -284,7 +285,9 @@ class SavedTensors:
         if follower.is_following:
             follower.before_unpack(handle.save, view.buffer)
         with Quietly():
-            tensor = view.on(self.restorer.bring(buffer))
+            storage = self.restorer.bring(buffer)
+            own = buffer.witness if buffer.op is None and buffer.witness is not buffer.strong else None
+            tensor = own if own is not None and _is_as_saved(own, view, storage) else view.on(storage)
         if tensor.is_meta and self.fake_view is not None:
             tensor = self.fake_view(tensor)
         self.observing.observer.on_unpack(tensor, handle.save)
@@ -293,6 +296,27 @@ class SavedTensors:
         if self.persistents is not None:
             self.persistents.lock((tensor,))
         return tensor
+
+
+def _is_as_saved(own: torch.Tensor, view: View, storage: torch.UntypedStorage) -> bool:
+    """Return whether a tensor of the program is the one that was saved, so that it is returned as without a budget.
+
+    If a node returns it as the gradient of a leaf, autograd copies it, because the program holds it. A new tensor on
+    its storage would become the leaf's `.grad`, and writes to that would change the program's tensor.
+    """
+    return (
+        own.__class__ is torch.Tensor
+        and is_leaf(own)
+        and not own.requires_grad
+        and own.dtype == view.dtype
+        and own.shape == view.shape
+        and own.stride() == view.stride
+        and own.storage_offset() == view.offset
+        and view.flags is None
+        and not own.is_conj()
+        and not own.is_neg()
+        and storage_address(own) == address_of(storage)
+    )
 
 
 def _modified(dtype: torch.dtype, shape: tuple[Any, ...], version: int, expected: int) -> str:
