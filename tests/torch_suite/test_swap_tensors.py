@@ -162,3 +162,17 @@ def test_a_leaf_exchanged_before_its_backward_is_an_error() -> None:
         torch.utils.swap_tensors(w, nn.Parameter(torch.zeros(8, 8)))
         with pytest.raises(SavedTensorError, match="exchanged"):
             torch.autograd.grad(y.sum(), x)
+
+
+def test_parameters_are_exchanged_after_a_scope() -> None:
+    """No weak reference of ours outlives it, while its summary may still be read."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with MemoryBudget(UNLIMITED) as budget:
+        for _ in range(4):
+            model(torch.randn(8, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros(64, 64)))
+    assert not model.weight.any()
+    assert budget.summary().num_steps == 4

@@ -198,8 +198,10 @@ class CompiledRegions:
         writable = [*tensors, *buffers_behind(args[0], others)]
         with without_mode(self._recorder), PeakMeter(ledger.device, ledger.usage, resets=resets) as meter:
             unseen = UnseenWrites(self._recorder, writable, statistics_in((args[0], *others)))
-            out = call_outside(original, *args, **kwargs)
-            unseen.end()
+            try:
+                out = call_outside(original, *args, **kwargs)
+            finally:  # what it has written before an error is written
+                unseen.end()
         before_bytes = ledger.usage.live_bytes
         self._know(out)
         outputs_bytes = ledger.usage.live_bytes - before_bytes

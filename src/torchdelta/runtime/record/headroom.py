@@ -102,6 +102,10 @@ class Headroom:
             leaves=[weakref.ref(leaf) for leaf in graph.leaves],
         )
 
+    def clear(self) -> None:
+        """Forget all graphs, and with them the weak references to their leaves."""
+        self._measured.clear()
+
     def forget(self, *leaves: torch.Tensor) -> None:
         """Forget the graphs over any of these leaves, and with them the weak references to the leaves."""
         ids = {id(leaf) for leaf in leaves}

@@ -163,7 +163,6 @@ class PartialRecording:
         self._must_end, self._num_alike = False, 0
         self._follower.on_begin, self._follower.on_abandon = self._on_begin, self._on_abandoned
         self._record_whole()
-        _logger.debug("steps are recorded in part from now on")
 
     def _parts(self) -> tuple[Gate, NativeHooks]:
         assert self._gate is not None
@@ -208,12 +207,11 @@ class PartialRecording:
     @shielded
     def _pack_numbered(self, tensor: Any, number: int) -> Any:
         self._parts()[0].know(tensor)
-        follower = self._follower
-        follower.number = number
+        self._follower.number = number
         try:
             return self._saved.pack(tensor)
         finally:
-            follower.number = -1
+            self._follower.number = -1
 
     @shielded
     def _on_other_save(self, index: int) -> None:
@@ -379,9 +377,11 @@ class PartialRecording:
         if self._phase is Phase.PAUSED:
             self.garbage.end()
         self._stop()
+        self.forget_leaves()
+        self._backward.headroom.clear()
 
     def forget_leaves(self) -> None:
-        """Hold no weak reference to a leaf: two tensors are about to be exchanged."""
+        """Hold no weak reference to a leaf: two tensors are about to be exchanged, or may be later."""
         self._backward.latest_known = None
         self._known.forget()
 
