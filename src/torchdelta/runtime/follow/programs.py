@@ -191,7 +191,7 @@ class Programs:
                 is_own = ended.is_exact and self.cache.covers(program.start_bytes, ended.start_bytes)
                 self._judge(program, ended.key, steps.last_peak_bytes, unplanned_bytes, is_own=is_own)
                 program.num_disturbed += is_disturbed
-                if not is_disturbed:
+                if not is_disturbed and not self.planning:  # its plan may just have been asked for anew
                     self._judge_times(program, ended, steps, is_own=is_own)
         self._is_traced = False
         has_no_trace = self._num_given_traces >= _MOST_GIVEN_TRACES and not self.num_programs and not self.why_no_plan

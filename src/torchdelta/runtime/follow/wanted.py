@@ -31,7 +31,7 @@ _WANTED_STEPS: Final = 32  # so many steps after one without a program are trace
 _MOST_TOKENS: Final = 96
 _STEPS_PER_TOKEN: Final = 16
 _MOST_UNPLANNABLE: Final = 256
-_MOST_REPLACED: Final = 2  # programs of a step that moved tensors which the program had replaced
+_MOST_REPLACED: Final = 2  # programs of a step that moved tensors which the training had replaced
 
 
 @dataclass(kw_only=True)
@@ -55,7 +55,7 @@ class WantedSteps:
         self._tokens = float(_MOST_TOKENS)
         self._wanted: dict[Key, _Wanted] = {}
         self._unplannable: dict[Key, int] = {}  # from which start on a step has no plan
-        self._num_replaced: dict[Key, int] = {}  # how many programs in a row moved tensors that were replaced
+        self._num_replaced: dict[Key, int] = {}  # how many programs in a row moved tensors that the training replaced
         self._num_given_up: dict[int, int] = {}  # by first save: how often such a step did not come again in time
 
     @property
@@ -112,8 +112,10 @@ class WantedSteps:
                 del self._wanted[key]
 
     def _note_replaced(self, ended: EndedStep) -> None:
-        """Want no trace any more of a step whose programs move tensors that the program has replaced each time."""
-        if ended.has_replaced and len(self._num_replaced) < _MOST_UNPLANNABLE:
+        """Want no trace any more of a step whose programs move tensors that the training replaces each time."""
+        if ended.has_replaced:
+            if len(self._num_replaced) >= _MOST_UNPLANNABLE:
+                self._num_replaced.clear()
             self._num_replaced[ended.key] = self._num_replaced.get(ended.key, 0) + 1
             if self._num_replaced[ended.key] >= _MOST_REPLACED:
                 self.note_unplannable(ended.key, 0)

@@ -171,7 +171,7 @@ class Candidates:
         """Return the bytes of all storages, those that are away included."""
         return sum(
             record.size_bytes if record.emptied is None else record.emptied.size_bytes
-            for record in self._ledger.records.values()
+            for record in list(self._ledger.records.values())  # a garbage collection may remove some
         )
 
     # -- which leave

@@ -182,7 +182,7 @@ class StepDraft(Observer):
         self._uses.clear()
         self._keys.clear()
         self._outside_s = 0.0
-        for record in self.ledger.records.values():
+        for record in list(self.ledger.records.values()):  # a garbage collection may remove some
             old = earlier.by_record.get(record.id)
             if old is not None:
                 storage = self._born(record, BEFORE_STEP, None).storage
