@@ -58,6 +58,8 @@ def test_a_home_that_cannot_be_written_is_none(temporary: Path, monkeypatch: pyt
     real = os.access
     monkeypatch.setattr(os, "access", lambda name, mode: not str(path).startswith(str(name)) and real(name, mode))
     assert cache_folder.user_cache_folder() == cache_folder.temporary_folder()
+    (path / ".cache" / "torchdelta" / "built").mkdir(parents=True)  # a filled cache is read
+    assert cache_folder.user_cache_folder() == path / ".cache"
 
 
 @pytest.mark.parametrize("taken_by", ["a folder that others can write", "a link", "a file"])

@@ -25,7 +25,15 @@ def user_cache_folder() -> Path:
         folder = Path.home() / ".cache"
     except RuntimeError:
         return temporary_folder()
-    return folder if _may_write(folder) else temporary_folder()
+    # An image may have a filled cache that its users can only read.
+    return folder if _may_write(folder) or _has_entries(folder / "torchdelta") else temporary_folder()
+
+
+def _has_entries(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
 
 
 def _may_write(folder: Path) -> bool:
