@@ -228,6 +228,7 @@ def test_a_larger_budget_in_the_cell_whose_forward_did_not_fit(shell, run, plain
     assert shell.user_ns["size"] == 2**30
     result = run(f"%memory_budget {budget_bytes} config\n{forward}\n%memory_budget off")
     assert isinstance(result.error_in_exec, BudgetError)
+    assert "outputs" not in shell.user_ns
     assert run("off = MemoryBudget.current()").success
     assert shell.user_ns["off"] is None
 

@@ -63,6 +63,7 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
     """
 
     _num_batches = 0
+    _num_processes: int | None = None
 
     # -- events of the Trainer
 
@@ -71,13 +72,12 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
         del pl_module
         if stage != "fit":
             return
-        if type(trainer).__module__.startswith("pytorch_lightning"):
+        if any(kind.__module__.startswith("pytorch_lightning") for kind in type(trainer).__mro__):
             raise ConfigError(
                 "MemoryBudgetCallback is for the Trainer of `lightning.pytorch`, this one is of `pytorch_lightning`: "
                 "use `from lightning.pytorch import Trainer`"
             )
-        # Lightning's own launchers do not set LOCAL_WORLD_SIZE, by which a budget divides what processes share.
-        declare_processes_here(trainer.num_devices if trainer.world_size > 1 else None)
+        self._num_processes = trainer.num_devices if trainer.world_size > 1 else None
         self._begin_training(self.config)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,6 +128,12 @@ class MemoryBudgetCallback(BudgetCallback, Callback):
             declare_processes_here(None)
 
     # -- inside
+
+    def _start(self) -> None:
+        # Lightning's own launchers do not set LOCAL_WORLD_SIZE, by which a budget divides what processes share. After a
+        # training inside of this one, whose callback has ended this budget, it starts again.
+        declare_processes_here(self._num_processes)
+        super()._start()
 
     def _log(self, trainer: Trainer) -> None:
         values = self._since_log.values(planned_time_s(self.budget)) if trainer.loggers else {}

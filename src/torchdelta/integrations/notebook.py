@@ -93,6 +93,9 @@ class MemoryBudgetMagics(Magics):
         """Stop the budget of the following cells."""
         try:
             self._stop()
+        except BudgetError:
+            self._remove_names_without_content()
+            raise
         finally:
             self._budget = None
 
