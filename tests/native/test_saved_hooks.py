@@ -26,7 +26,8 @@ class Recorded:
         self.packed: list[tuple[int, ...]] = []
         self.num_unpacked = 0
         self.larger: list[int] = []
-        hooks = new_hooks(self.pack, self.unpack, self.pack, self.on_modified, lambda: self.larger.append(1))
+        asked = (self.pack, self.on_modified, lambda: self.larger.append(1), lambda _: None)
+        hooks = new_hooks(self.pack, self.unpack, *asked)
         assert not isinstance(hooks, NativeError)
         self.hooks: NativeHooks = hooks
 
@@ -135,7 +136,7 @@ def test_an_error_in_a_python_hook_reaches_the_caller_of_adopt() -> None:
     def fail(_tensor: torch.Tensor) -> Any:
         raise KeyError("no")
 
-    failing = new_hooks(fail, python.unpack, python.pack, python.on_modified, list)
+    failing = new_hooks(fail, python.unpack, python.pack, python.on_modified, list, lambda _: None)
     assert not isinstance(failing, NativeError)
     failing.pause()
     z = forward(failing, x)
@@ -267,7 +268,7 @@ def test_a_view_of_a_trained_leaf_is_adopted_as_one() -> None:
         bases.append(tensor._base)  # noqa: SLF001 - what autograd goes by
         return pack(tensor)
 
-    hooks = new_hooks(pack_and_look, python.unpack, pack_and_look, python.on_modified, lambda: None)
+    hooks = new_hooks(pack_and_look, python.unpack, pack_and_look, python.on_modified, lambda: None, lambda _: None)
     assert not isinstance(hooks, NativeError)
     hooks.pause()
     with saved_tensors_hooks(hooks.pack, hooks.unpack):

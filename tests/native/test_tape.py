@@ -68,7 +68,9 @@ class Taped:
         self.gate = new_gate(
             self.mode, torch.device("cpu"), counter, self.on_other, self.asked.append, self.asked.append
         )
-        hooks = new_hooks(lambda t: [t.detach()], self.unpack, lambda t: t, self.on_modified, lambda: None)
+        hooks = new_hooks(
+            lambda t: [t.detach()], self.unpack, lambda t: t, self.on_modified, lambda: None, lambda _: None
+        )
         assert not isinstance(hooks, NativeError)
         self.hooks = hooks
         self.counter = counter

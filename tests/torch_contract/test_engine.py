@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 import torch
@@ -22,11 +22,13 @@ from torchdelta._torch.doors import (
 )
 from torchdelta._torch.engine import (
     ACCUMULATE,
+    call_at_backward_end,
     current_node,
     graph_task_id,
     input_sizes_bytes,
     next_node_number,
     node_number,
+    running_function,
 )
 
 if TYPE_CHECKING:
@@ -420,3 +422,40 @@ print(seen)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split("\n")[0] == "[False, True, True, False]"
+
+
+class _Scale(torch.autograd.Function):
+    """Lists what runs in its backward."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        function = running_function()
+        _Scale.seen.append(function)
+        hook = function.register_hook(lambda inputs, _: (hook.remove(), _Scale.seen.append(inputs[0].item()))[0])
+        call_at_backward_end(lambda: _Scale.seen.append("end"))
+        return gradients[0] * 2
+
+
+def test_the_custom_function_whose_backward_runs() -> None:
+    """A hook that is added to it there runs after its backward, once; the callback runs when all has ended."""
+    x = torch.ones((), requires_grad=True)
+    other = torch.ones((), requires_grad=True)
+    other.register_hook(lambda _: _Scale.seen.append(running_function()))  # no custom Function runs here
+    _Scale.seen.clear()
+    y = _Scale.apply(x) + other.sin()
+    assert running_function() is None
+    for _ in range(2):
+        y.backward(retain_graph=True)
+    assert running_function() is None
+    functions = [item for item in _Scale.seen if isinstance(item, torch.autograd.function.FunctionCtx)]
+    assert len(functions) == 2
+    assert [item for item in _Scale.seen if item not in functions].count(2.0) == 2
+    assert _Scale.seen.count(None) == 2
+    assert _Scale.seen.count("end") == 2
+    assert _Scale.seen[-1] == "end"

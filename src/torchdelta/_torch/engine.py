@@ -20,12 +20,24 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # that of the next node of this thread
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def current_node() -> str:
     """Return the name of the autograd node that this thread's backward runs, or ran last; "" before the first."""
-    node: Any = torch._C._current_autograd_node()
+    node = _current_node()
     return "" if node is None else node.name()
+
+
+def running_function() -> Any:
+    """Return the node of the custom Function whose backward this thread runs; None if it is another one's or none."""
+    node = _current_node() if graph_task_id() != -1 else None
+    return node if isinstance(node, torch._C._FunctionBase) else None
+
+
+def call_at_backward_end(function: Callable[[], None]) -> None:
+    """Call a function when this thread's running backward ends. It is forgotten if that fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def node_number(node: Any) -> int:

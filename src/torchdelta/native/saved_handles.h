@@ -48,6 +48,7 @@ struct Hooks {
   PyObject* pack_odd;     // packs what is not a plain tensor, in an unrecorded step
   PyObject* on_modified;  // (tensor, expected version): raises eager's error
   PyObject* on_larger;    // called when a step saves more than the last recorded one
+  PyObject* keep_apart;   // (tensor): it is unpacked for a custom Function, and others hold its storage
   std::vector<int64_t>* sizes;     // in bytes, of the tensors that this step has saved so far, if it is recorded
   std::vector<int64_t>* expected;  // of those of the last recorded step
   bool has_expected;               // whether there is one, recorded as a whole

@@ -15,10 +15,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -32,8 +35,8 @@
 namespace {
 
 PyObject* hooks_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *pack, *unpack, *pack_odd, *on_modified, *on_larger;
-  if (!PyArg_ParseTuple(arguments, "OOOOO", &pack, &unpack, &pack_odd, &on_modified, &on_larger)) return nullptr;
+  PyObject *pack, *unpack, *pack_odd, *on_modified, *on_larger, *keep_apart;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO", &pack, &unpack, &pack_odd, &on_modified, &on_larger, &keep_apart)) return nullptr;
   Hooks* hooks = hooks_of(type->tp_alloc(type, 0));  // zeroed, and tracked by the collector
   if (hooks == nullptr) return nullptr;
   hooks->pack = Py_NewRef(pack);
@@ -41,6 +44,7 @@ PyObject* hooks_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   hooks->pack_odd = Py_NewRef(pack_odd);
   hooks->on_modified = Py_NewRef(on_modified);
   hooks->on_larger = Py_NewRef(on_larger);
+  hooks->keep_apart = Py_NewRef(keep_apart);
   hooks->sizes = new std::vector<int64_t>;
   hooks->expected = new std::vector<int64_t>;
   return reinterpret_cast<PyObject*>(hooks);
@@ -54,6 +58,7 @@ int hooks_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(hooks->pack_odd);
   Py_VISIT(hooks->on_modified);
   Py_VISIT(hooks->on_larger);
+  Py_VISIT(hooks->keep_apart);
   Py_VISIT(hooks->on_other);
   Py_VISIT(hooks->pack_numbered);
   Py_VISIT(hooks->tape_owner);
@@ -71,6 +76,7 @@ int hooks_clear(PyObject* self) {
   Py_CLEAR(hooks->pack_odd);
   Py_CLEAR(hooks->on_modified);
   Py_CLEAR(hooks->on_larger);
+  Py_CLEAR(hooks->keep_apart);
   hooks->is_compared = false;
   Py_CLEAR(hooks->saves);
   Py_CLEAR(hooks->on_other);
@@ -222,6 +228,23 @@ PyObject* raise_modified(Hooks* hooks, const at::Tensor& tensor, uint32_t versio
   return answer;
 }
 
+// Return whether the backward of a custom Function runs. Its class is not exported, so its name is compared.
+bool is_in_function() {
+  const auto node = torch::autograd::get_current_node();  // of a type that depends on the version of torch
+  return node && std::strcmp(typeid(*node).name(), "N5torch8autograd6PyNodeE") == 0;
+}
+
+// Return a saved tensor to Python. See [Note: saved tensors that are gradients] in runtime/record/shared_gradients.py.
+PyObject* wrap_unpacked(Hooks* hooks, at::Tensor tensor, size_t num_own_holders) {
+  const bool is_shared = tensor.has_storage() && tensor.storage().use_count() > num_own_holders;
+  PyObject* wrapped = THPVariable_Wrap(std::move(tensor));
+  if (wrapped == nullptr || !is_shared || !is_in_function()) return wrapped;
+  PyObject* answer = PyObject_CallOneArg(hooks->keep_apart, wrapped);
+  if (answer == nullptr) Py_CLEAR(wrapped);
+  Py_XDECREF(answer);
+  return wrapped;
+}
+
 // Return a saved tensor that is on the tape. What the tape asks of Python may hand its content over to the Python hook.
 PyObject* unpack_from_tape(Hooks* hooks, Handle* handle) {
   const tape::SavePtr save = handle->save;
@@ -232,7 +255,7 @@ PyObject* unpack_from_tape(Hooks* hooks, Handle* handle) {
   if (handle->packed == nullptr) tensor = save->has_content() ? hooks->tape->unpack(save) : handle->tensor;
   if (handle->packed != nullptr) return PyObject_CallOneArg(hooks->unpack, handle->packed);
   TORCH_CHECK(tensor.defined(), "torchdelta: a saved tensor was neither replayed nor handed over");
-  return THPVariable_Wrap(std::move(tensor));
+  return wrap_unpacked(hooks, std::move(tensor), save->has_content() ? 2 : 1);  // the new tensor, and the tape
 }
 
 PyObject* hooks_unpack(PyObject* self, PyObject* packed) {
@@ -248,7 +271,7 @@ PyObject* hooks_unpack(PyObject* self, PyObject* packed) {
       return raise_modified(hooks, handle->tensor, handle->version);
     }
     if (handle->save) return unpack_from_tape(hooks, handle);
-    return THPVariable_Wrap(handle->tensor);
+    return wrap_unpacked(hooks, handle->tensor, 1);
   });
 }
 

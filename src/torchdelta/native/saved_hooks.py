@@ -36,7 +36,8 @@ def unpack(packed):
 def on_modified(tensor, version):
     raise RuntimeError(f"modified: {tensor._version} {version}")
 larger = []
-hooks = module.Hooks(pack, unpack, pack, on_modified, lambda: larger.append(1))
+apart = []
+hooks = module.Hooks(pack, unpack, pack, on_modified, lambda: larger.append(1), apart.append)
 assert not hooks.end_step()
 for size in (8, 8, 8, 9):
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -92,6 +93,22 @@ for size in (8, 9):
     events.clear()
     seen.clear()
     hooks.end_step()
+hooks.adopt()
+class Give(torch.autograd.Function):
+    def forward(ctx, x, y):
+        ctx.save_for_backward(y)
+        return x.clone()
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0], None
+hooks.pause()
+for is_held in (True, False):
+    y = x + 1
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        loss = Give.apply(x, y).sum()
+    y = y if is_held else None
+    torch.autograd.grad(loss, x)
+    assert len(apart) == 1, len(apart)
+apart.clear()
 hooks.adopt()
 weight, bias = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
 x = weight.exp()
@@ -197,6 +214,7 @@ def new_hooks(
     pack_odd: Callable[[torch.Tensor], Any],
     on_modified: Callable[[torch.Tensor, int], Any],
     on_larger: Callable[[], Any],
+    keep_apart: Callable[[torch.Tensor], Any],
 ) -> NativeHooks | NativeError:
     """Return a pair of hooks; build the module first if needed.
 
@@ -209,11 +227,16 @@ def new_hooks(
         on_modified: Called with a tensor that was written after it was saved, and its version then; raises.
         on_larger: Called, soon after, when an unrecorded step saves a larger tensor than the last recorded one did in
             that place, or one tensor more.
+        keep_apart: Called with a tensor that a handle returns to the backward of a custom Function, if others hold its
+            storage.
     """
     if is_switched_off():
         return NativeError("TORCHDELTA_NATIVE disables it")
     module = loaded(MODULE)
-    return module if isinstance(module, NativeError) else module.Hooks(pack, unpack, pack_odd, on_modified, on_larger)
+    if isinstance(module, NativeError):
+        return module
+    hooks: NativeHooks = module.Hooks(pack, unpack, pack_odd, on_modified, on_larger, keep_apart)
+    return hooks
 
 
 class OnTape(enum.IntFlag):

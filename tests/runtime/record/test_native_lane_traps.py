@@ -326,3 +326,42 @@ def test_inputs_that_are_swapped_with_other_tensors_before_the_backward() -> Non
         loop.update(loss)
 
     assert same_bits(body)
+
+
+class _Give(torch.autograd.Function):
+    """A loss whose gradient was computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("layer_of_gradient", range(NUM_LAYERS))
+def test_a_saved_tensor_that_is_returned_as_a_gradient(layer_of_gradient: int) -> None:
+    """The leaf's gradient shares no memory with it, whether the tape replays, keeps or drops it."""
+    given = nn.Parameter(torch.zeros(ROWS, WIDTH))
+
+    def body(loop: Loop, _index: int) -> None:
+        losses: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+
+        def between(layer: int, x: torch.Tensor) -> torch.Tensor:
+            if layer == layer_of_gradient:
+                gradients.append(x.detach() * 2)
+                losses.append(_Give.apply(given, gradients[0]))
+            return x
+
+        loss = loop.forward(between) + losses[0]
+        loss.backward()
+        assert given.grad is not None
+        given.grad.mul_(0.5)
+        loop.seen.append(bits_of([*gradients, given.grad]))
+        given.grad = None
+        loop.update(loss)
+
+    assert same_bits(body)[-1] > 0

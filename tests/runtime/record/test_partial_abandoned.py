@@ -30,17 +30,23 @@ def _one_thread_and_the_gate() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def _train(num_steps: int, skips_every: int, *, is_inside: bool) -> tuple[list[Any], list[int]]:
-    """Return the bits of all losses and parameters, and the native steps so far after each step."""
+def _train(
+    num_steps: int, skips_every: int, skips_from: int = SKIPS_FROM, *, is_inside: bool, saves_first: bool = False
+) -> tuple[list[Any], list[int]]:
+    """Return the bits of all losses and parameters, and the native steps so far after each step.
+
+    If `saves_first`, the first op of a forward saves a tensor before it runs, and only a part of the skipped one runs.
+    """
     seed_everything()
     stack, seen, num_native = Stack(), list[Any](), list[int]()
     optimizer = torch.optim.SGD(stack.parameters(), lr=0.01, momentum=0.9)
+    inputs, scale = torch.randn(ROWS, WIDTH), torch.nn.Parameter(torch.ones(WIDTH))
     for index in range(num_steps):
-        for is_skipped in [True, False] if index >= SKIPS_FROM and index % skips_every == 0 else [False]:
-            x = torch.randn(ROWS, WIDTH)
-            for layer in range(NUM_LAYERS):
+        for is_skipped in [True, False] if index >= skips_from and index % skips_every == 0 else [False]:
+            x = inputs * scale if saves_first else torch.randn(ROWS, WIDTH)
+            for layer in range(NUM_LAYERS // 2 if saves_first and is_skipped else NUM_LAYERS):
                 x = stack.block(layer, x)
-            loss = x.square().mean()
+            loss = x if saves_first and is_skipped else x.square().mean()
             del x
             if is_skipped:
                 del loss
@@ -70,6 +76,21 @@ def test_a_skipped_loss_does_not_end_recording_in_part(skips_every: int) -> None
     assert [index for index in range(len(plain)) if plain[index] != found[index]] == []
     assert num_native[SKIPS_FROM - 1] > 0, "the test says nothing: no step was on the native tape"
     assert num_native[-1] - num_native[SKIPS_FROM - 1] >= NUM_STEPS - SKIPS_FROM - 2
+
+
+@pytest.mark.parametrize("skips_from", [0, SKIPS_FROM])
+def test_the_step_after_a_skipped_loss_begins_with_an_op_that_saves(skips_from: int) -> None:
+    """It saves its input before it runs, and skipped forwards are there while outlines are learned."""
+    plain, _ = _train(NUM_STEPS, 3, skips_from, is_inside=False, saves_first=True)
+    with MemoryBudget("1TiB", Config(tier="memory")) as unlimited:
+        _train(2, 3, skips_from, is_inside=False, saves_first=True)
+    with following(int(unlimited.summary().peak_bytes * MARGIN)):
+        found, num_native = _train(NUM_STEPS, 3, skips_from, is_inside=True, saves_first=True)
+        program = running_session().programs.latest
+        assert program is not None
+        assert (program.num_others, program.num_handovers) == (0, 0)
+    assert [index for index in range(len(plain)) if plain[index] != found[index]] == []
+    assert num_native[-1] - num_native[NUM_STEPS // 2] >= NUM_STEPS // 2 - 2
 
 
 def test_a_graph_without_saved_tensors_outlives_a_dropped_loss() -> None:

@@ -99,7 +99,8 @@ class Follower:
         self._rest: Schedule | None = None  # what is not
         self.number = -1  # of the tensor that is being saved, in a step that is recorded in part
         self.learning: Learning | None = None  # while the outline of a step is learned
-        self.on_begin: Callable[[Program, Buffer], None] | None = None  # at the first save of a step with a program
+        self.before_begin: Callable[[], None] | None = None  # at the first save of a step
+        self.on_begin: Callable[[Program, Buffer], None] | None = None  # the same, of one with a program
         self.on_abandon: Callable[[], None] | None = None  # where all saves of such a step are gone without a backward
         self._is_in_part = False  # whether the step was recorded in part, and saved all that its outline has
         self._is_blind = False  # whether the rest of the step's saves is not numbered
@@ -174,6 +175,8 @@ class Follower:
         position = self.position
         save = position.num_saves
         if save == 0:
+            if self.before_begin is not None:
+                self.before_begin()
             self.room.usage.ask_counter()
             position.restart(self.room.usage.total_bytes + self._away_bytes())
             self._saved.clear()

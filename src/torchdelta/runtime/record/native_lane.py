@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from torchdelta._torch.device import numeric_environment
 from torchdelta._torch.modes import Quietly
 from torchdelta.errors import NativeError
+from torchdelta.native.gate import new_sequence
 from torchdelta.native.tape import new_tape
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.memory.replay import raise_changed
@@ -121,9 +122,13 @@ class NativeLane:
         self.num_steps += self.is_on
         self.drop()
 
-    def abandon(self) -> None:
-        """Forget a step that had no backward, and of which nothing is left. Compare it with no outline any more."""
+    def end_comparison(self) -> None:
+        """Expect no op and no saved tensor of the outline any more: the next ones are others."""
+        self._gate.follow(new_sequence([], [], []), 0)
         self._hooks.end_comparison()
+
+    def abandon(self) -> None:
+        """Forget a step that had no backward, and of which nothing is left."""
         self._gate.forget()
         self.drop()
 

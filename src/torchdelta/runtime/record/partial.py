@@ -77,13 +77,8 @@ class PartialRecording:
 
     def waits_for_native_handles(self, then: Callable[[], object]) -> bool:
         """Return whether a forward has saved tensors that Python does not count; then call `then` once none is left."""
-        hooks = self._pause.hooks
-        if self._phase is not Phase.OUTLINED or graph_task_id() != -1 or self._ledger.is_closing:
-            return False
-        if hooks is None or not hooks.num_handles():
-            return False
-        hooks.when_empty(then)
-        return True
+        is_in_forward = self._phase is Phase.OUTLINED and graph_task_id() == -1 and not self._ledger.is_closing
+        return is_in_forward and self._pause.waits_for_handles(then)
 
     @property
     def is_on(self) -> bool:
@@ -156,12 +151,12 @@ class PartialRecording:
 
     @shielded
     def _begin(self) -> None:
-        assert self._gate is not None
-        self._gate.forget()
+        self._parts()[0].forget()
         self._position = position_of_mode(self._recorder)
         remove_mode(self._recorder)
         self._must_end, self._num_alike = False, 0
         self._follower.on_begin, self._follower.on_abandon = self._on_begin, self._on_abandoned
+        self._follower.before_begin = self._begin_anew  # an op may save a tensor before it runs
         self._record_whole()
 
     def _parts(self) -> tuple[Gate, NativeHooks]:
@@ -219,12 +214,17 @@ class PartialRecording:
 
     @shielded
     def _on_other_op(self, position: int) -> None:
-        if not self._is_abandoned or self.lane is None:
+        if self._is_abandoned:
+            self._begin_anew()
+        else:
             self._leave_outline(f"it ran other ops: from op {position} of its outline on")
-            return
-        self.lane.abandon()
-        self._program, self._is_abandoned = None, False
-        self._record_whole()
+
+    def _begin_anew(self) -> None:
+        if self._is_abandoned and self.lane is not None:
+            self.lane.abandon()
+            self._stop_learning()
+            self._program, self._is_abandoned = None, False
+            self._record_whole()
 
     @shielded
     def _make_room(self, need_bytes: int) -> None:
@@ -270,10 +270,10 @@ class PartialRecording:
             self.end("the budget was passed, or the optimizer did not step")
 
     def _on_abandoned(self) -> None:
-        """Begin the step anew with the next op: all that it has saved is gone, without a backward."""
-        self._is_abandoned = self._phase is Phase.OUTLINED
-        if self._is_abandoned:
-            self._parts()[0].follow(new_sequence([], [], []), 0)  # the next op is another one
+        """Begin the step anew with the next op or saved tensor: all that it has saved is gone, without a backward."""
+        self._is_abandoned = self._phase in (Phase.OUTLINED, Phase.LEARNING)
+        if self._phase is Phase.OUTLINED and self.lane is not None:
+            self.lane.end_comparison()
 
     # -- backward
 
@@ -323,24 +323,23 @@ class PartialRecording:
     @shielded
     def _on_backward_end(self, hooks: NativeHooks) -> None:
         """Go on with recording, or pause it until the optimizer has stepped."""
-        ledger = self._ledger
         if self.lane is not None and self.lane.is_on:
             if hooks.num_handles():
                 self._hand_over("saved tensors outlive its backward")
             self.lane.end()
-        if not ledger.num_handles and self._gate is not None:
+        if not self._ledger.num_handles and self._gate is not None:
             self._gate.forget()  # nothing recorded is replayed any more
-        lives_on = self._must_end or ledger.num_handles or hooks.num_handles() or ledger.surveys
+        lives_on = self._must_end or self._ledger.num_handles or hooks.num_handles() or self._ledger.surveys
         if self._phase is Phase.OUTLINED and self._program is not None and not lives_on:
             self._known.note(self._program, self._backward.latest_known)
-            ledger.cut()
+            self._ledger.cut()
             self._room.forget()
             if self._num_alike >= _FEWEST_ALIKE:
                 self._phase = Phase.PAUSED
                 self._program.settle()
                 self._set_limit(self.garbage.begin())
                 return
-        if self._must_end or ledger.surveys:
+        if self._must_end or self._ledger.surveys:
             self.end("its backward was unusual")
         elif self.is_on:
             self._record_whole()
@@ -388,7 +387,7 @@ class PartialRecording:
     def _stop(self) -> None:
         self._phase = Phase.OFF
         self._program, self._is_abandoned = None, False
-        self._follower.on_begin = self._follower.on_abandon = None
+        self._follower.before_begin = self._follower.on_begin = self._follower.on_abandon = None
         self._stop_learning()
 
     def _stop_learning(self) -> None:

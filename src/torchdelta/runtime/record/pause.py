@@ -47,6 +47,7 @@ from torchdelta.errors import NativeError
 from torchdelta.native.saved_hooks import NativeHooks, new_hooks
 from torchdelta.runtime.interrupts import shielded
 from torchdelta.runtime.record.between_ops import is_between_ops, must_defer
+from torchdelta.runtime.record.shared_gradients import keep_apart
 from torchdelta.units import format_bytes
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class Pause:
         """Return the pack and unpack hooks of the session: native ones if recording may pause."""
         saved = self._saved
         if self._is_allowed and self._usage.sees_peaks and threading.current_thread() is threading.main_thread():
-            hooks = new_hooks(saved.pack, saved.unpack, saved.let_stay, saved.raise_modified, self.on_limit)
+            asked = (saved.let_stay, saved.raise_modified, self.on_limit, keep_apart)
+            hooks = new_hooks(saved.pack, saved.unpack, *asked)
             if not isinstance(hooks, NativeError):
                 self.hooks = hooks
                 return hooks.pack, hooks.unpack
@@ -317,6 +319,13 @@ class Pause:
                 return self.hooks.adopt()
         finally:
             self._steps.is_adopting = False
+
+    def waits_for_handles(self, then: Callable[[], object]) -> bool:
+        """Return whether a native handle lives; then call `then` once none is left."""
+        if self.hooks is None or not self.hooks.num_handles():
+            return False
+        self.hooks.when_empty(then)
+        return True
 
     def forbid(self) -> None:
         """Record every step from now on; inside a transform, from the end of the running step's forward on."""

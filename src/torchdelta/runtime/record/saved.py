@@ -21,13 +21,14 @@ from torchdelta._torch.modes import (
     push_function_mode,
     top_function_mode,
 )
-from torchdelta._torch.storages import address_of, storage_address
+from torchdelta._torch.storages import address_of, storage_address, storage_num_holders
 from torchdelta._torch.tensors import counted_version_of, identity_of, is_leaf, is_trained_leaf, is_zerotensor, sizes_of
 from torchdelta.config import SavedBuffer
 from torchdelta.errors import ConfigError, SavedTensorError
 from torchdelta.runtime.interrupts import destructor, enter, leave
 from torchdelta.runtime.memory.costs import resident
 from torchdelta.runtime.policies.base import Action
+from torchdelta.runtime.record.shared_gradients import keep_apart
 from torchdelta.runtime.state.buffer import View
 from torchdelta.runtime.state.kinds import detached
 
@@ -287,7 +288,10 @@ class SavedTensors:
         with Quietly():
             storage = self.restorer.bring(buffer)
             own = buffer.witness if buffer.op is None and buffer.witness is not buffer.strong else None
+            is_shared = _is_held_by_others(buffer, storage)
             tensor = own if own is not None and _is_as_saved(own, view, storage) else view.on(storage)
+        if is_shared and not self.ledger.surveys:
+            keep_apart(tensor)
         if tensor.is_meta and self.fake_view is not None:
             tensor = self.fake_view(tensor)
         self.observing.observer.on_unpack(tensor, handle.save)
@@ -296,6 +300,13 @@ class SavedTensors:
         if self.persistents is not None:
             self.persistents.lock((tensor,))
         return tensor
+
+
+def _is_held_by_others(buffer: Buffer, storage: torch.UntypedStorage) -> bool:
+    """Return whether the program may hold the storage of a buffer. Its Python object is one of its holders."""
+    if buffer.strong is not None:
+        return not buffer.is_held_by_us_alone()
+    return storage_num_holders(address_of(storage)) > 1
 
 
 def _is_as_saved(own: torch.Tensor, view: View, storage: torch.UntypedStorage) -> bool:
