@@ -88,8 +88,8 @@ class BudgetError(torch.OutOfMemoryError, TorchdeltaError):
             lines.append(f"  the space for swapped data fails now: {tier_error}")
         elif lacked_capacity:
             lines.append(
-                "  the space for swapped data was full: with a larger host_budget or disk_budget, a smaller memory "
-                "budget may be enough"
+                "  the space for swapped data was full: with a larger host_budget or disk_budget, or more space on the "
+                "disk, a smaller memory budget may be enough"
             )
         if self.least_freeing_gradients_bytes < _WORTH_REPORTING * least_budget_bytes:
             bound = "at least " if is_lower_bound else "about "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from torchdelta import BudgetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 BATCHES = [np.full((64, 64), number, np.float32) for number in range(8)]
 
@@ -85,6 +88,47 @@ def opaque() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         yield Opaque.apply
 
 
+def _opaque_layers(
+    opaque: Callable[[torch.Tensor], torch.Tensor], num_layers: int, width: int
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    model, x = nn.ParameterList([torch.ones(width, width)]), torch.ones(width, width)
+
+    def loss_of() -> torch.Tensor:
+        hidden = x * model[0]
+        for _ in range(num_layers):
+            hidden = opaque(hidden) * model[0]
+        return hidden.sum()
+
+    return model, loss_of
+
+
+def test_the_named_budget_holds_with_a_full_disk(
+    opaque: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ran full before the budget was found to be too small: what stays for that reason is counted."""
+    size_bytes, num_layers, num_on_disk = 64 << 10, 8, 3
+    allocate = os.posix_fallocate
+
+    def allocate_until_full(file: int, offset: int, length: int) -> None:
+        if offset + length > num_on_disk * size_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_until_full)
+
+    def layers() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        return _opaque_layers(opaque, num_layers, width=128)
+
+    run = Run(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    gc.collect()
+    with running() as (_, session):
+        beside_bytes = session.ledger.usage.total_bytes
+    options: dict[str, Any] = {"tier": "disk", "swap_dir": tmp_path}
+    followed = follow(layers, run, beside_bytes + 5 * size_bytes, **options)
+    assert len(followed.named_bytes) == 1
+    assert followed.named_bytes[0] - beside_bytes >= (num_layers - num_on_disk) * size_bytes
+
+
 @pytest.mark.parametrize("num_on_tier", [0, 3, 8])
 def test_the_named_budget_holds_with_a_small_tier(
     num_on_tier: int, opaque: Callable[[torch.Tensor], torch.Tensor]
@@ -93,15 +137,7 @@ def test_the_named_budget_holds_with_a_small_tier(
     size_bytes, num_layers = 16 << 10, 8
 
     def layers() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-        model, x = nn.ParameterList([torch.ones(64, 64)]), torch.ones(64, 64)
-
-        def loss_of() -> torch.Tensor:
-            hidden = x * model[0]
-            for _ in range(num_layers):
-                hidden = opaque(hidden) * model[0]
-            return hidden.sum()
-
-        return model, loss_of
+        return _opaque_layers(opaque, num_layers, width=64)
 
     run = Run(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     gc.collect()

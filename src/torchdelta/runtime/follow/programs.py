@@ -130,6 +130,7 @@ class Programs:
             return
         if log.uses and self._num_first_steps < _MOST_FIRST_STEPS and makes_states(trace):
             self._num_first_steps += 1
+            self._num_given_traces -= 1  # it is no step that a given plan can be for
             return  # no later step is like it
         why = log.why_not_followed()
         if why:

@@ -45,6 +45,7 @@ class Transfers:
         self._tier: Tier | None = None
         self._is_without_tier = False
         self._was_full = False
+        self._full_at_bytes: int | None = None  # what the tier held when its disk or the host's memory was full
 
     # -- the tier
 
@@ -80,8 +81,13 @@ class Transfers:
         tier = self._working_tier()
         if tier is None:
             return 0
-        capacity_bytes = tier.capacity_bytes
+        capacity_bytes = self._capacity_bytes(tier)
         return None if capacity_bytes is None else max(0, capacity_bytes - tier.used_bytes - self._surveyed_bytes)
+
+    def _capacity_bytes(self, tier: Tier) -> int | None:
+        """Return what the tier can hold as far as is known; None where there is no limit."""
+        limits_bytes = (tier.capacity_bytes, self._full_at_bytes)
+        return min((limit_bytes for limit_bytes in limits_bytes if limit_bytes is not None), default=None)
 
     def end_pause(self) -> bool:
         """Let the tier be tried again although an outage is on. Return whether one was; in a survey it goes on."""
@@ -155,8 +161,10 @@ class Transfers:
             copy = TierCopy(tier, tier.reserve(storage.nbytes()), None, storage)  # releases the slot if `write` raises
             copy.transfer = tier.write(copy.slot, storage)
         except TierError as error:
-            self.note_failed_start(error)
+            self._note_failed_start(error, tier, storage.nbytes())
             return None
+        if self._full_at_bytes is not None and tier.used_bytes > self._full_at_bytes:
+            self._full_at_bytes = None  # there is space again
         self.counters.swapped_out_bytes += storage.nbytes()
         return copy
 
@@ -166,7 +174,7 @@ class Transfers:
         if tier is None:
             return None
         size_bytes += -size_bytes % _BLOCK_BYTES
-        capacity_bytes = tier.capacity_bytes
+        capacity_bytes = self._capacity_bytes(tier)
         if capacity_bytes is not None and tier.used_bytes + self._surveyed_bytes + size_bytes > capacity_bytes:
             self.lacked_capacity = True
             return None
@@ -176,11 +184,14 @@ class Transfers:
     def _end_surveyed_copy(self, size_bytes: int) -> None:
         self._surveyed_bytes -= size_bytes
 
-    def note_failed_start(self, error: TierError) -> None:
+    def _note_failed_start(self, error: TierError, tier: Tier, size_bytes: int) -> None:
         """Begin an outage, unless the tier is only full: a smaller copy may still fit. Warn of the first full one."""
         if not isinstance(error, TierFullError):
             self.outage.begin(self.ledger.clock, error)
-        elif not self._was_full:
+            return
+        if tier.capacity_bytes is None or tier.used_bytes + size_bytes <= tier.capacity_bytes:
+            self._full_at_bytes = tier.used_bytes
+        if not self._was_full:
             self._was_full = True
             warn_once(f"{error}: what finds no room there is recomputed if possible, and stays on the device if not")
 

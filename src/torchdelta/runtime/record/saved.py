@@ -288,9 +288,9 @@ class SavedTensors:
         with Quietly():
             storage = self.restorer.bring(buffer)
             own = buffer.witness if buffer.op is None and buffer.witness is not buffer.strong else None
-            is_shared = _is_held_by_others(buffer, storage)
+            is_shared = not self.ledger.surveys and _is_held_by_others(buffer, storage)
             tensor = own if own is not None and _is_as_saved(own, view, storage) else view.on(storage)
-        if is_shared and not self.ledger.surveys:
+        if is_shared:
             keep_apart(tensor)
         if tensor.is_meta and self.fake_view is not None:
             tensor = self.fake_view(tensor)
