@@ -6,6 +6,7 @@ import gc
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torchdelta.runtime.state.steps import StepTracker
 
 WIDTH, NUM_ROWS, NUM_STEPS = 64, 512, 14
+NUM_MICRO_BATCHES = 3
 
 CONFIG = Config(planner="torchdelta", tier="memory")
 
@@ -183,6 +185,29 @@ def test_steps_that_are_faster_because_less_is_recorded_are_not_traced_again() -
         assert program.first_s == first_s
         assert program.num_corrections == 0
         assert session.programs.latest is program
+
+
+def test_the_times_of_micro_batches_are_compared_with_their_prediction() -> None:
+    """No optimizer steps after most of them, so recording never pauses; their times count all the same."""
+    with planned_here(least_bytes=4096), MemoryBudget(int(0.7 * plain_peak_bytes()), CONFIG):
+        session = running_session()
+        net, optimizer = make()
+        judge = session.programs.on_step_end
+
+        def judge_slow(steps: StepTracker) -> None:
+            steps.last_time_s = 60.0  # always the same, so that only the prediction is wrong
+            judge(steps)
+            for program in session.programs.cache:
+                program.answer = msgspec.structs.replace(program.answer, time_s=1.0)
+
+        with mock.patch.object(session.programs, "on_step_end", judge_slow):
+            for _ in range(2 * NUM_STEPS):
+                for _ in range(NUM_MICRO_BATCHES):
+                    net(torch.randn(NUM_ROWS, WIDTH)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.partial.num_steps > 0
+        assert any(program.num_corrections for program in session.programs.cache)
 
 
 def test_a_known_backward_waits_for_copies_that_are_late() -> None:

@@ -92,8 +92,7 @@ class PartialRecording:
         phase = self._phase
         if phase is Phase.OFF:
             return
-        program, learning = self._program, self._learning
-        ended = self._follower.ended
+        program, learning, ended = self._program, self._learning, self._follower.ended
         is_own = program is not None and ended is not None and ended.program is program and ended.is_exact
         self._stop_learning()
         self._program = None
@@ -106,6 +105,8 @@ class PartialRecording:
             program.num_others -= program.num_others > 0 and self.num_steps % _FORGIVEN_AFTER == 0
             # Where an optimizer does not step after every backward, nothing would tell that a pause should end.
             self._num_alike = self._num_alike + 1 if self._steps.has_stepped else 0
+            if not self._steps.has_stepped:
+                program.settle()  # so no less will be recorded
         if phase is Phase.PAUSED and not self._steps.has_stepped:
             self._num_alike = 0
             self.garbage.end()
