@@ -67,6 +67,7 @@ def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
 _MAPPED_IN_A_CHILD = """
 import os, sys, warnings
 import torch
+torch.set_num_threads(1)  # threads of OpenMP do not live on in a forked child, which would wait for them
 warnings.simplefilter("ignore")
 from torchdelta.runtime.tiers.disk import DiskTier
 
