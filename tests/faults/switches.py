@@ -40,7 +40,7 @@ def _raise(_outage: outage.Outage, _clock: int, error: Exception) -> None:
     raise error
 
 
-def _raise_when_full(transfers: Transfers, error: TierError) -> None:
+def _raise_when_full(transfers: Transfers, error: TierError, *_: object) -> None:
     if isinstance(error, TierFullError):
         raise error
     transfers.outage.begin(transfers.ledger.clock, error)

@@ -161,7 +161,7 @@ class Transfers:
             copy = TierCopy(tier, tier.reserve(storage.nbytes()), None, storage)  # releases the slot if `write` raises
             copy.transfer = tier.write(copy.slot, storage)
         except TierError as error:
-            self._note_failed_start(error, tier, storage.nbytes())
+            self.note_failed_start(error, tier, storage.nbytes())
             return None
         if self._full_at_bytes is not None and tier.used_bytes > self._full_at_bytes:
             self._full_at_bytes = None  # there is space again
@@ -184,7 +184,7 @@ class Transfers:
     def _end_surveyed_copy(self, size_bytes: int) -> None:
         self._surveyed_bytes -= size_bytes
 
-    def _note_failed_start(self, error: TierError, tier: Tier, size_bytes: int) -> None:
+    def note_failed_start(self, error: TierError, tier: Tier, size_bytes: int) -> None:
         """Begin an outage, unless the tier is only full: a smaller copy may still fit. Warn of the first full one."""
         if not isinstance(error, TierFullError):
             self.outage.begin(self.ledger.clock, error)
